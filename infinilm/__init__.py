@@ -1,0 +1,47 @@
+"""InfiniLM: a fast, readable LLM inference engine in Python.
+
+>>> from infinilm import LLM, SamplingParams
+>>> llm = LLM()  # the embedded model; or a directory, a .gguf file, a hub id
+>>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].text
+"""
+
+import logging
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from infinilm.config import Config
+from infinilm.outputs import CompletionOutput, RequestOutput
+from infinilm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from infinilm.engine.async_engine import AsyncLLM
+    from infinilm.engine.llm_engine import LLM, LLMEngine
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Config", "LLMEngine", "RequestOutput", "SamplingParams"]
+
+# The engines need torch, which takes a second to import: only when they are asked for.
+_LAZY = {
+    "LLM": "infinilm.engine.llm_engine",
+    "LLMEngine": "infinilm.engine.llm_engine",
+    "AsyncLLM": "infinilm.engine.async_engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'infinilm' has no attribute {name!r}")
+
+
+class _LogPrinter(logging.Handler):
+    """Prints what the engine logs, as long as the program has set up no logging of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            print(f"infinilm: {self.format(record)}", file=sys.stderr)
+
+
+logging.getLogger("infinilm").addHandler(_LogPrinter())
+logging.getLogger("infinilm").setLevel(logging.INFO)

@@ -1,0 +1,52 @@
+"""What an attention backend must do. The torch backend is the truth all others are checked against."""
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+import torch
+
+from infinilm.attention.batch import ForwardBatch
+
+
+class AttentionBackend(Protocol):
+    """Attention over a paged KV cache, for any mix of prefill chunks and decode rows.
+
+    A step calls `prepare` once and then, for each layer, `store` and `attend` with the plan it returned.
+    """
+
+    name: str
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why this backend can't serve the device; None if it can."""
+
+    def prepare(
+        self, batch: ForwardBatch, *, block_size: int, windows: Collection[int | None], dtype: torch.dtype
+    ) -> Any:
+        """Work out, once per step, what the layers need to know of the batch.
+
+        `windows` are those `attend` will be called with, `dtype` is the queries'.
+        """
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: Any,
+    ) -> None:
+        """Write the new tokens' keys and values `[T, kv_heads, head_dim]` into one layer's cache
+        `[blocks, block_size, kv_heads, head_dim]`."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend `query` `[T, heads, head_dim]` to each request's own context, causally and, with a
+        `window`, to the last `window` tokens only. Returns `[T, heads, head_dim]`."""

@@ -1,0 +1,50 @@
+"""How much KV cache to keep, and in what shape. Plain values: no memory is touched here."""
+
+from dataclasses import dataclass, field
+
+from infinilm.checks import check_choice, check_integer
+from infinilm.errors import InvalidValueError
+
+BLOCK_SIZE_STEP = 16
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class CacheConfig:
+    """The base of the cache configurations; build one of its subclasses."""
+
+    def __init__(self) -> None:
+        raise NotImplementedError("CacheConfig is abstract: build PagedKVCacheConfig")
+
+
+@dataclass(frozen=True)
+class PagedKVCacheConfig(CacheConfig):
+    """A pool of blocks of `block_size` tokens, sized by count or bytes, or by free memory if neither is given."""
+
+    num_blocks: int | None = None
+    block_size: int = BLOCK_SIZE_STEP
+    max_kv_memory_bytes: int | None = field(default=None, kw_only=True)
+    """The total over all layers, keys and values together."""
+    dtype: str | None = field(default=None, kw_only=True)
+    """None: the model's."""
+
+    def __post_init__(self) -> None:
+        check_block_size("block_size", self.block_size)
+        if self.num_blocks is not None and self.max_kv_memory_bytes is not None:
+            raise InvalidValueError(
+                f"num_blocks={self.num_blocks} and max_kv_memory_bytes={self.max_kv_memory_bytes} were both given; "
+                "give one of them"
+            )
+        if self.num_blocks is not None:
+            check_integer("num_blocks", self.num_blocks, low=1)
+        if self.max_kv_memory_bytes is not None:
+            check_integer("max_kv_memory_bytes", self.max_kv_memory_bytes, low=1)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+            check_choice("dtype", self.dtype, DTYPES)
+
+
+def check_block_size(name: str, value: int) -> None:
+    """Refuse anything but a positive multiple of 16."""
+    check_integer(name, value, low=BLOCK_SIZE_STEP)
+    if value % BLOCK_SIZE_STEP:
+        raise InvalidValueError(f"{name}={value} must be a multiple of {BLOCK_SIZE_STEP}")

@@ -1,0 +1,113 @@
+"""The engine's settings: frozen, checked when made, never written to afterwards."""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from infinilm.cache.config import DTYPES, check_block_size
+from infinilm.checks import check_choice, check_flag, check_integer, check_real
+from infinilm.distributed.config import DistConfig
+from infinilm.errors import InvalidTypeError, InvalidValueError
+
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "torch")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # A laptop: few rows at a time, steps short enough that decoding goes on while a prompt is read.
+    "cpu": {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 1024},
+    # The smallest footprint that still serves a chat: a short context, little prefill workspace.
+    "low-memory": {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 2048,
+        "gpu_memory_utilization": 0.5,
+    },
+    "single-gpu": {"device": "cuda", "tensor_parallel_size": 1},
+    "multi-gpu": {"device": "cuda", "tensor_parallel_size": 2},
+    # Many rows and large prefill steps: the most tokens per second over all requests.
+    "throughput": {"max_num_seqs": 1024, "max_num_batched_tokens": 32768},
+    # Small steps: the shortest wait between two tokens of one request.
+    "latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of an engine. What is measured at start (blocks that fit, …) is read from the engine instead."""
+
+    model: str | Path | None = None
+    """A Hugging Face directory, a .gguf file, a hub id or an alias. None: the embedded model, `smollm2-135m`."""
+    max_num_batched_tokens: int = 16384
+    """Tokens computed in one step, over all requests. Longer prompts are computed in chunks."""
+    max_num_seqs: int = 512
+    """Requests worked on in one step."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer together. None: the checkpoint's maximum; it can't be more than that."""
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    """The share of the memory free at start, on any device, that weights and KV cache may take."""
+    enforce_eager: bool = False
+    """Never capture CUDA graphs. A CPU has none to capture."""
+    kvcache_block_size: int = 16
+    """Tokens per KV cache block: any multiple of 16."""
+    num_kvcache_blocks: int | None = None
+    """None: as many as fit into memory and can be of use."""
+    device: str = "auto"
+    dtype: str = "auto"
+    """auto: float32 on a CPU, the checkpoint's own elsewhere."""
+    seed: int = 0
+    """Requests without a seed of their own draw from this and the order they came in."""
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    distributed: DistConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None and not isinstance(self.model, (str, Path)):
+            raise InvalidTypeError(f"model={self.model!r} must be a path, a hub id, an alias or None")
+        check_integer("max_num_batched_tokens", self.max_num_batched_tokens, low=1)
+        check_integer("max_num_seqs", self.max_num_seqs, low=1)
+        if self.max_model_len is not None:
+            check_integer("max_model_len", self.max_model_len, low=2)
+        check_integer("tensor_parallel_size", self.tensor_parallel_size, low=1)
+        check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.0, high=1.0, above_low=True)
+        check_flag("enforce_eager", self.enforce_eager)
+        check_block_size("kvcache_block_size", self.kvcache_block_size)
+        if self.num_kvcache_blocks is not None:
+            check_integer("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
+        check_choice("device", self.device, DEVICES)
+        check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        self._check_distributed()
+
+    def _check_distributed(self) -> None:
+        if self.distributed is not None and not isinstance(self.distributed, DistConfig):
+            raise InvalidTypeError(f"distributed={self.distributed!r} must be a DistConfig")
+        if self.distributed and self.tensor_parallel_size not in (1, self.distributed.tp_size):
+            raise InvalidValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} and {self.distributed} disagree; give one of them"
+            )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Self:
+        """Build from keywords, naming the unknown ones."""
+        _check_known(kwargs)
+        return cls(**kwargs)
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Self:
+        """Ready-made settings: `LLM(Config.preset("cpu", model=path))`."""
+        check_choice("preset", name, tuple(PRESETS))
+        return cls.from_kwargs(**{**PRESETS[name], **overrides})
+
+    def replace(self, **changes: Any) -> "Config":
+        """A copy with some settings changed."""
+        _check_known(changes)
+        return replace(self, **changes)
+
+
+def _check_known(kwargs: dict[str, Any]) -> None:
+    known = [field.name for field in fields(Config)]
+    if unknown := [name for name in kwargs if name not in known]:
+        raise InvalidTypeError(f"unknown setting {unknown[0]!r}; known are: {', '.join(known)}")

@@ -1,0 +1,60 @@
+"""Which devices hold the shards of a model."""
+
+from collections.abc import Sequence
+
+from infinilm.errors import InvalidTypeError, InvalidValueError
+
+
+class DistConfig:
+    """Tensor parallelism: one rank per entry of `tp_device_ids`.
+
+    `DistConfig()` is one rank on device 0, `DistConfig(4)` four ranks on devices 0 to 3,
+    `DistConfig(tp_device_ids=[0, 2])` names the devices.
+    """
+
+    def __init__(self, tp_size: int | None = None, tp_device_ids: Sequence[int] | None = None) -> None:
+        if tp_size is not None and tp_device_ids is not None:
+            raise InvalidValueError(
+                f"tp_size={tp_size!r} and tp_device_ids={list(tp_device_ids)!r} were both given; give one of them"
+            )
+        if tp_device_ids is not None:
+            self.tp_device_ids = tp_device_ids
+            return
+        size = 1 if tp_size is None else tp_size
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise InvalidTypeError(f"tp_size={size!r} must be an integer")
+        if size < 1:
+            raise InvalidValueError(f"tp_size={size} must be 1 or more")
+        self.tp_device_ids = range(size)
+
+    @property
+    def tp_device_ids(self) -> list[int]:
+        """The device of each rank."""
+        return self._tp_device_ids
+
+    @tp_device_ids.setter
+    def tp_device_ids(self, ids: Sequence[int]) -> None:
+        checked = list(ids)
+        if not checked:
+            raise InvalidValueError("tp_device_ids is empty; name at least one device")
+        for device in checked:
+            if isinstance(device, bool) or not isinstance(device, int):
+                raise InvalidTypeError(f"tp_device_ids holds {device!r}; device ids are integers")
+            if device < 0:
+                raise InvalidValueError(f"tp_device_ids holds {device}; device ids are 0 or more")
+        if len(set(checked)) != len(checked):
+            raise InvalidValueError(f"tp_device_ids={checked} names a device twice; each rank needs its own")
+        self._tp_device_ids = checked
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks."""
+        return len(self._tp_device_ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DistConfig) and self._tp_device_ids == other._tp_device_ids
+
+    def __repr__(self) -> str:
+        return f"DistConfig(tp_device_ids={self._tp_device_ids})"
+
+    __hash__ = None  # type: ignore[assignment]  # it can be changed, so it must not be a key

@@ -1,0 +1,358 @@
+"""The engine's front: takes prompts, steps, hands out answers."""
+
+import atexit
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+from xxhash import xxh3_64_intdigest
+
+from infinilm.config import Config
+from infinilm.engine.block_manager import BlockManager
+from infinilm.engine.loader import load_model
+from infinilm.engine.model_runner import StepHandle
+from infinilm.engine.plan import StepPlan, StepResult
+from infinilm.engine.prompts import Prompt, as_prompt_list, check_params, encode_prompt, pair_params
+from infinilm.engine.request import OnToken, Request
+from infinilm.engine.scheduler import Scheduler
+from infinilm.engine.sequence import Sequence as TokenSequence
+from infinilm.engine.stats import EngineStats, ProgressBar
+from infinilm.errors import EngineError, InvalidValueError
+from infinilm.outputs import RequestOutput
+from infinilm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLMEngine:
+    """Runs a model for many requests at a time. `infinilm.LLM` is this class.
+
+    `generate`, `chat` and `stream` are for getting answers; `add_request` and `step` for driving the engine
+    by hand. They can be mixed. One thread at a time: see `AsyncLLM` for concurrent callers.
+    """
+
+    def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
+        self._is_open = False
+        if isinstance(model, Config):
+            self.config = model.replace(**settings)
+        else:
+            self.config = Config.from_kwargs(model=model, **settings)
+        loaded = load_model(self.config)
+        self.runner = loaded.runner
+        self.tokenizer = loaded.tokenizer
+        self.model_config = loaded.model_config
+        self.memory = loaded.memory
+        self.max_model_len = loaded.max_model_len
+        self.eos_token_ids = loaded.eos_token_ids
+        self.scheduler = Scheduler(
+            BlockManager(
+                self.memory.num_blocks,
+                self.memory.block_size,
+                enable_prefix_caching=self.config.enable_prefix_caching,
+            ),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._stats = EngineStats()
+        self._max_in_flight = 1
+        self._handles: deque[StepHandle] = deque()
+        self._requests: dict[str, Request] = {}
+        self._owners: dict[int, tuple[Request, int]] = {}
+        """By a sequence's arrival number: its request and which of the answers it is."""
+        self._news: dict[str, Request | RequestOutput] = {}
+        """What changed since the last call of `step`; as an output already, where a listener was given one."""
+        self._arrivals = count()
+        self._is_open = True
+        self._at_exit = partial(_exit_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    # --- answers ----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts: one output each, in order. Prompts are text or token ids."""
+        self._check_open()
+        prompt_list = as_prompt_list(prompts)
+        params_list = pair_params(sampling_params, len(prompt_list))
+        # All are checked before the first is queued: a bad one among them leaves nothing behind.
+        requests = [self._make_request(*pair) for pair in zip(prompt_list, params_list, strict=True)]
+        for request in requests:
+            self._queue(request)
+        with ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar:
+            self._run(requests, bar)
+        return [request.output() for request in requests]
+
+    def _run(self, requests: list[Request], bar: ProgressBar) -> None:
+        num_done = 0
+        try:
+            while num_done < len(requests):
+                self._advance()
+                before = num_done
+                while num_done < len(requests) and requests[num_done].is_finished:
+                    num_done += 1
+                bar.update(num_done - before)
+        finally:
+            for request in requests:
+                self._end(request)
+                self._news.pop(request.request_id, None)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, rendered with the checkpoint's chat template."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if is_single else messages
+        prompts = [self.chat_prompt(conversation, **template_kwargs) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Messages, **template_kwargs: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        if self.tokenizer is None:
+            raise InvalidValueError("the checkpoint has no tokenizer, so there is no chat template; use generate")
+        text = self.tokenizer.apply_chat_template(messages, **template_kwargs)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer's text as it comes. Closing the iterator early aborts the request."""
+        self._check_open()
+        request = self._make_request(prompt, sampling_params or SamplingParams())
+        if request.params.n > 1:
+            raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
+        self._queue(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        try:
+            while not request.is_finished:
+                self._advance()
+                self._news.pop(request.request_id, None)
+                if piece := request.output().outputs[0].new_text:
+                    yield piece
+            if request.error:
+                raise EngineError(f"request {request.request_id} failed: {request.error}")
+        finally:
+            self._end(request)
+            self._news.pop(request.request_id, None)
+
+    # --- step by step -----------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_token: OnToken | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a prompt; `on_token` is called with the request's output whenever it has news."""
+        self._check_open()
+        request = self._make_request(
+            prompt, sampling_params or SamplingParams(), on_token=on_token, request_id=request_id
+        )
+        self._queue(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns the requests with news; `finished` says which have ended."""
+        self._check_open()
+        self._advance()
+        news, self._news = self._news, {}
+        return [item.output() if isinstance(item, Request) else item for item in news.values()]
+
+    def _advance(self) -> None:
+        """One step: schedule, submit, and commit the oldest submitted."""
+        try:
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._handles.append(self._submit(plan))
+            if self._handles and (plan is None or len(self._handles) >= self._max_in_flight):
+                self._commit(self._handles.popleft().result())
+        except BaseException as error:
+            self._fail_in_flight(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _submit(self, plan: StepPlan) -> StepHandle:
+        now = perf_counter()
+        for seq in self.scheduler.in_flight[-1].seqs:
+            self._owners[seq.arrival][0].start(now)
+        self._stats.num_steps += 1
+        self._stats.num_decode_tokens += sum(step.draws for step in plan.steps)
+        self._stats.num_prefill_tokens += sum(len(s.token_ids) for s in plan.steps if s.start == 0 or len(s.token_ids) > 1)
+        return self.runner.submit(plan)
+
+    def _commit(self, result: StepResult) -> None:
+        now = perf_counter()
+        plan = self.scheduler.in_flight[0].plan
+        for seq, index in self.scheduler.commit(result):
+            request, answer_index = self._owners[seq.arrival]
+            if request.take(answer_index, plan.steps[index].start, result, index, now):
+                self.scheduler.finish(seq, "stop")
+                seq.finish_reason = "stop"  # also if the token limit was reached by the same token
+            if index in result.token_ids or seq.is_finished:
+                self._tell(request)
+
+    def _tell(self, request: Request) -> None:
+        """Note that a request has news, and let its listener know."""
+        self._news[request.request_id] = request
+        if request.is_finished:
+            self._stats.num_finished += 1
+            self._forget(request)
+        if request.on_token is None:
+            return
+        output = self._news[request.request_id] = request.output()
+        try:
+            request.on_token(output)
+        except Exception as error:
+            logger.warning("on_token of request %s failed: %s", request.request_id, error)
+            request.error = f"on_token failed: {type(error).__name__}: {error}"
+            request.on_token = None
+            self._end(request)
+
+    def _fail_in_flight(self, error: BaseException) -> None:
+        """A step broke: end the requests that were part of it, keep all others."""
+        logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        self._handles.clear()
+        for seq in self.scheduler.fail_in_flight():
+            request, _ = self._owners[seq.arrival]
+            request.error = request.error or f"{type(error).__name__}: {error}"
+            self._end(request)
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def _make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        on_token: OnToken | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        vocab_size = self.model_config.vocab_size
+        check_params(params, vocab_size)
+        token_ids = encode_prompt(prompt, self.tokenizer, vocab_size)
+        stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        if params.stop and self.tokenizer is None:
+            raise InvalidValueError("stop needs text, and the checkpoint has no tokenizer; use stop_token_ids")
+        seqs: list[TokenSequence] = []
+        arrival = next(self._arrivals)
+        for sample in range(params.n):
+            seed = params.seed if params.seed is not None else _mix(self.config.seed, arrival)
+            seq = TokenSequence(
+                arrival if sample == 0 else next(self._arrivals),
+                token_ids,
+                params,
+                seed=seed if sample == 0 else _mix(seed, sample),
+                stop_ids=stop_ids,
+                leader=seqs[0] if seqs else None,
+            )
+            seqs.append(seq)
+        self.scheduler.check_fits(seqs[0])
+        if request_id is None:
+            request_id = str(arrival)
+        if request_id in self._requests:
+            raise InvalidValueError(f"request_id={request_id!r} is in use; wait until it has finished or use another")
+        return Request(request_id, prompt if isinstance(prompt, str) else None, seqs, self.tokenizer, on_token)
+
+    def _queue(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        for index, seq in enumerate(request.seqs):
+            self._owners[seq.arrival] = (request, index)
+            self.scheduler.add(seq)
+
+    def _end(self, request: Request) -> None:
+        """End what is left of a request and tell its end with the next `step`."""
+        if request.is_finished and request.request_id not in self._requests:
+            return
+        for seq in request.seqs:
+            self.scheduler.finish(seq, "abort")
+        self._tell(request)
+
+    def _forget(self, request: Request) -> None:
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        self._stats.num_cached_tokens += request.seqs[0].num_cached_tokens
+        for seq in request.seqs:
+            del self._owners[seq.arrival]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; the next `step` reports it. Returns False if there is no such request (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    # --- the rest ---------------------------------------------------------------------------------------
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to compute and nothing left to report by `step`."""
+        return not self.scheduler.has_work and not self._news
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and the state now."""
+        blocks = self.scheduler.blocks
+        return replace(
+            self._stats,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_cached_blocks=blocks.num_cached,
+        )
+
+    def exit(self) -> None:
+        """Abort what is running and give back the memory. Calling it again does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        atexit.unregister(self._at_exit)
+        for request in list(self._requests.values()):
+            self._end(request)
+        self._handles.clear()
+        del self.runner
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise EngineError("the engine was closed by exit(); make a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.exit()
+
+
+LLM = LLMEngine
+
+
+def _exit_if_alive(engine: "weakref.ref[LLMEngine]") -> None:
+    if alive := engine():
+        alive.exit()
+
+
+def _mix(seed: int, number: int) -> int:
+    """A new 64-bit seed from a seed and a number."""
+    return xxh3_64_intdigest(f"{seed}/{number}")

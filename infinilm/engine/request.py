@@ -1,0 +1,165 @@
+"""A request as its sender sees it: text, log-probabilities and times, around one or more sequences."""
+
+from collections.abc import Callable
+from time import perf_counter
+
+from infinilm.engine.plan import StepResult
+from infinilm.engine.sequence import Sequence
+from infinilm.loading.detokenizer import Detokenizer, StopStrings
+from infinilm.loading.tokenizer import Tokenizer
+from infinilm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from infinilm.sampling_params import SamplingParams
+
+OnToken = Callable[[RequestOutput], None]
+
+
+class Answer:
+    """One sequence's text, made only when somebody looks at it or a stop string has to be found."""
+
+    def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
+        self.seq = seq
+        self.text = ""
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[TokenLogprobs] | None = None if seq.params.logprobs is None else []
+        self.times: list[float] = []
+        """When the first and the latest token came."""
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._stops = StopStrings(seq.params.stop) if seq.params.stop else None
+        self._num_read = seq.num_prompt_tokens
+        self._is_complete = False
+        self._num_reported_tokens = 0
+        self._num_reported_chars = 0
+
+    def read(self) -> bool:
+        """Turn the tokens that came since into text. Returns whether a stop string ends the answer here."""
+        if self._detokenizer is None or self._is_complete:
+            return False
+        seq = self.seq
+        end = seq.num_tokens
+        if seq.finish_reason == "stop":
+            end -= 1  # the token that ended the answer is no part of its text
+        piece = self._detokenizer.feed(seq.token_ids[self._num_read : end])
+        self._num_read = end
+        if seq.is_finished:
+            piece += self._detokenizer.finish()
+            self._is_complete = True
+        if self._stops is None or seq.num_output_tokens < seq.params.min_tokens:
+            self.text += piece
+            return False
+        self.text += self._stops.feed(piece)[0]
+        if self._is_complete:
+            self.text += self._stops.finish()
+        if self._stops.matched is None:
+            return False
+        self.stop_reason = self._stops.matched
+        self._is_complete = True
+        return True
+
+    def output(self, index: int) -> CompletionOutput:
+        """The answer so far, and what is new since the last call."""
+        self.read()
+        tokens = self.seq.output_token_ids
+        output = CompletionOutput(
+            index=index,
+            text=self.text,
+            token_ids=tokens,
+            new_text=self.text[self._num_reported_chars :],
+            new_token_ids=tokens[self._num_reported_tokens :],
+            logprobs=self.logprobs.copy() if self.logprobs is not None else None,
+            finish_reason=self.seq.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+        self._num_reported_chars = len(self.text)
+        self._num_reported_tokens = len(tokens)
+        return output
+
+
+class Request:
+    """What was asked, how far the answers are, and who wants to hear of it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        seqs: list[Sequence],
+        tokenizer: Tokenizer | None,
+        on_token: OnToken | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.seqs = seqs
+        self.answers = [Answer(seq, tokenizer) for seq in seqs]
+        self.on_token = on_token
+        self.error: str | None = None
+        self.params: SamplingParams = seqs[0].params
+        self._arrival_time = perf_counter()
+        self._start_time: float | None = None
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = (
+            None if self.params.prompt_logprobs is None else [None] * seqs[0].num_prompt_tokens
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every answer has ended."""
+        return all(seq.is_finished for seq in self.seqs)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(seq.num_output_tokens for seq in self.seqs)
+
+    def start(self, now: float) -> None:
+        """Note the first step that works on the request."""
+        if self._start_time is None:
+            self._start_time = now
+
+    def take(self, answer_index: int, start: int, result: StepResult, step_index: int, now: float) -> bool:
+        """Take in one sequence's share of a step. Returns whether a stop string ends the answer."""
+        answer = self.answers[answer_index]
+        if error := result.errors.get(step_index):
+            self.error = f"{type(error).__name__}: {error}"
+        if self._prompt_logprobs is not None:
+            found = result.prompt_logprobs.get(step_index, [])
+            self._prompt_logprobs[start + 1 : start + 1 + len(found)] = found
+        if step_index not in result.token_ids or step_index in result.errors:
+            return False
+        answer.times[1:] = [now]
+        if answer.logprobs is not None:
+            answer.logprobs.append(result.logprobs[step_index])
+        if answer.seq.finish_reason == "stop":
+            last = answer.seq.token_ids[-1]
+            answer.stop_reason = last if last in self.params.stop_token_ids else None
+        return bool(self.params.stop) and answer.read()
+
+    def output(self) -> RequestOutput:
+        """The request's state, with what is new since the last call."""
+        leader = self.seqs[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=leader.token_ids[: leader.num_prompt_tokens],
+            outputs=[answer.output(index) for index, answer in enumerate(self.answers)],
+            finished=self.is_finished,
+            metrics=self._metrics(),
+            prompt_logprobs=self._prompt_logprobs,
+            error=self.error,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        first_times = [answer.times[0] for answer in self.answers if answer.times]
+        last_times = [answer.times[-1] for answer in self.answers if answer.times]
+        gaps = [
+            (answer.times[-1] - answer.times[0]) / (answer.seq.num_output_tokens - 1)
+            for answer in self.answers
+            if answer.seq.num_output_tokens > 1
+        ]
+        arrival = self._arrival_time
+        return RequestMetrics(
+            arrival_time=arrival,
+            queue_time=self._start_time - arrival if self._start_time is not None else None,
+            ttft=min(first_times) - arrival if first_times else None,
+            itl=sum(gaps) / len(gaps) if gaps else None,
+            tokens_per_second=self.num_output_tokens / (max(last_times) - arrival) if last_times else None,
+            num_cached_tokens=self.seqs[0].num_cached_tokens,
+            num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
+        )

@@ -1,0 +1,134 @@
+"""One stream of tokens: a prompt and the answer growing behind it."""
+
+from array import array
+from enum import Enum, auto
+
+from xxhash import xxh3_128_digest
+
+from infinilm.outputs import FinishReason
+from infinilm.sampling_params import SamplingParams
+
+BlockKey = tuple[bytes, bytes]
+"""(hash of the block's tokens and of all before them, the block's own tokens)."""
+
+
+class Status(Enum):
+    """Where a sequence is. WAITING holds no blocks and no row."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """What the scheduler knows of a sequence.
+
+        token_ids:   prompt ......... | answer ...... | pending (drawn on the device, not yet known here)
+                     ^ num_computed moves through all of it: keys and values up to there are, or by the
+                       steps already submitted will be, in the cache
+
+    The scheduler closes the gap `num_wanted`: a new prompt, a chunk's rest, the token drawn last, a text to
+    be computed again after preemption are all just sizes of that gap.
+    """
+
+    __slots__ = (
+        "_block_keys",
+        "arrival",
+        "block_table",
+        "finish_reason",
+        "leader",
+        "num_cached_tokens",
+        "num_computed",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "row",
+        "seed",
+        "status",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        arrival: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        stop_ids: tuple[int, ...] = (),
+        leader: "Sequence | None" = None,
+    ) -> None:
+        self.arrival = arrival
+        """Unique and increasing: the order in which sequences are served."""
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.seed = seed
+        self.stop_ids = stop_ids
+        """Tokens that end the answer."""
+        self.leader = leader
+        """The first sequence of the same request, whose prompt blocks this one shares."""
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.row: int | None = None
+        """The place in the model runner's arrays, while running."""
+        self.block_table: list[int] = []
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens that the first admission found in the prefix cache."""
+        self.num_preemptions = 0
+        self._block_keys: list[BlockKey] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The answer."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer has ended."""
+        return self.status is Status.FINISHED
+
+    @property
+    def may_reuse_prefix(self) -> bool:
+        """Prompt log-probabilities need every prompt position computed, once per request."""
+        return self.params.prompt_logprobs is None or self.leader is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether to wait for the leader, so that the prompt is computed once and shared."""
+        leader = self.leader
+        return (
+            leader is not None
+            and self.num_output_tokens == 0
+            and not leader.is_finished
+            and leader.num_output_tokens == 0
+        )
+
+    def block_key(self, index: int, block_size: int) -> BlockKey:
+        """The key under which full block `index` can be found again by sequences with the same beginning."""
+        keys = self._block_keys
+        while len(keys) <= index:
+            start = len(keys) * block_size
+            content = array("I", self.token_ids[start : start + block_size]).tobytes()
+            parent = keys[-1][0] if keys else b""
+            keys.append((xxh3_128_digest(parent + content), content))
+        return keys[index]

@@ -1,0 +1,29 @@
+"""Every error the package raises on purpose.
+
+A message names the parameter, the value seen and the remedy. Bad input is a `ValueError` or
+`TypeError` as well, so callers need not know these names to catch it.
+"""
+
+
+class InfinilmError(Exception):
+    """The base of all errors raised on purpose."""
+
+
+class InvalidValueError(InfinilmError, ValueError):
+    """A parameter has a value that is out of range or makes no sense."""
+
+
+class InvalidTypeError(InfinilmError, TypeError):
+    """A parameter has the wrong type, or its name is unknown."""
+
+
+class PromptTooLongError(InvalidValueError):
+    """A prompt can never be served with the engine's settings."""
+
+
+class CheckpointError(InfinilmError, ValueError):
+    """A model file or directory is missing, damaged, unsafe or not supported."""
+
+
+class EngineError(InfinilmError, RuntimeError):
+    """The engine cannot do what was asked in the state it is in."""

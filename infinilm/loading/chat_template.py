@@ -1,0 +1,276 @@
+"""Render chat templates: Jinja programs from a checkpoint, run in a sandbox.
+
+The result equals transformers' `apply_chat_template(tokenize=False)`.
+
+What the sandbox refuses: attributes that lead to Python's internals, methods that change what was passed,
+including files. What it bounds: the template's length, `range` (100 000 items), the values that `*` and `**`
+build, and the text that is rendered. What it does not bound: time (nested loops) and the memory that padding
+takes (`center`, format widths). A template is trusted not to waste those, as the weights beside it are.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+
+MAX_TEMPLATE_CHARS = 256 * 1024
+MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+_MAX_DEPTH = 64
+
+
+class ChatTemplate:
+    """A compiled chat template; rendering is thread-safe."""
+
+    def __init__(self, source: str) -> None:
+        """Compile `source`; a template that is too long or does not compile is a `CheckpointError`."""
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are allowed"
+            )
+        self.source = source
+        environment = _make_environment()
+        try:
+            syntax = environment.parse(source)
+            _refuse_private_names(syntax)
+            names = jinja2.meta.find_undeclared_variables(syntax)
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template does not compile: line {error.lineno}: {error.message}"
+            ) from error
+        except Exception as error:  # constant expressions are evaluated here and may raise anything
+            raise CheckpointError(f"the chat template does not compile: {_describe(error)}") from error
+        self._variable_names = frozenset(names - set(environment.globals))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        special_tokens: Mapping[str, str] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Render a conversation into a prompt.
+
+        `messages` are dicts with a `role` and a `content`: a string, or a list of text parts, joined by
+        newlines. `special_tokens` (such as `bos_token`) and `variables` are visible to the template by name;
+        a variable that the template never reads is an error.
+        """
+        unknown = sorted(variables.keys() - self._variable_names)
+        if unknown:
+            raise InvalidTypeError(
+                f"the chat template does not use {', '.join(map(repr, unknown))}; it reads "
+                f"{', '.join(sorted(self._variable_names)) or 'no variables'}"
+            )
+        values = {
+            "documents": None,
+            **(special_tokens or {}),
+            **{name: _plain(value, name) for name, value in variables.items()},
+            "messages": _checked_messages(messages),
+            "tools": _checked_tools(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(values):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_OUTPUT_CHARS:
+                    raise SecurityError(f"more than {MAX_OUTPUT_CHARS} characters were rendered")
+        except Exception as error:  # the template is a program: it may raise anything
+            raise InvalidValueError(f"the chat template failed: {_describe(error)}") from error
+        return "".join(pieces)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, failing at once where it would render nothing, and with bounded products."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is not allowed")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _result_size(operator, left, right) > MAX_OUTPUT_CHARS:
+            raise SecurityError(f"the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Return about how many bits a power of integers has, or items a repeated sequence; otherwise 0."""
+    if operator == "**":
+        return left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
+    for sequence, count in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(count, int):
+            return len(sequence) * count
+    return 0
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the model wrote, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+def _make_environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        dict=_make_dict,
+        namespace=_make_namespace,
+    )
+    del environment.globals["lipsum"]  # it writes as much text as it is asked for
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Serialise as transformers does: Jinja's own filter escapes HTML, which models do not expect."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _make_namespace(*args: Any, **kwargs: Any) -> Namespace:
+    attributes = dict(*args, **kwargs)
+    for name in attributes:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace may not hold the private name {name!r}")
+    return Namespace(attributes)
+
+
+def _refuse_private_names(syntax: nodes.Template) -> None:
+    """Refuse `{% set ns._x = ... %}`: a namespace answers Python's own lookups from what is stored in it."""
+    for node in syntax.find_all(nodes.NSRef):
+        if node.attr.startswith("_"):
+            raise SecurityError(f"a namespace may not hold the private name {node.attr!r}")
+
+
+def _describe(error: Exception) -> str:
+    """Return the template's own message as it is; other errors with their type."""
+    if isinstance(error, TemplateError):
+        return error.message or type(error).__name__
+    return f"{type(error).__name__}: {error}"
+
+
+def _checked_messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple):
+        raise InvalidTypeError(f"messages must be a list of dicts, not {type(messages).__name__}")
+    if not messages:
+        raise InvalidValueError("messages is empty; give at least one message")
+    return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked_message(message: object, path: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidTypeError(
+            f"{path} must be a dict with 'role' and 'content', not {type(message).__name__}"
+        )
+    if "role" not in message:
+        raise InvalidValueError(f"{path} has no 'role'")
+    if not isinstance(message["role"], str):
+        raise InvalidTypeError(f"{path}['role'] must be a string, not {type(message['role']).__name__}")
+    checked: dict[str, Any] = _plain(message, path)
+    content = checked.get("content")
+    if isinstance(content, list):
+        checked["content"] = "\n".join(
+            _part_text(part, f"{path}['content'][{index}]") for index, part in enumerate(content)
+        )
+    elif content is None:
+        if not checked.get("tool_calls"):
+            raise InvalidValueError(f"{path} has no 'content'")
+    elif not isinstance(content, str):
+        raise InvalidTypeError(
+            f"{path}['content'] must be a string or a list of text parts, not {type(content).__name__}"
+        )
+    return checked
+
+
+def _part_text(part: Any, path: str) -> str:
+    if not isinstance(part, dict):
+        raise InvalidTypeError(
+            f"{path} must be a dict such as {{'type': 'text', 'text': '...'}}, not {type(part).__name__}"
+        )
+    if part.get("type", "text") != "text":
+        raise InvalidValueError(f"{path} has type {part['type']!r}; only 'text' parts are supported")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidTypeError(f"{path}['text'] must be a string, not {type(text).__name__}")
+    return text
+
+
+def _checked_tools(tools: object) -> list[dict[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple):
+        raise InvalidTypeError(f"tools must be a list of JSON schemas, not {type(tools).__name__}")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise InvalidTypeError(
+                f"tools[{index}] must be a JSON schema (a dict), not {type(tool).__name__}"
+            )
+    return [_plain(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (int, int), (float, float))
+
+
+def _plain(value: Any, path: str, depth: int = 0) -> Any:
+    """Copy JSON-like data into exact built-in types, so that a template meets no methods but theirs."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > _MAX_DEPTH:
+        raise InvalidValueError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidTypeError(f"{path} has the key {key!r}; keys must be strings")
+        return {str.__str__(key): _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+    for kind, convert in _SCALARS:
+        if isinstance(value, kind):
+            return convert(value)
+    raise InvalidTypeError(
+        f"{path} is a {type(value).__name__}; chat templates take strings, numbers, booleans, lists and dicts"
+    )

@@ -1,0 +1,74 @@
+"""What the engine sees of a model on disk, whatever the format."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from infinilm.errors import CheckpointError
+from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
+
+
+class Checkpoint(Protocol):
+    """A model's configuration and tensors, both under Hugging Face's names."""
+
+    path: Path
+    config: dict[str, Any]
+    """`config.json`, or the same made from GGUF metadata."""
+    generation_config: dict[str, Any]
+    """`generation_config.json`, or the same made from GGUF metadata; empty if there is none."""
+    num_bytes: int
+    """What the tensors take on disk."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape in the order of the file, read from the headers only."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor in the type it is stored in; quantised ones come as float32."""
+        ...
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill `target`, of the same shape but any type and device, without a second whole copy.
+
+        Several threads may call this at once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the files; nothing can be read afterwards."""
+        ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a Hugging Face directory with safetensors, or one GGUF file."""
+    path = Path(path)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if path.suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(f"{path}: {PICKLE_REFUSED}")
+    if path.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{path}: one safetensors file says nothing about the architecture; "
+            f"give the directory that also holds its config.json"
+        )
+    if not path.is_file() or not _is_gguf(path):
+        raise CheckpointError(
+            f"{path}: neither a GGUF file nor a directory with config.json and safetensors weights"
+        )
+    return GGUFCheckpoint(path)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether the file claims to be GGUF, by its name or its first bytes."""
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error

@@ -1,0 +1,324 @@
+"""Build a `tokenizers.Tokenizer` from the vocabulary in a GGUF file's metadata.
+
+A GGUF file has no tokenizer.json. It lists the tokens with their types, and either merges (byte-level BPE,
+`tokenizer.ggml.model = "gpt2"`) or scores (SentencePiece BPE, `"llama"`). How text is split before merging
+is only named (`tokenizer.ggml.pre`); `PRE_TOKENIZERS` holds what the names stand for.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from infinilm.errors import CheckpointError
+
+# Values of tokenizer.ggml.token_type that matter here (0 undefined, 1 normal and 5 unused are plain tokens).
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NUM_TOKEN_TYPES = 7
+
+# Deriving merges is quadratic in a piece's length; SentencePiece's own pieces have a few dozen characters.
+_MAX_PIECE_CHARS = 512
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How a family of byte-level vocabularies cuts text before merging."""
+
+    split: str | None = None  # None: GPT-2's own pattern
+    splits_digits: bool = False  # each digit alone, before the pattern
+    is_nfc_normalized: bool = False
+    ignores_merges: bool = False  # a word that is a token is taken whole, whatever the merges say
+    adds_bos: bool = False  # unless the file says otherwise
+
+
+_GPT2 = PreTokenizer()
+_DIGITS = PreTokenizer(splits_digits=True)
+_LLAMA3 = PreTokenizer(split=_LLAMA3_SPLIT, ignores_merges=True, adds_bos=True)
+_QWEN2 = PreTokenizer(split=_QWEN2_SPLIT, is_nfc_normalized=True)
+_TEKKEN = PreTokenizer(split=_TEKKEN_SPLIT, ignores_merges=True, adds_bos=True)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+@dataclass(frozen=True)
+class GGUFVocabulary:
+    """The checked `tokenizer.ggml.*` metadata of one file."""
+
+    kind: str  # "gpt2" or "llama"
+    pre: str
+    tokens: Sequence[str]
+    token_types: Sequence[int]  # one per token
+    scores: Sequence[float] | None  # one per token
+    merges: Sequence[str] | None  # "left right", best first
+    token_ids: Mapping[
+        str, int
+    ]  # of "bos", "eos", "eot", "eom", "unknown", "padding", where the file names one
+    adds_bos: bool
+    adds_eos: bool
+    adds_space_prefix: bool
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> "GGUFVocabulary | None":
+        """Check and collect the tokenizer's metadata; None if the file carries no tokenizer."""
+        kind = _value(metadata, "tokenizer.ggml.model", str)
+        if kind in (None, "none", "no_vocab"):
+            return None
+        if kind not in ("gpt2", "llama"):
+            raise CheckpointError(
+                f"GGUF metadata tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and "
+                f"'llama' (SentencePiece)"
+            )
+        pre = _value(metadata, "tokenizer.ggml.pre", str) or "default"
+        if kind == "gpt2" and pre not in PRE_TOKENIZERS:
+            raise CheckpointError(
+                f"GGUF metadata tokenizer.ggml.pre is {pre!r}, an unknown way of splitting text; known are "
+                f"{', '.join(sorted(PRE_TOKENIZERS))}"
+            )
+        tokens = _list(metadata, "tokens", str)
+        if not tokens:
+            raise CheckpointError("GGUF metadata tokenizer.ggml.tokens is missing or empty")
+        scores = _list(metadata, "scores", (int, float), length=len(tokens))
+        if scores is not None and not all(map(math.isfinite, scores)):
+            raise CheckpointError("GGUF metadata tokenizer.ggml.scores holds values that are not finite")
+        token_types = _list(metadata, "token_type", int, length=len(tokens)) or [1] * len(tokens)
+        if unknown_types := set(token_types) - set(range(_NUM_TOKEN_TYPES)):
+            raise CheckpointError(
+                f"GGUF metadata tokenizer.ggml.token_type holds unknown types {sorted(unknown_types)[:5]}"
+            )
+        is_sentencepiece = kind == "llama"
+        adds_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool)
+        adds_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool)
+        vocabulary = cls(
+            kind=kind,
+            pre=pre,
+            tokens=tokens,
+            token_types=token_types,
+            scores=scores,
+            merges=_list(metadata, "merges", str),
+            token_ids=_token_ids(metadata, len(tokens)),
+            adds_bos=(is_sentencepiece or PRE_TOKENIZERS[pre].adds_bos) if adds_bos is None else adds_bos,
+            adds_eos=_value(metadata, "tokenizer.ggml.add_eos_token", bool) or False,
+            adds_space_prefix=is_sentencepiece if adds_space is None else adds_space,
+        )
+        for name, is_explicit in (("bos", bool(adds_bos)), ("eos", vocabulary.adds_eos)):
+            if is_explicit and name not in vocabulary.token_ids:
+                raise CheckpointError(
+                    f"GGUF metadata sets tokenizer.ggml.add_{name}_token but has no "
+                    f"tokenizer.ggml.{name}_token_id"
+                )
+        return vocabulary
+
+    def token(self, name: str) -> str | None:
+        """Return the text of the token with this role, such as "bos"; None if the file names none."""
+        token_id = self.token_ids.get(name)
+        return None if token_id is None else self.tokens[token_id]
+
+
+def build_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
+    """Build the tokenizer that a GGUF file describes."""
+    try:
+        build = _build_byte_level if vocabulary.kind == "gpt2" else _build_sentencepiece
+        tokenizer = build(vocabulary)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions, e.g. for merges of unknown tokens
+        raise CheckpointError(f"GGUF metadata does not form a tokenizer: {error}") from error
+    _add_special_tokens(tokenizer, vocabulary)
+    tokenizer.post_processor = _bos_eos_processor(vocabulary)
+    return tokenizer
+
+
+def use_sentencepiece_pipeline(tokenizer: Tokenizer, prepend_scheme: str) -> None:
+    """Make `tokenizer` treat spaces as SentencePiece does.
+
+    One is put before the whole text ("first"), before each part between special tokens ("always") or "never".
+    """
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme=prepend_scheme, split=False
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prepend_scheme != "never":
+        steps.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(steps)
+
+
+def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
+    if vocabulary.merges is None:
+        raise CheckpointError("GGUF metadata tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
+    pre = PRE_TOKENIZERS[vocabulary.pre]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(vocabulary.tokens)},
+            merges=_split_merges(vocabulary.merges),
+            ignore_merges=pre.ignores_merges,
+        )
+    )
+    if pre.is_nfc_normalized:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if pre.splits_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.split is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    steps.append(
+        pre_tokenizers.ByteLevel(add_prefix_space=vocabulary.adds_space_prefix, use_regex=pre.split is None)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    merges = (
+        _derive_merges(vocabulary, ids) if vocabulary.merges is None else _split_merges(vocabulary.merges)
+    )
+    unknown = vocabulary.token("unknown")
+    if unknown is None and _UNKNOWN in vocabulary.token_types:
+        unknown = vocabulary.tokens[vocabulary.token_types.index(_UNKNOWN)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    use_sentencepiece_pipeline(tokenizer, "first" if vocabulary.adds_space_prefix else "never")
+    return tokenizer
+
+
+def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a piece out of two others, the best score first.
+
+    SentencePiece always merges the pair whose result scores highest. Ties are broken as in transformers:
+    longer left part, then longer right part, then the piece's and its parts' places in the vocabulary.
+    """
+    if vocabulary.scores is None:
+        raise CheckpointError(
+            "GGUF metadata has neither tokenizer.ggml.scores nor tokenizer.ggml.merges; a 'llama' tokenizer "
+            "needs one of them"
+        )
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for index, (piece, score) in enumerate(zip(vocabulary.tokens, vocabulary.scores, strict=True)):
+        # Text never merges into these, and a duplicate counts where it is seen last.
+        if vocabulary.token_types[index] in (_UNKNOWN, _CONTROL, _BYTE) or ids[piece] != index:
+            continue
+        if len(piece) > _MAX_PIECE_CHARS:
+            raise CheckpointError(
+                f"GGUF metadata tokenizer.ggml.tokens[{index}] has {len(piece)} characters; at most "
+                f"{_MAX_PIECE_CHARS} make sense for a 'llama' tokenizer"
+            )
+        halves = [
+            (left, right)
+            for cut in range(1, len(piece))
+            if (left := piece[:cut]) in ids and (right := piece[cut:]) in ids
+        ]
+        halves.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        ranked.extend((score, len(left), len(right), left, right) for left, right in halves)
+    ranked.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    for index, merge in enumerate(merges):
+        left, _, right = merge.partition(" ")
+        if not left or not right:
+            raise CheckpointError(
+                f"GGUF metadata tokenizer.ggml.merges[{index}] is {merge!r}; expected two tokens and a space"
+            )
+        pairs.append((left, right))
+    return pairs
+
+
+def _add_special_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
+    """Let control and user-defined tokens be found whole in text; decoding can skip the former."""
+    roles = set(vocabulary.token_ids.values())
+    special, user_defined = [], []
+    for index, (token, token_type) in enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True)):
+        if token_type == _CONTROL or index in roles:
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif token_type == _USER_DEFINED:
+            user_defined.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(user_defined)
+
+
+def _bos_eos_processor(vocabulary: GGUFVocabulary) -> processors.TemplateProcessing:
+    # Roles stand in for the tokens' texts, which may contain characters that mean something in a template.
+    bos = "bos" if vocabulary.adds_bos and "bos" in vocabulary.token_ids else None
+    eos = "eos" if vocabulary.adds_eos else None
+    return processors.TemplateProcessing(
+        single=[piece for piece in (bos, "$A", eos) if piece],
+        special_tokens=[
+            {"id": name, "ids": [vocabulary.token_ids[name]], "tokens": [vocabulary.token(name)]}
+            for name in (bos, eos)
+            if name
+        ],
+    )
+
+
+def _token_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
+    token_ids = {}
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = _value(metadata, key, int)
+        if token_id is None:
+            continue
+        if not 0 <= token_id < num_tokens:
+            raise CheckpointError(
+                f"GGUF metadata {key} is {token_id}, but the vocabulary has {num_tokens} tokens"
+            )
+        token_ids[name] = token_id
+    return token_ids
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
+    """Return a scalar of the metadata, or None where it is absent."""
+    value = metadata.get(key)
+    if value is not None and type(value) is not kind:
+        raise CheckpointError(
+            f"GGUF metadata {key} has type {type(value).__name__}; expected {kind.__name__}"
+        )
+    return value
+
+
+def _list(
+    metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None
+) -> list[Any] | None:
+    """Return a list of the metadata with items of `kind`, or None where it is absent."""
+    key = f"tokenizer.ggml.{name}"
+    values = metadata.get(key)
+    if values is None:
+        return None
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(values, list) or not {type(value) for value in values} <= set(kinds):
+        raise CheckpointError(
+            f"GGUF metadata {key} must be a list of {' or '.join(kind.__name__ for kind in kinds)}"
+        )
+    if length is not None and len(values) != length:
+        raise CheckpointError(f"GGUF metadata {key} has {len(values)} items for {length} tokens")
+    return values

@@ -1,0 +1,230 @@
+"""A Hugging Face directory: `config.json` and weights in one or several safetensors files."""
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from infinilm.errors import CheckpointError
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_REFUSED = (
+    "pickled weights are refused, because unpickling can run any code the file contains; "
+    "convert them to safetensors where you trust their origin"
+)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FLOAT_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Code that would have to run before the model could; a tokenizer's own code is simply not used.
+_MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SafetensorsCheckpoint:
+    """A directory of safetensors; see `Checkpoint` for the attributes and methods."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.config = _read_config(self.path)
+        self.generation_config: dict[str, Any] = {}
+        if (self.path / "generation_config.json").is_file():
+            self.generation_config = _read_json(self.path / "generation_config.json")
+        index = _read_index(self.path)
+        files = _weight_files(self.path, index)
+        self._tensors = _read_headers(files)
+        _check_index(index, self._tensors, self.path)
+        self.num_bytes = sum(_num_data_bytes(file) for file in files)
+        self._readers = threading.local()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor's shape, file by file, in the order of the data."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor as it is stored."""
+        tensor = self._tensor(name)
+        target = torch.empty(tensor.shape, dtype=_FLOAT_TYPES[tensor.dtype])
+        self.read_into(name, target)
+        return target
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copy one tensor into `target`, slice by slice."""
+        tensor = self._tensor(name)
+        if target.shape != torch.Size(tensor.shape):
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}"
+            )
+        if not hasattr(self._readers, "reader"):
+            self._readers.reader = _Reader(max_mapped_bytes=min(max(self.num_bytes // 128, 2**21), 2**26))
+        self._readers.reader.read(name, tensor, target)
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._readers = threading.local()
+
+    def _tensor(self, name: str) -> _StoredTensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
+        tensor = self._tensors[name]
+        if tensor.dtype not in _FLOAT_TYPES:
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} has type {tensor.dtype}; supported are {', '.join(_FLOAT_TYPES)}"
+            )
+        return tensor
+
+
+class _Reader:
+    """Reads from one mapped file at a time, for one thread.
+
+    Pages that were read count as resident memory until the file is unmapped, so it is mapped anew
+    whenever `max_mapped_bytes` were read.
+    """
+
+    def __init__(self, max_mapped_bytes: int) -> None:
+        self._max_mapped_bytes = max_mapped_bytes
+        self._file: Path | None = None
+        self._handle: Any = None
+        self._num_bytes_read = 0
+
+    def read(self, name: str, tensor: _StoredTensor, target: Tensor) -> None:
+        """Fill `target` with the tensor called `name`."""
+        try:
+            if not tensor.shape:
+                target.copy_(self._open(tensor.file, 0).get_tensor(name))
+                return
+            row_bytes = math.prod(tensor.shape[1:]) * _FLOAT_TYPES[tensor.dtype].itemsize
+            step = max(1, self._max_mapped_bytes // max(1, row_bytes))
+            for start in range(0, tensor.shape[0], step):
+                part = target[start : start + step]
+                rows = self._open(tensor.file, len(part) * row_bytes).get_slice(name)
+                part.copy_(rows[start : start + step])
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{tensor.file}: {name!r} cannot be read: {error}") from error
+
+    def _open(self, file: Path, num_bytes: int) -> Any:
+        if file != self._file or self._num_bytes_read + num_bytes > self._max_mapped_bytes:
+            self._handle = None
+            self._file, self._handle, self._num_bytes_read = file, safe_open(file, "pt"), 0
+        self._num_bytes_read += num_bytes
+        return self._handle
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{directory}: there is no config.json; is it the directory of a model?")
+    config = _read_json(file)
+    code = config.get("auto_map") or {}
+    if not isinstance(code, dict) or any(name in code for name in _MODEL_CODE):
+        raise CheckpointError(
+            f"{file}: auto_map asks to run code that came with the model ({code!r}); code from a model "
+            "directory is never run. If the architecture is one of the supported ones, delete auto_map"
+        )
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"{file}: weights quantised with {method!r} are not supported; "
+            "take the unquantised model or a GGUF file"
+        )
+    return config
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Which file each tensor is in, if the directory says so; names of files are checked to stay inside."""
+    file = directory / _INDEX
+    if not file.is_file():
+        return {}
+    weight_map = _read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file}: weight_map must map tensor names to files, it is {weight_map!r:.80}")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or {"/", "\\"} & set(shard):
+            raise CheckpointError(
+                f"{file}: the file of {name!r} must be a .safetensors file in the same directory, "
+                f"it is {shard!r}"
+            )
+    return weight_map
+
+
+def _weight_files(directory: Path, index: dict[str, str]) -> list[Path]:
+    if index:
+        files = [directory / shard for shard in sorted(set(index.values()))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise CheckpointError(
+                f"{directory}: {len(missing)} of the {len(files)} files that {_INDEX} lists are missing: "
+                f"{', '.join(missing)}"
+            )
+        return files
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    if files := sorted(directory.glob("*.safetensors")):
+        return files
+    if pickled := sorted(file.name for file in directory.iterdir() if file.suffix in PICKLE_SUFFIXES):
+        raise CheckpointError(f"{directory}: has only {', '.join(pickled)}; {PICKLE_REFUSED}")
+    raise CheckpointError(f"{directory}: there are no weights, no *.safetensors file")
+
+
+def _read_headers(files: list[Path]) -> dict[str, _StoredTensor]:
+    tensors: dict[str, _StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as handle:
+                for name in handle.offset_keys():
+                    if name in tensors:
+                        raise CheckpointError(f"{file}: {name!r} is also in {tensors[name].file.name}")
+                    stored = handle.get_slice(name)
+                    tensors[name] = _StoredTensor(file, stored.get_dtype(), tuple(stored.get_shape()))
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{file}: not a valid safetensors file, it is truncated or damaged: {error}"
+            ) from error
+    return tensors
+
+
+def _check_index(index: dict[str, str], tensors: dict[str, _StoredTensor], directory: Path) -> None:
+    absent = [
+        name for name, shard in index.items() if name not in tensors or tensors[name].file.name != shard
+    ]
+    if absent:
+        listed = ", ".join(f"{name} ({index[name]})" for name in absent[:20])
+        raise CheckpointError(
+            f"{directory / _INDEX}: {len(absent)} tensors are not in the files it names: {listed}"
+            + (f" and {len(absent) - 20} more" if len(absent) > 20 else "")
+        )
+
+
+def _num_data_bytes(file: Path) -> int:
+    """The size of a safetensors file without its header, whose length is in the first 8 bytes."""
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

@@ -1,0 +1,368 @@
+"""Text to token ids and back, from a Hugging Face directory or a GGUF file."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.loading.chat_template import ChatTemplate
+from infinilm.loading.gguf_tokenizer import GGUFVocabulary, build_tokenizer, use_sentencepiece_pipeline
+
+_UNCONVERTED_FILES = (
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "tiktoken.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens and chat templates.
+
+    All methods are thread-safe. Texts are encoded one at a time, which never starts the library's thread
+    pool: a pool would not survive a fork, and the library warns about that.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        end_tokens: Sequence[str] = (),
+    ) -> None:
+        """Wrap `backend`.
+
+        `named_tokens` are special tokens by role, such as `{"eos_token": "</s>"}`. `chat_templates` are Jinja
+        sources by name, the usual one called "default". `end_tokens` end an answer as the eos token does.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.named_tokens = dict(named_tokens or {})
+        # Ids that `decode` skips unless told not to.
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        # Ids that end an answer: the eos token's and, from some GGUF files, the end of turn's.
+        end_ids = map(backend.token_to_id, [*end_tokens, *([self.eos_token] if self.eos_token else [])])
+        self.end_token_ids = frozenset(token_id for token_id in end_ids if token_id is not None)
+        decoders = _decoder_types(backend)
+        # Whether a text's UTF-8 is simply its tokens' `token_bytes`; whether a token may end within a character.
+        self.is_byte_level = decoders == ["ByteLevel"]
+        self.can_split_characters = "ByteLevel" in decoders
+        self._has_byte_tokens = "ByteFallback" in decoders
+        self._bytes_by_id: dict[int, bytes] = {}
+        self._chat_templates = dict(chat_templates or {})
+        self._compiled_templates: dict[str, ChatTemplate] = {}
+
+    @classmethod
+    def from_directory(cls, path: Path) -> "Tokenizer | None":
+        """Read the tokenizer of a Hugging Face directory; None if it has none. Code in it is never run."""
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a directory")
+        if not (path / "tokenizer.json").is_file():
+            _refuse_unconverted(path)
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises bare Exceptions
+            raise CheckpointError(f"{path / 'tokenizer.json'} is not a valid tokenizer: {error}") from error
+        config = _read_json(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:
+            config |= _read_json(path / "special_tokens_map.json")
+        _follow_llama_class(backend, config, path)
+        named_tokens = {
+            name: text
+            for name, value in config.items()
+            if name.endswith("_token") and (text := _token_text(value)) is not None
+        }
+        _add_configured_tokens(backend, config, named_tokens, path)
+        return cls(backend, named_tokens=named_tokens, chat_templates=_read_chat_templates(path, config))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer | None":
+        """Build the tokenizer that a GGUF file's metadata describes; None if it describes none."""
+        vocabulary = GGUFVocabulary.from_metadata(metadata)
+        if vocabulary is None:
+            return None
+        roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        templates = {"default": metadata.get("tokenizer.chat_template")}
+        for name in metadata.get("tokenizer.chat_templates") or ():
+            templates[name] = metadata.get(f"tokenizer.chat_template.{name}")
+        for name, source in templates.items():
+            if source is not None and not isinstance(source, str):
+                raise CheckpointError(f"GGUF metadata: the chat template {name!r} is not a string")
+        return cls(
+            build_tokenizer(vocabulary),
+            named_tokens={name: text for name, role in roles.items() if (text := vocabulary.token(role))},
+            chat_templates={name: source for name, source in templates.items() if source is not None},
+            end_tokens=[text for role in ("eot", "eom") if (text := vocabulary.token(role))],
+        )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id; models may have more rows than that."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text."""
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of `bos_token`."""
+        return self.backend.token_to_id(self.bos_token) if self.bos_token else None
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text."""
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of `eos_token`."""
+        return self.backend.token_to_id(self.eos_token) if self.eos_token else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`; special tokens written out in it become their ids.
+
+        `add_special_tokens`: put those around it that the tokenizer puts around texts, such as the bos token.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            if not isinstance(text, str):
+                raise InvalidTypeError(f"text must be a string, not {type(text).__name__}") from None
+            raise InvalidValueError(_describe_surrogate(text)) from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`; ids without a token have none."""
+        try:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            bad = next(token_id for token_id in ids if not 0 <= token_id < 2**32)
+            raise InvalidValueError(f"ids holds {bad}; token ids are between 0 and 2**32 - 1") from None
+        except TypeError as error:
+            raise InvalidTypeError(f"ids must be a sequence of integers: {error}") from None
+
+    def content(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it (`Ġhello`, `▁hello`); None for an id without a token."""
+        try:
+            return self.backend.id_to_token(token_id)
+        except OverflowError:
+            raise InvalidValueError(f"token_id is {token_id}; ids are between 0 and 2**32 - 1") from None
+
+    def token(self, token_id: int) -> str:
+        r"""Return the text one token adds to a text, special or not; parts of characters show as `\xe2`."""
+        return self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes one token adds to a text; none for an id without a token."""
+        known = self._bytes_by_id.get(token_id)
+        if known is None:
+            known = self._bytes_by_id[token_id] = self._find_bytes(token_id)
+        return known
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one byte (`<0xE2>`), whose text depends on the byte tokens around it."""
+        return self._has_byte_tokens and _BYTE_TOKEN.fullmatch(self.content(token_id) or "") is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the default chat template."""
+        return self._chat_templates.get("default")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render a conversation into a prompt (see `ChatTemplate.render`); `kwargs` are template variables.
+
+        Templates write the bos token themselves, so encode the result with `add_special_tokens=False`.
+        """
+        name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
+        if name not in self._chat_templates:
+            raise InvalidValueError(
+                f"this model has no default chat template (it has {sorted(self._chat_templates) or 'none'}); "
+                f"write the prompt yourself"
+            )
+        template = self._compiled_templates.get(name)
+        if template is None:
+            template = self._compiled_templates[name] = ChatTemplate(self._chat_templates[name])
+        return template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            special_tokens=self.named_tokens,
+            **kwargs,
+        )
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        content = self.content(token_id)
+        if content is None:
+            return b""
+        if self.is_byte_level:
+            return _byte_level_bytes(content)
+        if self.is_byte_token(token_id):
+            return bytes.fromhex(content[3:5])
+        # A text's first token may lose its space, so the token is decoded behind another one.
+        context, context_text = self._context
+        return self.decode([*context, token_id], skip_special_tokens=False)[len(context_text) :].encode()
+
+    @cached_property
+    def _context(self) -> tuple[list[int], str]:
+        ids = [
+            token_id
+            for token_id in self.encode("a", add_special_tokens=False)[-1:]
+            if not self.is_byte_token(token_id)
+        ]
+        return ids, self.decode(ids, skip_special_tokens=False)
+
+
+def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
+    """Return the types of the decoder's steps, in order; none where tokens are joined with spaces."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return [step["type"] for step in steps]
+
+
+def _bytes_of_characters() -> Mapping[str, int]:
+    """Return the byte behind each character of byte-level vocabularies.
+
+    Printable Latin-1 characters stand for their own code, the characters from 256 on for the other bytes.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _bytes_of_characters()
+
+
+def _byte_level_bytes(content: str) -> bytes:
+    """Spell a token out in bytes, as the library's ByteLevel decoder does: added tokens may be plain text."""
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in content])
+    except KeyError:
+        return content.encode()
+
+
+def _describe_surrogate(text: str) -> str:
+    at = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
+    return (
+        f"text has a lone surrogate {text[at]!a} at character {at}, which UTF-8 cannot express; "
+        f"decode the input with errors='replace'"
+    )
+
+
+def _refuse_unconverted(path: Path) -> None:
+    """Raise if the directory has a tokenizer, but not as tokenizer.json."""
+    for name in _UNCONVERTED_FILES:
+        if (path / name).is_file():
+            raise CheckpointError(
+                f"{path} has {name} but no tokenizer.json; convert it once with transformers: "
+                f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a token given as a string or a serialised `AddedToken`; None for anything else."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _follow_llama_class(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
+    """Treat spaces as transformers' `LlamaTokenizer` does, whatever pipeline the file describes.
+
+    It matters for older files, which put a space before each part of a text between special tokens.
+    """
+    if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
+        return
+    if "ByteLevel" in _decoder_types(backend):
+        return
+    if _read_json(path / "config.json").get("model_type") != "llama":
+        return
+    if config.get("add_prefix_space") is False:
+        use_sentencepiece_pipeline(backend, "never")
+    else:
+        use_sentencepiece_pipeline(backend, "always" if config.get("legacy") else "first")
+
+
+def _add_configured_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named_tokens: Mapping[str, str], path: Path
+) -> None:
+    """Add the tokens that only tokenizer_config.json knows, or knows with other flags."""
+    try:
+        declared = {
+            int(token_id): AddedToken(**token)
+            for token_id, token in config.get("added_tokens_decoder", {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / 'tokenizer_config.json'}: bad added_tokens_decoder: {error}"
+        ) from error
+    backend.add_tokens([declared[token_id] for token_id in sorted(declared)])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra_texts = map(_token_text, extra.values() if isinstance(extra, dict) else extra)
+    texts = dict.fromkeys([*named_tokens.values(), *(text for text in extra_texts if text is not None)])
+    backend.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in texts if text not in known]
+    )
+
+
+def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Collect chat templates by name: files of their own come before those in tokenizer_config.json."""
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
+    try:
+        templates = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    except ValueError as error:
+        raise CheckpointError(f"a chat template in {path} is not UTF-8 text: {error}") from error
+    if templates:
+        return templates
+    value = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        templates = {entry["name"]: entry["template"] for entry in value}
+    except (KeyError, TypeError):
+        templates = {}
+    if not templates or not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        raise CheckpointError(
+            f"{path}: the chat_template must be a string or a list of objects with name and template"
+        )
+    return templates

@@ -1,0 +1,109 @@
+"""Fill a model's parameters from a checkpoint, strictly."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from infinilm.errors import CheckpointError
+from infinilm.loading.checkpoint import Checkpoint
+
+_MAX_LISTED = 20
+_MAX_WORKERS = 8
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """Whether a tensor only caches what the config already says, as some older checkpoints do."""
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def check_shapes(
+    expected: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    *,
+    is_ignorable: Callable[[str], bool] = is_rotary_buffer,
+) -> None:
+    """Raise one error with every missing, unexpected and misshapen tensor, from the headers alone.
+
+    Tensors of the checkpoint that are not expected are passed over where `is_ignorable(name)`.
+    """
+    found = checkpoint.shapes()
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
+    unexpected = [
+        f"{name} {list(shape)}"
+        for name, shape in found.items()
+        if name not in expected and not is_ignorable(name)
+    ]
+    misshapen = [
+        f"{name}: {list(found[name])} in the checkpoint, {list(shape)} in the model"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    problems = [
+        _listed(f"{len(tensors)} {kind}", tensors)
+        for kind, tensors in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+        if tensors
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tensors do not fit the model its config describes; "
+            + "\n".join(problems)
+        )
+
+
+def load_weights(
+    targets: Mapping[str, Tensor],
+    checkpoint: Checkpoint,
+    *,
+    is_ignorable: Callable[[str], bool] = is_rotary_buffer,
+    show_progress: bool = True,
+) -> None:
+    """Fill every tensor of `targets` (by Hugging Face name) in place, converting type and device.
+
+    Names and shapes must agree exactly, see `check_shapes`; nothing is read before they do.
+    """
+    check_shapes(
+        {name: tuple(target.shape) for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable
+    )
+
+    def read(name: str) -> int:
+        with torch.no_grad():  # which holds for one thread only
+            checkpoint.read_into(name, targets[name])
+        return targets[name].nbytes
+
+    names = [name for name in checkpoint.shapes() if name in targets]
+    num_bytes = sum(target.nbytes for target in targets.values())
+    with (
+        _tensor_workers() as workers,
+        tqdm(
+            total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not show_progress
+        ) as bar,
+    ):
+        for num_bytes_read in workers.map(read, names):
+            bar.update(num_bytes_read)
+
+
+@contextmanager
+def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
+    """Threads that each run torch on a single core, as many as torch would use on one operation.
+
+    Decoding is thousands of short operations: a tensor per thread is faster than all threads on each of
+    them, and stays so when other processes keep the cores busy, where threads would wait for each other.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads born from here on begin with this number
+    try:
+        with ThreadPoolExecutor(min(num_threads, _MAX_WORKERS), "load-weights") as workers:
+            yield workers
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _listed(title: str, items: list[str]) -> str:
+    lines = [f"{title}:", *(f"  {item}" for item in items[:_MAX_LISTED])]
+    if len(items) > _MAX_LISTED:
+        lines.append(f"  and {len(items) - _MAX_LISTED} more")
+    return "\n".join(lines)

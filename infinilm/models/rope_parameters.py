@@ -1,0 +1,79 @@
+"""Reading and checking the settings of the rotary position embedding, in all forms they are written in."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from infinilm.errors import InvalidTypeError, InvalidValueError
+
+DEFAULT_THETA = 10000.0
+
+# What each type needs besides `rope_theta`: numbers, and lists with one number per pair of a head.
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
+    "factors": (),
+}
+_LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor"), "factors": ("factors",)}
+_OLD_NAMES = {"su": "longrope"}
+
+
+def read_rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring the rope settings of a config into one form: `rope_type`, `rope_theta` and what the type needs.
+
+    Transformers 5 writes them as `rope_parameters`; 4 wrote `rope_theta` and, with `type` or `rope_type` in
+    it, `rope_scaling`.
+    """
+    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidTypeError(f"rope_parameters={given!r} must be a dict")
+    rope = {name: value for name, value in given.items() if name != "type"}
+    rope_type = given.get("rope_type") or given.get("type") or "default"
+    rope["rope_type"] = _OLD_NAMES.get(rope_type, rope_type)
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = settings.get("rope_theta") or DEFAULT_THETA
+    if "partial_rotary_factor" in settings:
+        rope.setdefault("partial_rotary_factor", settings["partial_rotary_factor"])
+    if "original_max_position_embeddings" in _NUMBERS.get(rope["rope_type"], ()):
+        longest = settings["max_position_embeddings"]
+        original = settings.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        rope["original_max_position_embeddings"] = original or longest
+        if rope["rope_type"] != "llama3" and rope.get("factor") is None:
+            rope["factor"] = longest / rope["original_max_position_embeddings"]
+    return rope
+
+
+def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
+    """Refuse, by name, a type that is not known and values that make no sense."""
+    rope_type = rope["rope_type"]
+    if rope_type not in _NUMBERS:
+        raise InvalidValueError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(_NUMBERS)}")
+    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise InvalidValueError(
+            f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; heads are turned whole (1.0)"
+        )
+    for name in ("rope_theta", *_NUMBERS[rope_type]):
+        _check_positive(f"rope_parameters[{name!r}] of rope_type={rope_type!r}", rope.get(name))
+    for name in _LISTS.get(rope_type, ()):
+        values = rope.get(name)
+        label = f"rope_parameters[{name!r}] of rope_type={rope_type!r}"
+        if not isinstance(values, (list, tuple)) or len(values) != head_dim // 2:
+            raise InvalidValueError(f"{label} must be a list of head_dim / 2 = {head_dim // 2} numbers, not {values!r}")
+        for value in values:
+            _check_positive(label, value)
+    if rope_type == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise InvalidValueError(
+            f"high_freq_factor={rope['high_freq_factor']} must be greater than "
+            f"low_freq_factor={rope['low_freq_factor']} (rope_type='llama3')"
+        )
+
+
+def _check_positive(label: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidValueError(f"{label} must be a number, not {value!r}")
+    if not math.isfinite(value) or value <= 0:
+        raise InvalidValueError(f"{label} must be a positive number, not {value!r}")

@@ -1,0 +1,23 @@
+"""From logits to tokens.
+
+The order of the rules, for each row on its own:
+
+1. The model's raw logits. Log-probabilities, if asked for, are taken here (`logprobs`).
+2. `logit_bias`, then `repetition_penalty` (tokens of prompt and answer), then `frequency_penalty` and
+   `presence_penalty` (tokens of the answer), then stop ids become −inf until `min_tokens`, then the
+   `logits_processors` in their order (`edits`).
+3. A greedy row takes the greatest logit, the first of equals, and is done.
+4. `temperature`, then a cut-off: `top_k`, then `top_p` of what `top_k` left, then `min_p` (`truncation`).
+5. The draw among what is left, keyed by seed and position (`noise`).
+
+Truncation is by value: a row has one cut-off, and a token stays if its logit is not below it. Tokens that
+tie with the last one kept stay too, so the order of equal tokens never matters.
+
+Rows do not influence each other. Where a faster way serves only some rows, each row's own values decide; sums
+that decide something are sums of integers, which come out the same in any order and grouping.
+"""
+
+from infinilm.sampling.logprobs import Logprobs, logprobs_of
+from infinilm.sampling.sampler import RowStart, SampledToken, Sampler, Samples
+
+__all__ = ["Logprobs", "RowStart", "SampledToken", "Sampler", "Samples", "logprobs_of"]

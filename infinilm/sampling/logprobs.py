@@ -1,0 +1,47 @@
+"""Log-probabilities under the model's own distribution, of sampled tokens and of prompts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinilm.outputs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities at n positions, still on the device."""
+
+    token_ids: torch.Tensor  # [n] int64
+    logprobs: torch.Tensor  # [n] float32
+    ranks: torch.Tensor  # [n] int64, 1 for the most likely token
+    top_ids: torch.Tensor  # [n, k] int64, best first
+    top_logprobs: torch.Tensor  # [n, k] float32
+
+    def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
+        """One entry per position, with all k or just the `num_top` [n] most likely tokens. Waits for the device."""
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        entries = zip(*(column.tolist() for column in columns), strict=True)
+        limits = [self.top_ids.shape[1]] * len(self.token_ids) if num_top is None else num_top
+        return [
+            TokenLogprobs(token_id, logprob, rank, dict(zip(ids[:limit], values[:limit], strict=True)))
+            for (token_id, logprob, rank, ids, values), limit in zip(entries, limits, strict=True)
+        ]
+
+
+def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:
+    """Log-probabilities of `targets` [n] and of the `num_top` most likely tokens, from raw `logits` [n, vocab].
+
+    There are at most vocab most likely tokens. Ranks are counted in the logits, which can tell apart what
+    log-probabilities round together.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    columns = targets.unsqueeze(1)
+    top_ids = logits.topk(min(num_top, logits.shape[1]), dim=-1).indices
+    return Logprobs(
+        token_ids=targets,
+        logprobs=logprobs.gather(1, columns).squeeze(1),
+        ranks=(logits > logits.gather(1, columns)).sum(dim=-1) + 1,
+        top_ids=top_ids,
+        top_logprobs=logprobs.gather(1, top_ids),
+    )

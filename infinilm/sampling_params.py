@@ -1,0 +1,127 @@
+"""What a request asks of the sampler, checked once when it is made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from infinilm.checks import check_flag, check_integer, check_real
+from infinilm.errors import InvalidTypeError, InvalidValueError
+
+if TYPE_CHECKING:
+    import torch
+
+LogitsProcessor = Callable[["Sequence[int]", "torch.Tensor"], "torch.Tensor"]
+"""`(token ids generated so far, logits [vocab]) -> logits [vocab]`."""
+
+MAX_SAMPLES = 256
+MAX_LOGPROBS = 1024
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to end. All values are checked; bad ones are refused by name."""
+
+    temperature: float = 1.0
+    """0 is greedy: the most likely token, the first of equals."""
+    top_k: int = -1
+    """Keep the k most likely tokens. 0 and -1 keep all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    max_tokens: int = 64
+    min_tokens: int = 0
+    """No end-of-sequence, stop id or stop string before this many tokens."""
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they are cut off."""
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """The draw at a position depends on nothing but this and the position. None: the engine picks one."""
+    n: int = 1
+    """Answers per prompt. They share the prompt's KV cache."""
+    repetition_penalty: float = 1.0
+    """Divides (or multiplies, if negative) the logits of tokens in the prompt or the answer."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time a token is in the answer."""
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    """Report the log-probability of each token and of this many most likely ones, from the model's own
+    distribution: before penalties, temperature and truncation."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "logits_processors"):
+            value = getattr(self, name)
+            if not isinstance(value, Sequence):
+                raise InvalidTypeError(f"{name}={value!r} must be a list or tuple")
+            object.__setattr__(self, name, tuple(value))
+        self._check_numbers()
+        self._check_stops()
+        self._check_bias()
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise InvalidTypeError(f"logits_processors holds {processor!r}, which is not callable")
+
+    def _check_numbers(self) -> None:
+        check_real("temperature", self.temperature, low=0.0, high=100.0)
+        check_real("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
+        check_real("min_p", self.min_p, low=0.0, high=1.0)
+        check_real("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, above_low=True)
+        check_real("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
+        check_real("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
+        check_integer("top_k", self.top_k, low=-1)
+        check_integer("max_tokens", self.max_tokens, low=1)
+        check_integer("min_tokens", self.min_tokens, low=0, high=self.max_tokens)
+        check_integer("n", self.n, low=1, high=MAX_SAMPLES)
+        if self.seed is not None:
+            check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check_integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_LOGPROBS)
+        check_flag("ignore_eos", self.ignore_eos)
+
+    def _check_stops(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidValueError(f"stop has {len(self.stop)} texts; at most {MAX_STOPS} are allowed")
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise InvalidTypeError(f"stop holds {text!r}; each stop must be a string")
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise InvalidValueError(
+                    f"stop holds a text of {len(text)} characters; use 1 to {MAX_STOP_LENGTH} characters"
+                )
+        for token_id in self.stop_token_ids:
+            check_integer("stop_token_ids", token_id, low=0)
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidTypeError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
+        for token_id, bias in self.logit_bias.items():
+            check_integer("logit_bias key", token_id, low=0)
+            check_real(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> Self:
+        """Build from keywords, naming the unknown ones."""
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in kwargs if name not in known]:
+            raise InvalidTypeError(f"unknown sampling parameter {unknown[0]!r}; known are: {', '.join(known)}")
+        return cls(**kwargs)
+
