@@ -125,3 +125,16 @@ class SamplingParams:
             raise InvalidTypeError(f"unknown sampling parameter {unknown[0]!r}; known are: {', '.join(known)}")
         return cls(**kwargs)
 
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A sequence takes a row of the sampler, new or resuming after preemption."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    """End-of-sequence and stop ids: blocked until `min_tokens`."""
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()
+    """The answer so far, when the sequence resumes."""

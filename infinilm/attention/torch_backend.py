@@ -74,9 +74,7 @@ class TorchAttention:
         layout = _Layout(batch, block_size, dtype)
         return TorchPlan(slots, stored, {window: layout.plan(window) for window in windows})
 
-    def store(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: TorchPlan
-    ) -> None:
+    def store(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: TorchPlan) -> None:
         """Write the new tokens' keys and values `[T, kv_heads, head_dim]` into one layer's cache."""
         for new, cache in ((key, key_cache), (value, value_cache)):
             rows = new if plan.stored is None else new[plan.stored]
@@ -95,7 +93,7 @@ class TorchAttention:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         kv_heads = key_cache.shape[2]
         # Query heads that share a kv head lie next to each other.
-        query = query.unflatten(1, (kv_heads, -1))  # [T, kv_heads, group, head_dim]
+        query = query.view(len(query), kv_heads, -1, query.shape[-1])  # [T, kv_heads, group, head_dim]
         window_plan = plan.windows[window]
         if len(window_plan.decode) == 1 and window_plan.decode[0].rows is None:
             return _decode(query, key_cache, value_cache, window_plan.decode[0], scale).flatten(1, 2)

@@ -1,6 +1,5 @@
 """The paged KV cache: a pool of blocks of tokens, shared by all requests."""
 
-
 import torch
 
 from infinilm.errors import InvalidValueError
@@ -29,6 +28,7 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self.device = torch.device(device)
         # Zeros, not empty: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)

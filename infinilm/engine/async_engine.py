@@ -78,9 +78,7 @@ class AsyncLLM:
         def listen(output: RequestOutput) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        add = partial(
-            self.engine.add_request, prompt, sampling_params, on_token=listen, request_id=request_id
-        )
+        add = partial(self.engine.add_request, prompt, sampling_params, on_token=listen, request_id=request_id)
         adding = self._call(add)
         is_finished = False
         try:

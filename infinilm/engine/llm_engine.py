@@ -197,7 +197,9 @@ class LLMEngine:
             self._owners[seq.arrival][0].start(now)
         self._stats.num_steps += 1
         self._stats.num_decode_tokens += sum(step.draws for step in plan.steps)
-        self._stats.num_prefill_tokens += sum(len(s.token_ids) for s in plan.steps if s.start == 0 or len(s.token_ids) > 1)
+        self._stats.num_prefill_tokens += sum(
+            len(s.token_ids) for s in plan.steps if s.start == 0 or len(s.token_ids) > 1
+        )
         return self.runner.submit(plan)
 
     def _commit(self, result: StepResult) -> None:
@@ -355,4 +357,4 @@ def _exit_if_alive(engine: "weakref.ref[LLMEngine]") -> None:
 
 def _mix(seed: int, number: int) -> int:
     """A new 64-bit seed from a seed and a number."""
-    return xxh3_64_intdigest(f"{seed}/{number}")
+    return xxh3_64_intdigest(f"{seed}/{number}".encode())

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from infinilm.cache.paged import PagedKVCache
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
+from infinilm.models import LlamaConfig
 
 # A CPU's memory is shared with everything else on the machine: unless a size is asked for, stop here.
 MAX_CPU_KV_BYTES = 4 << 30
@@ -64,19 +66,31 @@ def free_memory_bytes(device: torch.device) -> int:
     return max(available, 0)
 
 
+def estimate_workspace(config: Config, model_config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Bytes for a layer's widest activations of a full step, and for each row's logits with the sampler's copy."""
+    num_tokens = config.max_num_batched_tokens
+    num_rows = min(config.max_num_seqs, num_tokens)
+    widest = 2 * model_config.intermediate_size + 4 * model_config.hidden_size
+    return num_tokens * widest * dtype.itemsize + 2 * num_rows * model_config.vocab_size * 4
+
+
 def plan_memory(
     config: Config,
-    device: torch.device,
+    model_config: LlamaConfig,
     *,
+    device: torch.device,
+    dtype: torch.dtype,
     free_bytes: int,
     weight_bytes: int,
-    workspace_bytes: int,
-    block_bytes: int,
     max_model_len: int,
 ) -> MemoryLedger:
     """Choose the number of KV blocks: as asked, or what fits and can be of use."""
     block_size = config.kvcache_block_size
     blocks_per_seq = -(-max_model_len // block_size)
+    block_bytes = PagedKVCache.bytes_per_block(
+        model_config.num_hidden_layers, block_size, model_config.num_key_value_heads, model_config.head_dim, dtype
+    )
+    workspace_bytes = estimate_workspace(config, model_config, dtype)
     budget = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
     if config.num_kvcache_blocks is not None:
         num_blocks, limited_by = config.num_kvcache_blocks, "num_kvcache_blocks"

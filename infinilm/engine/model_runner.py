@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from infinilm.attention.backend import AttentionBackend
-from infinilm.attention.batch import ForwardBatch
+from infinilm.attention.batch import ForwardBatch, IntArray
 from infinilm.cache.paged import PagedKVCache
 from infinilm.engine.plan import PENDING_TOKEN, RowStep, StepPlan, StepResult
 from infinilm.models.decoder import CausalLM
@@ -25,17 +25,17 @@ class StepHandle:
 
     draws: Sequence[int]
     """The steps that draw, by their index in the plan; in the order of `samples`."""
-    samples: Samples
+    samples: Samples | None
     prompt_logprobs: dict[int, list[TokenLogprobs]]
 
     def result(self) -> StepResult:
         """What came of the step."""
-        token_ids = self.samples.token_ids.tolist()
+        drawn = dict(zip(self.draws, self.samples.to_host(), strict=True)) if self.samples else {}
         return StepResult(
-            token_ids=dict(zip(self.draws, token_ids, strict=True)),
-            logprobs={self.draws[i]: logprobs for i, logprobs in self.samples.host_logprobs().items()},
+            token_ids={index: sample.token_id for index, sample in drawn.items()},
+            logprobs={index: sample.logprobs for index, sample in drawn.items() if sample.logprobs},
             prompt_logprobs=self.prompt_logprobs,
-            errors={self.draws[i]: error for i, error in self.samples.errors.items()},
+            errors={index: sample.error for index, sample in drawn.items() if sample.error},
         )
 
 
@@ -74,13 +74,17 @@ class ModelRunner:
 
         ends = np.cumsum(batch.query_lens)
         draws = [index for index, step in enumerate(plan.steps) if step.draws]
-        rows = [plan.steps[index].row for index in draws]
-        last_hidden = hidden[torch.from_numpy(ends[draws] - 1).to(self.device)]
-        samples = self.sampler.sample(
-            self.model.compute_logits(last_hidden), rows, batch.context_lens[draws].tolist()
-        )
-        self._last_token[torch.tensor(rows, device=self.device)] = samples.token_ids
+        samples = self._draw(plan, draws, hidden, ends) if draws else None
         return StepHandle(draws, samples, self._prompt_logprobs(plan.steps, hidden, ends))
+
+    def _draw(self, plan: StepPlan, draws: list[int], hidden: torch.Tensor, ends: IntArray) -> Samples:
+        """Draw the next token of each step in `draws` from the hidden state of its last token."""
+        steps = [plan.steps[index] for index in draws]
+        rows = [step.row for step in steps]
+        logits = self.model.compute_logits(hidden[self._to_device(ends[draws] - 1)])
+        samples = self.sampler.sample(logits, rows, [step.start + len(step.token_ids) for step in steps])
+        self._last_token[torch.tensor(rows, device=self.device)] = samples.token_ids
+        return samples
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.ended_rows:
@@ -88,14 +92,7 @@ class ModelRunner:
             self._tables[row, : self._num_blocks[row]] = -1
             self._num_blocks[row] = 0
         for start in plan.starts:
-            self.sampler.start_row(
-                start.row,
-                start.params,
-                seed=start.seed,
-                stop_ids=start.stop_ids,
-                prompt_token_ids=start.prompt_token_ids,
-                output_token_ids=start.output_token_ids,
-            )
+            self.sampler.start_row(start)
         for step in plan.steps:
             if step.new_blocks:
                 first = self._num_blocks[step.row]
@@ -129,22 +126,23 @@ class ModelRunner:
             context_lens=context_lens,
         )
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+    def _to_device(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _prompt_logprobs(
-        self, steps: Sequence[RowStep], hidden: torch.Tensor, ends: np.ndarray
+        self, steps: Sequence[RowStep], hidden: torch.Tensor, ends: IntArray
     ) -> dict[int, list[TokenLogprobs]]:
         found: dict[int, list[TokenLogprobs]] = {}
         for index, step in enumerate(steps):
             if not step.prompt_targets:
                 continue
-            num_top = self.sampler.params(step.row).prompt_logprobs or 0
             first = int(ends[index]) - len(step.token_ids)
             rows: list[TokenLogprobs] = []
             for start in range(0, len(step.prompt_targets), PROMPT_LOGITS_AT_ONCE):
                 targets = step.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
                 logits = self.model.compute_logits(hidden[first + start : first + start + len(targets)])
-                rows += logprobs_of(logits, torch.tensor(targets, device=self.device), num_top).to_host()
+                rows += logprobs_of(
+                    logits, torch.tensor(targets, device=self.device), step.num_prompt_logprobs
+                ).to_host()
             found[index] = rows
         return found

@@ -4,22 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infinilm.outputs import TokenLogprobs
-from infinilm.sampling_params import SamplingParams
+from infinilm.sampling_params import RowStart
 
 PENDING_TOKEN = -1
 """Stands for the token that the row's previous step draws: the device knows it before the host does."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowStart:
-    """A sequence takes a row, new or resuming after preemption."""
-
-    row: int
-    params: SamplingParams
-    seed: int
-    stop_ids: tuple[int, ...]
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +22,9 @@ class RowStep:
     draws: bool
     """Whether these are the last tokens, so that the next one is drawn."""
     prompt_targets: Sequence[int] = ()
-    """The prompt tokens at `start + 1` and following whose log-probabilities are wanted."""
+    """The prompt tokens at `start + 1` and following whose log-probabilities are wanted, …"""
+    num_prompt_logprobs: int = 0
+    """… and how many of the most likely tokens at each place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,10 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Check what only the model can tell: that the token ids named are in the vocabulary."""
     if not isinstance(params, SamplingParams):
         raise InvalidTypeError(f"sampling_params={params!r} must be SamplingParams")
-    for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias or ()),
+    ):
         for token_id in token_ids:
             if token_id >= vocab_size:
                 raise InvalidValueError(

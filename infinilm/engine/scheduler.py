@@ -7,10 +7,11 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import PENDING_TOKEN, RowStart, RowStep, StepPlan, StepResult
+from infinilm.engine.plan import PENDING_TOKEN, RowStep, StepPlan, StepResult
 from infinilm.engine.sequence import Sequence, Status
 from infinilm.errors import PromptTooLongError
 from infinilm.outputs import FinishReason
+from infinilm.sampling_params import RowStart
 
 
 @dataclass(slots=True)
@@ -172,7 +173,9 @@ class Scheduler:
         token_ids += [PENDING_TOKEN] * (num_tokens - len(token_ids))
         targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
         assert seq.row is not None
-        draft.steps.append(RowStep(seq.row, start, token_ids, new_blocks, draws, targets))
+        draft.steps.append(
+            RowStep(seq.row, start, token_ids, new_blocks, draws, targets, seq.params.prompt_logprobs or 0)
+        )
         draft.seqs.append(seq)
         draft.budget -= num_tokens
         seq.num_computed = end

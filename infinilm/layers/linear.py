@@ -52,7 +52,7 @@ class Linear(nn.Module):
         for kind, fused in (("weight", self.weight), ("bias", self.bias)):
             if fused is not None:
                 names = [f"{prefix}{output}.{kind}" for output in self.outputs]
-                targets |= dict(zip(names, fused.split(sizes), strict=True))
+                targets |= dict(zip(names, torch.split(fused, sizes), strict=True))
         return targets
 
     def finalize(self) -> None:

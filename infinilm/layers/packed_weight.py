@@ -31,7 +31,7 @@ class OneDNNWeight:
     @staticmethod
     def can_pack(weight: Tensor) -> bool:
         """Whether this torch and this processor have kernels for such a weight."""
-        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        if weight.device.type != "cpu" or not torch._C._has_mkldnn:
             return False
         ops = torch.ops.mkldnn
         if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):

@@ -48,32 +48,31 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
-def inverse_frequencies(
-    head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int
-) -> Tensor:
+def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int) -> Tensor:
     """Angle per position for each pair of a head: `[head_dim / 2]`, or `[max_len, head_dim / 2]` if it varies."""
-    theta = rope["rope_theta"]
+    theta: float = rope["rope_theta"]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / theta**exponents
+    plain = 1.0 / torch.pow(theta, exponents)
+    divisors: Tensor | float = 1.0
     match rope["rope_type"]:
         case "linear":
-            return plain / rope["factor"]
+            divisors = rope["factor"]
         case "dynamic":
             # A token is turned as if its text ended with it, and keys are cached as they were turned.
             lengths = torch.arange(1, max_len + 1, dtype=torch.float32).clamp(min=max_position_embeddings)
             stretch = rope["factor"] * lengths / max_position_embeddings - (rope["factor"] - 1)
-            bases = theta * stretch ** (head_dim / (head_dim - 2))
-            return 1.0 / bases.unsqueeze(-1) ** exponents
+            bases = theta * torch.pow(stretch, head_dim / (head_dim - 2))
+            return 1.0 / torch.pow(bases.unsqueeze(-1), exponents)
         case "yarn":
             return _yarn(plain, head_dim, rope)
         case "llama3":
             return _llama3(plain, rope)
         case "longrope":
             is_long = max_len > rope["original_max_position_embeddings"]
-            return plain / torch.tensor(rope["long_factor" if is_long else "short_factor"], dtype=torch.float32)
+            divisors = torch.tensor(rope["long_factor" if is_long else "short_factor"], dtype=torch.float32)
         case "factors":
-            return plain / torch.tensor(rope["factors"], dtype=torch.float32)
-    return plain
+            divisors = torch.tensor(rope["factors"], dtype=torch.float32)
+    return plain / divisors
 
 
 def _yarn(plain: Tensor, head_dim: int, rope: Mapping[str, Any]) -> Tensor:
@@ -90,7 +89,7 @@ def _yarn(plain: Tensor, head_dim: int, rope: Mapping[str, Any]) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float32)
     slowness = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
-    return plain / rope["factor"] * slowness + plain * (1 - slowness)
+    return torch.lerp(plain, plain / rope["factor"], slowness)
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
@@ -98,7 +97,7 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     fastness = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain / rope["factor"] * (1 - fastness) + plain * fastness
+    return torch.lerp(plain / rope["factor"], plain, fastness)
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:

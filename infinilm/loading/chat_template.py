@@ -2,10 +2,10 @@
 
 The result equals transformers' `apply_chat_template(tokenize=False)`.
 
-What the sandbox refuses: attributes that lead to Python's internals, methods that change what was passed,
-including files. What it bounds: the template's length, `range` (100 000 items), the values that `*` and `**`
-build, and the text that is rendered. What it does not bound: time (nested loops) and the memory that padding
-takes (`center`, format widths). A template is trusted not to waste those, as the weights beside it are.
+What the sandbox refuses: attributes that lead to Python's internals, methods that change what was passed, and
+files. What it bounds: the template's length, `range` (100 000 items), the values that `*` and `**` build, and the
+text that is rendered. What it does not bound: time (nested loops) and the memory that padding takes (`center`,
+format widths). A template is trusted not to waste those, as the weights beside it are.
 """
 
 import json
@@ -66,9 +66,11 @@ class ChatTemplate:
         """Render a conversation into a prompt.
 
         `messages` are dicts with a `role` and a `content`: a string, or a list of text parts, joined by
-        newlines. `special_tokens` (such as `bos_token`) and `variables` are visible to the template by name;
-        a variable that the template never reads is an error.
+        newlines. `special_tokens` (such as `bos_token`) and `variables` are visible to the template by name.
+        Tools or variables that the template never reads are an error.
         """
+        if tools and "tools" not in self._variable_names:
+            raise InvalidValueError("the model's chat template has no place for tools; call it without them")
         unknown = sorted(variables.keys() - self._variable_names)
         if unknown:
             raise InvalidTypeError(
@@ -132,9 +134,7 @@ class _GenerationTag(Extension):
 
 
 def _make_environment() -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise_exception,
@@ -154,9 +154,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Serialise as transformers does: Jinja's own filter escapes HTML, which models do not expect."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
@@ -203,9 +201,7 @@ def _checked_messages(messages: object) -> list[dict[str, Any]]:
 
 def _checked_message(message: object, path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidTypeError(
-            f"{path} must be a dict with 'role' and 'content', not {type(message).__name__}"
-        )
+        raise InvalidTypeError(f"{path} must be a dict with 'role' and 'content', not {type(message).__name__}")
     if "role" not in message:
         raise InvalidValueError(f"{path} has no 'role'")
     if not isinstance(message["role"], str):
@@ -246,9 +242,7 @@ def _checked_tools(tools: object) -> list[dict[str, Any]] | None:
         raise InvalidTypeError(f"tools must be a list of JSON schemas, not {type(tools).__name__}")
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise InvalidTypeError(
-                f"tools[{index}] must be a JSON schema (a dict), not {type(tool).__name__}"
-            )
+            raise InvalidTypeError(f"tools[{index}] must be a JSON schema (a dict), not {type(tool).__name__}")
     return [_plain(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
 from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
+from infinilm.loading.tokenizer import Tokenizer
 
 
 class Checkpoint(Protocol):
@@ -37,6 +38,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer; None if it has none."""
+        ...
+
     def close(self) -> None:
         """Let go of the files; nothing can be read afterwards."""
         ...
@@ -57,9 +62,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"give the directory that also holds its config.json"
         )
     if not path.is_file() or not _is_gguf(path):
-        raise CheckpointError(
-            f"{path}: neither a GGUF file nor a directory with config.json and safetensors weights"
-        )
+        raise CheckpointError(f"{path}: neither a GGUF file nor a directory with config.json and safetensors weights")
     return GGUFCheckpoint(path)
 
 

@@ -17,9 +17,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._stream = (
-            _ByteStream(tokenizer, skipped_ids)
-            if tokenizer.is_byte_level
-            else _WindowStream(tokenizer, skipped_ids)
+            _ByteStream(tokenizer, skipped_ids) if tokenizer.is_byte_level else _WindowStream(tokenizer, skipped_ids)
         )
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -47,7 +45,7 @@ class _ByteStream:
 
     def finish(self) -> str:
         rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
+        pass
         return rest
 
 

@@ -116,9 +116,7 @@ class GGUFFile:
     def read_bytes(self, tensor: GGUFTensorInfo, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Copy bytes `start` to `stop` of the tensor's data."""
         if not 0 <= start <= stop <= tensor.num_bytes:
-            raise CheckpointError(
-                f"{self.path}: bytes {start}:{stop} of {tensor.name!r}, which has {tensor.num_bytes}"
-            )
+            raise CheckpointError(f"{self.path}: bytes {start}:{stop} of {tensor.name!r}, which has {tensor.num_bytes}")
         first = tensor.offset + start
         copy = np.frombuffer(self._map, dtype=np.uint8, count=stop - start, offset=first).copy()
         self._drop_pages(first, tensor.offset + stop)
@@ -189,9 +187,7 @@ class _HeaderReader:
             if name in tensors:
                 self._fail(f"the tensor {name!r} appears twice")
             if offset % alignment:
-                self._fail(
-                    f"the offset {offset} of tensor {name!r} is not a multiple of the alignment {alignment}"
-                )
+                self._fail(f"the offset {offset} of tensor {name!r} is not a multiple of the alignment {alignment}")
             num_bytes = math.prod(shape) // ggml_type.block_elements * ggml_type.block_bytes
             start = data_start + offset
             if start + num_bytes > self._num_bytes:
@@ -230,9 +226,7 @@ class _HeaderReader:
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         is_power_of_two = type(alignment) is int and alignment > 0 and alignment.bit_count() == 1
         if not is_power_of_two or alignment > _MAX_ALIGNMENT:
-            self._fail(
-                f"general.alignment is {alignment!r}; it must be a power of two up to {_MAX_ALIGNMENT}"
-            )
+            self._fail(f"general.alignment is {alignment!r}; it must be a power of two up to {_MAX_ALIGNMENT}")
         return int(alignment)
 
     def _check_overlaps(self, tensors: dict[str, GGUFTensorInfo]) -> None:
@@ -287,9 +281,7 @@ class _HeaderReader:
                 start = position + 8
                 position = start + read_u64(data, position)[0]
                 if position > end:
-                    self._fail(
-                        f"string {len(strings)} of {what} has {position - start} bytes, {self._past_end()}"
-                    )
+                    self._fail(f"string {len(strings)} of {what} has {position - start} bytes, {self._past_end()}")
                 append(str(data[start:position], "utf-8"))
         except struct.error:
             self._fail(f"{what} announces {count} strings but ends after {len(strings)}, {self._past_end()}")

@@ -12,6 +12,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.dequantize import dequantize, stored_dtype
 from infinilm.loading.gguf import GGUFFile, GGUFTensorInfo
+from infinilm.loading.tokenizer import Tokenizer
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
 _SLICE_ELEMENTS = 2**18
@@ -53,6 +54,7 @@ class GGUFCheckpoint:
         try:
             metadata = _Metadata(self._file)
             self.config: dict[str, Any] = _make_config(metadata, self._file)
+            self._tensors = _name_tensors(self._file)
         except BaseException:
             self._file.close()
             raise
@@ -60,9 +62,6 @@ class GGUFCheckpoint:
             key: self.config[key]
             for key in ("bos_token_id", "eos_token_id", "pad_token_id")
             if self.config[key] is not None
-        }
-        self._tensors = {
-            _hf_name(name): tensor for name, tensor in self._file.tensors.items() if name != _ROPE_FACTORS
         }
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
@@ -82,10 +81,8 @@ class GGUFCheckpoint:
         """Decode one tensor slice by slice into `target`."""
         tensor = self._tensor(name)
         if target.shape != torch.Size(tensor.shape):
-            raise CheckpointError(
-                f"{self.path}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}"
-            )
-        is_permuted = self._has_permuted_rows and name.split(".")[-2] in ("q_proj", "k_proj")
+            raise CheckpointError(f"{self.path}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}")
+        is_permuted = self._has_permuted_rows and (".q_proj." in name or ".k_proj." in name)
         head_dim = self.config["head_dim"]
         if is_permuted and tensor.shape[0] % head_dim:
             raise CheckpointError(
@@ -93,9 +90,8 @@ class GGUFCheckpoint:
             )
         row_elements = math.prod(tensor.shape[1:])
         # A slice must hold whole blocks, and whole heads where rows change places.
-        granule = math.lcm(
-            head_dim if is_permuted else 1, tensor.ggml_type.block_elements if len(tensor.shape) == 1 else 1
-        )
+        rows_per_block = tensor.ggml_type.block_elements if len(tensor.shape) == 1 else 1
+        granule = math.lcm(rows_per_block, head_dim if is_permuted else 1)
         step = max(1, _SLICE_ELEMENTS // (row_elements * granule)) * granule
         for start in range(0, tensor.shape[0], step):
             part = target[start : start + step]
@@ -106,6 +102,10 @@ class GGUFCheckpoint:
                 values = _unpermute(values, head_dim)
             if out is None:
                 part.copy_(values)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that the metadata describes."""
+        return Tokenizer.from_gguf(self._file.metadata)
 
     def close(self) -> None:
         """Unmap the file."""
@@ -120,9 +120,7 @@ class GGUFCheckpoint:
     def _raw_rows(self, tensor: GGUFTensorInfo, start: int, stop: int) -> Tensor:
         row_elements = math.prod(tensor.shape[1:])
         block = tensor.ggml_type
-        first, last = (
-            row * row_elements // block.block_elements * block.block_bytes for row in (start, stop)
-        )
+        first, last = (row * row_elements // block.block_elements * block.block_bytes for row in (start, stop))
         return torch.from_numpy(self._file.read_bytes(tensor, first, last))
 
 
@@ -138,6 +136,19 @@ def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
     (2, 3), …; Hugging Face keeps all first ones before all second ones: (0, half), (1, half + 1), …
     """
     return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _name_tensors(file: GGUFFile) -> dict[str, GGUFTensorInfo]:
+    """The tensors to load, by Hugging Face's names."""
+    tensors: dict[str, GGUFTensorInfo] = {}
+    for name, tensor in file.tensors.items():
+        if name == _ROPE_FACTORS:
+            continue
+        hf_name = _hf_name(name)
+        if hf_name in tensors:
+            raise CheckpointError(f"{file.path}: {tensors[hf_name].name!r} and {name!r} are both {hf_name!r}")
+        tensors[hf_name] = tensor
+    return tensors
 
 
 def _hf_name(name: str) -> str:
@@ -250,9 +261,7 @@ def _make_config(metadata: _Metadata, file: GGUFFile) -> dict[str, Any]:
     }
     for key in ("attention.value_length", "rope.dimension_count"):
         if metadata.integer(key, head_dim) != head_dim:
-            raise metadata.error(
-                f"{key} is {metadata.get(key)}, and the head dimension {head_dim}; they must agree"
-            )
+            raise metadata.error(f"{key} is {metadata.get(key)}, and the head dimension {head_dim}; they must agree")
     if head_dim % 2:
         raise metadata.error(f"the head dimension {head_dim} is odd; rotary embedding needs an even one")
     config["vocab_size"] = _check_sizes(metadata, config, tensors)
@@ -264,9 +273,7 @@ def _make_config(metadata: _Metadata, file: GGUFFile) -> dict[str, Any]:
 def _refuse_other_structures(metadata: _Metadata) -> None:
     """Refuse what would load but compute something else."""
     if metadata.get("expert_count"):
-        raise metadata.error(
-            f"mixtures of experts are not supported, it has {metadata.get('expert_count')} experts"
-        )
+        raise metadata.error(f"mixtures of experts are not supported, it has {metadata.get('expert_count')} experts")
     for key in ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"):
         if metadata.get(key) is not None:
             raise metadata.error(f"metadata {metadata.architecture}.{key} is not supported")
@@ -291,8 +298,7 @@ def _check_sizes(metadata: _Metadata, config: dict[str, Any], tensors: Mapping[s
         if len(shape) != 2 or num_rows not in (None, shape[0]) or shape[1] != num_columns:
             rows = "vocabulary" if num_rows is None else num_rows
             raise metadata.error(
-                f"the tensor {name!r} has shape {list(shape)}, but the metadata ask for "
-                f"[{rows}, {num_columns}]"
+                f"the tensor {name!r} has shape {list(shape)}, but the metadata ask for [{rows}, {num_columns}]"
             )
     return tensors["token_embd.weight"].shape[0]
 
@@ -304,9 +310,7 @@ def _rope_scaling(metadata: _Metadata, config: dict[str, Any], file: GGUFFile) -
         return {"rope_type": "linear", "factor": metadata.number("rope.scale_linear")}
     if _ROPE_FACTORS in file.tensors:
         if kind not in (None, "none"):
-            raise metadata.error(
-                f"rope scaling {kind!r} together with the tensor {_ROPE_FACTORS!r} is not supported"
-            )
+            raise metadata.error(f"rope scaling {kind!r} together with the tensor {_ROPE_FACTORS!r} is not supported")
         return _rope_factors(metadata, config, file)
     if kind in (None, "none"):
         return None
@@ -375,6 +379,4 @@ def _token_ids(metadata: _Metadata, vocab_size: int) -> dict[str, Any]:
 def _stored_dtype_name(file: GGUFFile) -> str:
     """The type that all matrices share if it is a half-precision one, else float32."""
     types = {tensor.ggml_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return (
-        {"F16": "float16", "BF16": "bfloat16"}.get(types.pop(), "float32") if len(types) == 1 else "float32"
-    )
+    return {"F16": "float16", "BF16": "bfloat16"}.get(types.pop(), "float32") if len(types) == 1 else "float32"

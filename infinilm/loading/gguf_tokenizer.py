@@ -18,6 +18,8 @@ from infinilm.errors import CheckpointError
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _NUM_TOKEN_TYPES = 7
 
+_NO_TOKEN = 2**32 - 1  # the format's -1
+
 # Deriving merges is quadratic in a piece's length; SentencePiece's own pieces have a few dozen characters.
 _MAX_PIECE_CHARS = 512
 
@@ -76,9 +78,7 @@ class GGUFVocabulary:
     token_types: Sequence[int]  # one per token
     scores: Sequence[float] | None  # one per token
     merges: Sequence[str] | None  # "left right", best first
-    token_ids: Mapping[
-        str, int
-    ]  # of "bos", "eos", "eot", "eom", "unknown", "padding", where the file names one
+    token_ids: Mapping[str, int]  # of "bos", "eos", "unknown" and "padding", where the file names one
     adds_bos: bool
     adds_eos: bool
     adds_space_prefix: bool
@@ -112,27 +112,21 @@ class GGUFVocabulary:
                 f"GGUF metadata tokenizer.ggml.token_type holds unknown types {sorted(unknown_types)[:5]}"
             )
         is_sentencepiece = kind == "llama"
-        adds_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool)
         adds_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool)
-        vocabulary = cls(
+        token_ids = _token_ids(metadata, len(tokens))
+        adds_bos = is_sentencepiece or PRE_TOKENIZERS[pre].adds_bos
+        return cls(
             kind=kind,
             pre=pre,
             tokens=tokens,
             token_types=token_types,
             scores=scores,
             merges=_list(metadata, "merges", str),
-            token_ids=_token_ids(metadata, len(tokens)),
-            adds_bos=(is_sentencepiece or PRE_TOKENIZERS[pre].adds_bos) if adds_bos is None else adds_bos,
-            adds_eos=_value(metadata, "tokenizer.ggml.add_eos_token", bool) or False,
+            token_ids=token_ids,
+            adds_bos=_adds_token(metadata, "bos", token_ids, default=adds_bos),
+            adds_eos=_adds_token(metadata, "eos", token_ids, default=False),
             adds_space_prefix=is_sentencepiece if adds_space is None else adds_space,
         )
-        for name, is_explicit in (("bos", bool(adds_bos)), ("eos", vocabulary.adds_eos)):
-            if is_explicit and name not in vocabulary.token_ids:
-                raise CheckpointError(
-                    f"GGUF metadata sets tokenizer.ggml.add_{name}_token but has no "
-                    f"tokenizer.ggml.{name}_token_id"
-                )
-        return vocabulary
 
     def token(self, name: str) -> str | None:
         """Return the text of the token with this role, such as "bos"; None if the file names none."""
@@ -160,9 +154,7 @@ def use_sentencepiece_pipeline(tokenizer: Tokenizer, prepend_scheme: str) -> Non
     One is put before the whole text ("first"), before each part between special tokens ("always") or "never".
     """
     tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme=prepend_scheme, split=False
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend_scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prepend_scheme != "never":
         steps.append(decoders.Strip(content=" ", left=1))
@@ -187,9 +179,7 @@ def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if pre.split is not None:
         steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-    steps.append(
-        pre_tokenizers.ByteLevel(add_prefix_space=vocabulary.adds_space_prefix, use_regex=pre.split is None)
-    )
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=vocabulary.adds_space_prefix, use_regex=pre.split is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -197,15 +187,11 @@ def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    merges = (
-        _derive_merges(vocabulary, ids) if vocabulary.merges is None else _split_merges(vocabulary.merges)
-    )
+    merges = _derive_merges(vocabulary, ids) if vocabulary.merges is None else _split_merges(vocabulary.merges)
     unknown = vocabulary.token("unknown")
     if unknown is None and _UNKNOWN in vocabulary.token_types:
         unknown = vocabulary.tokens[vocabulary.token_types.index(_UNKNOWN)]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     use_sentencepiece_pipeline(tokenizer, "first" if vocabulary.adds_space_prefix else "never")
     return tokenizer
 
@@ -269,40 +255,44 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> Non
 
 def _bos_eos_processor(vocabulary: GGUFVocabulary) -> processors.TemplateProcessing:
     # Roles stand in for the tokens' texts, which may contain characters that mean something in a template.
-    bos = "bos" if vocabulary.adds_bos and "bos" in vocabulary.token_ids else None
-    eos = "eos" if vocabulary.adds_eos else None
+    bos = ["bos"] if vocabulary.adds_bos else []
+    eos = ["eos"] if vocabulary.adds_eos else []
     return processors.TemplateProcessing(
-        single=[piece for piece in (bos, "$A", eos) if piece],
+        single=[*bos, "$A", *eos],
         special_tokens=[
-            {"id": name, "ids": [vocabulary.token_ids[name]], "tokens": [vocabulary.token(name)]}
-            for name in (bos, eos)
-            if name
+            {"id": name, "ids": [vocabulary.token_ids[name]], "tokens": [vocabulary.token(name)]} for name in bos + eos
         ],
     )
 
 
 def _token_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
     token_ids = {}
-    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+    for name in ("bos", "eos", "unknown", "padding"):
         key = f"tokenizer.ggml.{name}_token_id"
         token_id = _value(metadata, key, int)
-        if token_id is None:
+        if token_id is None or token_id == _NO_TOKEN:
             continue
         if not 0 <= token_id < num_tokens:
-            raise CheckpointError(
-                f"GGUF metadata {key} is {token_id}, but the vocabulary has {num_tokens} tokens"
-            )
+            raise CheckpointError(f"GGUF metadata {key} is {token_id}, but the vocabulary has {num_tokens} tokens")
         token_ids[name] = token_id
     return token_ids
+
+
+def _adds_token(metadata: Mapping[str, Any], name: str, token_ids: Mapping[str, int], default: bool) -> bool:
+    """Return whether the bos or eos token is put around texts."""
+    adds = _value(metadata, f"tokenizer.ggml.add_{name}_token", bool)
+    if adds and name not in token_ids:
+        raise CheckpointError(
+            f"GGUF metadata sets tokenizer.ggml.add_{name}_token but has no tokenizer.ggml.{name}_token_id"
+        )
+    return name in token_ids and (default if adds is None else adds)
 
 
 def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
     """Return a scalar of the metadata, or None where it is absent."""
     value = metadata.get(key)
     if value is not None and type(value) is not kind:
-        raise CheckpointError(
-            f"GGUF metadata {key} has type {type(value).__name__}; expected {kind.__name__}"
-        )
+        raise CheckpointError(f"GGUF metadata {key} has type {type(value).__name__}; expected {kind.__name__}")
     return value
 
 
@@ -316,9 +306,7 @@ def _list(
         return None
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(values, list) or not {type(value) for value in values} <= set(kinds):
-        raise CheckpointError(
-            f"GGUF metadata {key} must be a list of {' or '.join(kind.__name__ for kind in kinds)}"
-        )
+        raise CheckpointError(f"GGUF metadata {key} must be a list of {' or '.join(kind.__name__ for kind in kinds)}")
     if length is not None and len(values) != length:
         raise CheckpointError(f"GGUF metadata {key} has {len(values)} items for {length} tokens")
     return values

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
+from infinilm.loading.tokenizer import Tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_REFUSED = (
@@ -70,12 +71,14 @@ class SafetensorsCheckpoint:
         """Copy one tensor into `target`, slice by slice."""
         tensor = self._tensor(name)
         if target.shape != torch.Size(tensor.shape):
-            raise CheckpointError(
-                f"{tensor.file}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}"
-            )
+            raise CheckpointError(f"{tensor.file}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}")
         if not hasattr(self._readers, "reader"):
             self._readers.reader = _Reader(max_mapped_bytes=min(max(self.num_bytes // 128, 2**21), 2**26))
         self._readers.reader.read(name, tensor, target)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer beside the weights, if there is one."""
+        return Tokenizer.from_directory(self.path)
 
     def close(self) -> None:
         """Unmap the files."""
@@ -154,8 +157,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise CheckpointError(
-            f"{file}: weights quantised with {method!r} are not supported; "
-            "take the unquantised model or a GGUF file"
+            f"{file}: weights quantised with {method!r} are not supported; take the unquantised model or a GGUF file"
         )
     return config
 
@@ -171,8 +173,7 @@ def _read_index(directory: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or {"/", "\\"} & set(shard):
             raise CheckpointError(
-                f"{file}: the file of {name!r} must be a .safetensors file in the same directory, "
-                f"it is {shard!r}"
+                f"{file}: the file of {name!r} must be a .safetensors file in the same directory, it is {shard!r}"
             )
     return weight_map
 
@@ -213,9 +214,7 @@ def _read_headers(files: list[Path]) -> dict[str, _StoredTensor]:
 
 
 def _check_index(index: dict[str, str], tensors: dict[str, _StoredTensor], directory: Path) -> None:
-    absent = [
-        name for name, shard in index.items() if name not in tensors or tensors[name].file.name != shard
-    ]
+    absent = [name for name, shard in index.items() if name not in tensors or tensors[name].file.name != shard]
     if absent:
         listed = ", ".join(f"{name} ({index[name]})" for name in absent[:20])
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Text to token ids and back, from a Hugging Face directory or a GGUF file."""
 
+import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,6 @@ _UNCONVERTED_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -39,12 +38,11 @@ class Tokenizer:
         *,
         named_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
-        end_tokens: Sequence[str] = (),
     ) -> None:
         """Wrap `backend`.
 
         `named_tokens` are special tokens by role, such as `{"eos_token": "</s>"}`. `chat_templates` are Jinja
-        sources by name, the usual one called "default". `end_tokens` end an answer as the eos token does.
+        sources by name, the usual one called "default".
         """
         backend.no_truncation()
         backend.no_padding()
@@ -54,14 +52,12 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        # Ids that end an answer: the eos token's and, from some GGUF files, the end of turn's.
-        end_ids = map(backend.token_to_id, [*end_tokens, *([self.eos_token] if self.eos_token else [])])
-        self.end_token_ids = frozenset(token_id for token_id in end_ids if token_id is not None)
         decoders = _decoder_types(backend)
-        # Whether a text's UTF-8 is simply its tokens' `token_bytes`; whether a token may end within a character.
+        # Whether a text is simply the UTF-8 decoding of its tokens' bytes.
         self.is_byte_level = decoders == ["ByteLevel"]
+        # Whether a token may end within a character.
         self.can_split_characters = "ByteLevel" in decoders
-        self._has_byte_tokens = "ByteFallback" in decoders
+        self._byte_token_ids = _byte_token_ids(backend) if "ByteFallback" in decoders else frozenset()
         self._bytes_by_id: dict[int, bytes] = {}
         self._chat_templates = dict(chat_templates or {})
         self._compiled_templates: dict[str, ChatTemplate] = {}
@@ -107,7 +103,6 @@ class Tokenizer:
             build_tokenizer(vocabulary),
             named_tokens={name: text for name, role in roles.items() if (text := vocabulary.token(role))},
             chat_templates={name: source for name, source in templates.items() if source is not None},
-            end_tokens=[text for role in ("eot", "eom") if (text := vocabulary.token(role))],
         )
 
     @cached_property
@@ -145,7 +140,14 @@ class Tokenizer:
         except TypeError:
             if not isinstance(text, str):
                 raise InvalidTypeError(f"text must be a string, not {type(text).__name__}") from None
-            raise InvalidValueError(_describe_surrogate(text)) from None
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidValueError(
+                    f"text has a lone surrogate {text[error.start]!a} at character {error.start}, which UTF-8 cannot "
+                    f"express; decode the input with errors='replace'"
+                ) from None
+            raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids without a token have none."""
@@ -177,7 +179,7 @@ class Tokenizer:
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token is one byte (`<0xE2>`), whose text depends on the byte tokens around it."""
-        return self._has_byte_tokens and _BYTE_TOKEN.fullmatch(self.content(token_id) or "") is not None
+        return token_id in self._byte_token_ids
 
     @property
     def chat_template(self) -> str | None:
@@ -217,7 +219,7 @@ class Tokenizer:
         content = self.content(token_id)
         if content is None:
             return b""
-        if self.is_byte_level:
+        if self.can_split_characters:
             return _byte_level_bytes(content)
         if self.is_byte_token(token_id):
             return bytes.fromhex(content[3:5])
@@ -227,21 +229,30 @@ class Tokenizer:
 
     @cached_property
     def _context(self) -> tuple[list[int], str]:
-        ids = [
-            token_id
-            for token_id in self.encode("a", add_special_tokens=False)[-1:]
-            if not self.is_byte_token(token_id)
-        ]
-        return ids, self.decode(ids, skip_special_tokens=False)
+        """The first ordinary token, in a list, and its text."""
+        for token_id in range(self.backend.get_vocab_size()):
+            if self.content(token_id) and token_id not in self.special_ids and not self.is_byte_token(token_id):
+                return [token_id], self.decode([token_id], skip_special_tokens=False)
+        return [], ""
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
     """Return the types of the decoder's steps, in order; none where tokens are joined with spaces."""
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    return [step["type"] for step in steps]
+    steps = [json.loads(backend.decoder.__getstate__())] if backend.decoder is not None else []
+    types = []
+    while steps:
+        step = steps.pop(0)
+        if step["type"] == "Sequence":
+            steps[:0] = step["decoders"]
+        else:
+            types.append(step["type"])
+    return types
+
+
+def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    digits = itertools.product("0123456789abcdefABCDEF", repeat=2)
+    ids = (backend.token_to_id(f"<0x{high}{low}>") for high, low in digits)
+    return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 def _bytes_of_characters() -> Mapping[str, int]:
@@ -263,14 +274,6 @@ def _byte_level_bytes(content: str) -> bytes:
         return bytes([_BYTE_OF_CHARACTER[character] for character in content])
     except KeyError:
         return content.encode()
-
-
-def _describe_surrogate(text: str) -> str:
-    at = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
-    return (
-        f"text has a lone surrogate {text[at]!a} at character {at}, which UTF-8 cannot express; "
-        f"decode the input with errors='replace'"
-    )
 
 
 def _refuse_unconverted(path: Path) -> None:
@@ -325,16 +328,15 @@ def _add_configured_tokens(
     """Add the tokens that only tokenizer_config.json knows, or knows with other flags."""
     try:
         declared = {
-            int(token_id): AddedToken(**token)
-            for token_id, token in config.get("added_tokens_decoder", {}).items()
+            int(token_id): AddedToken(**token) for token_id, token in config.get("added_tokens_decoder", {}).items()
         }
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / 'tokenizer_config.json'}: bad added_tokens_decoder: {error}"
-        ) from error
+        raise CheckpointError(f"{path / 'tokenizer_config.json'}: bad added_tokens_decoder: {error}") from error
     backend.add_tokens([declared[token_id] for token_id in sorted(declared)])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(extra, list | dict):
+        raise CheckpointError(f"{path / 'tokenizer_config.json'}: bad extra_special_tokens: {extra!r}")
     extra_texts = map(_token_text, extra.values() if isinstance(extra, dict) else extra)
     texts = dict.fromkeys([*named_tokens.values(), *(text for text in extra_texts if text is not None)])
     backend.add_special_tokens(
@@ -362,7 +364,5 @@ def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str
     except (KeyError, TypeError):
         templates = {}
     if not templates or not all(isinstance(text, str) for text in (*templates, *templates.values())):
-        raise CheckpointError(
-            f"{path}: the chat_template must be a string or a list of objects with name and template"
-        )
+        raise CheckpointError(f"{path}: the chat_template must be a string or a list of objects with name and template")
     return templates

@@ -33,9 +33,7 @@ def check_shapes(
     found = checkpoint.shapes()
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
     unexpected = [
-        f"{name} {list(shape)}"
-        for name, shape in found.items()
-        if name not in expected and not is_ignorable(name)
+        f"{name} {list(shape)}" for name, shape in found.items() if name not in expected and not is_ignorable(name)
     ]
     misshapen = [
         f"{name}: {list(found[name])} in the checkpoint, {list(shape)} in the model"
@@ -49,8 +47,7 @@ def check_shapes(
     ]
     if problems:
         raise CheckpointError(
-            f"{checkpoint.path}: the tensors do not fit the model its config describes; "
-            + "\n".join(problems)
+            f"{checkpoint.path}: the tensors do not fit the model its config describes; " + "\n".join(problems)
         )
 
 
@@ -65,9 +62,7 @@ def load_weights(
 
     Names and shapes must agree exactly, see `check_shapes`; nothing is read before they do.
     """
-    check_shapes(
-        {name: tuple(target.shape) for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable
-    )
+    check_shapes({name: tuple(target.shape) for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
     def read(name: str) -> int:
         with torch.no_grad():  # which holds for one thread only
@@ -78,9 +73,7 @@ def load_weights(
     num_bytes = sum(target.nbytes for target in targets.values())
     with (
         _tensor_workers() as workers,
-        tqdm(
-            total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not show_progress
-        ) as bar,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not show_progress) as bar,
     ):
         for num_bytes_read in workers.map(read, names):
             bar.update(num_bytes_read)

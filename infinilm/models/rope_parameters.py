@@ -8,6 +8,9 @@ from infinilm.errors import InvalidTypeError, InvalidValueError
 
 DEFAULT_THETA = 10000.0
 
+ROPE_SETTINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
+"""Settings outside `rope_parameters` that end up in it."""
+
 # What each type needs besides `rope_theta`: numbers, and lists with one number per pair of a head.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -22,7 +25,7 @@ _LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor"
 _OLD_NAMES = {"su": "longrope"}
 
 
-def read_rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope_parameters(settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
     """Bring the rope settings of a config into one form: `rope_type`, `rope_theta` and what the type needs.
 
     Transformers 5 writes them as `rope_parameters`; 4 wrote `rope_theta` and, with `type` or `rope_type` in
@@ -39,11 +42,10 @@ def read_rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "partial_rotary_factor" in settings:
         rope.setdefault("partial_rotary_factor", settings["partial_rotary_factor"])
     if "original_max_position_embeddings" in _NUMBERS.get(rope["rope_type"], ()):
-        longest = settings["max_position_embeddings"]
         original = settings.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = original or longest
+        rope["original_max_position_embeddings"] = original or max_position_embeddings
         if rope["rope_type"] != "llama3" and rope.get("factor") is None:
-            rope["factor"] = longest / rope["original_max_position_embeddings"]
+            rope["factor"] = max_position_embeddings / rope["original_max_position_embeddings"]
     return rope
 
 

@@ -18,6 +18,6 @@ that decide something are sums of integers, which come out the same in any order
 """
 
 from infinilm.sampling.logprobs import Logprobs, logprobs_of
-from infinilm.sampling.sampler import RowStart, SampledToken, Sampler, Samples
+from infinilm.sampling.sampler import SampledToken, Sampler, Samples
 
-__all__ = ["Logprobs", "RowStart", "SampledToken", "Sampler", "Samples", "logprobs_of"]
+__all__ = ["Logprobs", "SampledToken", "Sampler", "Samples", "logprobs_of"]

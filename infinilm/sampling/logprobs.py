@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from infinilm.outputs import TokenLogprobs
+from infinilm.sampling.leading import leading
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Logprobs:
     top_logprobs: torch.Tensor  # [n, k] float32
 
     def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
-        """One entry per position, with all k or just the `num_top` [n] most likely tokens. Waits for the device."""
+        """One entry per position, with its `num_top` most likely tokens (None: all k). Waits for the device."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         entries = zip(*(column.tolist() for column in columns), strict=True)
         limits = [self.top_ids.shape[1]] * len(self.token_ids) if num_top is None else num_top
@@ -30,14 +31,14 @@ class Logprobs:
 
 
 def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities of `targets` [n] and of the `num_top` most likely tokens, from raw `logits` [n, vocab].
+    """Log-probabilities of `targets` [n] and of the `num_top` likeliest tokens, from raw `logits` [n, vocab].
 
     There are at most vocab most likely tokens. Ranks are counted in the logits, which can tell apart what
     log-probabilities round together.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)
-    top_ids = logits.topk(min(num_top, logits.shape[1]), dim=-1).indices
+    _, top_ids = leading(logits, min(num_top, logits.shape[1]))
     return Logprobs(
         token_ids=targets,
         logprobs=logprobs.gather(1, columns).squeeze(1),

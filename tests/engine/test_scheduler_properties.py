@@ -106,9 +106,7 @@ class Simulation:
         leader = None
         for sample in range(arrival.num_samples):
             index = len(self.seqs) + self.refused
-            seq = Sequence(
-                index, arrival.prompt, params, seed=sample, stop_ids=(STOP_ID,), leader=leader
-            )
+            seq = Sequence(index, arrival.prompt, params, seed=sample, stop_ids=(STOP_ID,), leader=leader)
             leader = leader or seq
             if len(arrival.prompt) >= self.max_model_len:
                 with pytest.raises(PromptTooLongError):
@@ -127,7 +125,7 @@ class Simulation:
         assert all(len(s.token_ids) >= 1 for s in plan.steps)
         # Nobody starves: the oldest sequence alive is in the plan, unless its own tokens are in flight.
         # (One that waited for its leader lets others pass meanwhile, but is then the first to be admitted.)
-        oldest = next((seq for seq in self.seqs if not seq.is_finished))
+        oldest = next(seq for seq in self.seqs if not seq.is_finished)
         planned = self.scheduler.in_flight[-1].seqs
         assert oldest in planned or oldest.num_pending > 0 or oldest.leader is not None
         # Nor does an answer stop for a long prompt: what runs gets a token whenever it can take one.

@@ -1,0 +1,139 @@
+"""How long this engine takes for a workload, and what many runs come to."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from infinilm.bench.workloads import Workload
+from infinilm.engine.llm_engine import LLMEngine
+from infinilm.errors import EngineError
+from infinilm.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of a workload. Times are in seconds."""
+
+    seconds: float = 0.0
+    num_prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    """Of the steps that computed prompts, whatever else they computed."""
+    num_decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    """Of all other steps."""
+    ttfts: list[float] = field(default_factory=list)
+    """From the moment a request was handed over until its first token."""
+    gaps: list[float] = field(default_factory=list)
+    """Between two tokens of a request."""
+    token_ids: list[list[int]] = field(default_factory=list)
+    """What was generated for each prompt, in order."""
+
+    def add_step(self, seconds: float, num_prefill_tokens: int, num_drawn: int) -> None:
+        """Count a step."""
+        if num_prefill_tokens:
+            self.num_prefill_tokens += num_prefill_tokens
+            self.prefill_seconds += seconds
+        else:
+            self.num_decode_tokens += num_drawn
+            self.decode_seconds += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What several runs come to: medians of rates, percentiles over all tokens. None: there is nothing to say."""
+
+    prefill_per_second: float | None
+    """Prompt tokens per second."""
+    decode_per_second: float | None
+    """Generated tokens per second, over all requests, while no prompt is computed."""
+    output_per_second: float
+    """Generated tokens per second of the whole run."""
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float | None
+    itl_p99: float | None
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "Summary":
+        """Sum up runs of one workload."""
+        ttfts = [ttft for run in runs for ttft in run.ttfts]
+        gaps = [gap for run in runs for gap in run.gaps]
+        return cls(
+            prefill_per_second=_median([_ratio(r.num_prefill_tokens, r.prefill_seconds) for r in runs]),
+            decode_per_second=_median([_ratio(r.num_decode_tokens, r.decode_seconds) for r in runs]),
+            output_per_second=median(sum(map(len, run.token_ids)) / run.seconds for run in runs),
+            ttft_p50=float(np.percentile(ttfts, 50)),
+            ttft_p99=float(np.percentile(ttfts, 99)),
+            itl_p50=float(np.percentile(gaps, 50)) if gaps else None,
+            itl_p99=float(np.percentile(gaps, 99)) if gaps else None,
+        )
+
+
+def _ratio(count: int, seconds: float) -> float | None:
+    return count / seconds if count else None
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def run_engine(engine: LLMEngine, workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:
+    """Time this engine: greedy, every answer of full length, `workload.batch_size` requests at a time."""
+    params = SamplingParams(temperature=0.0, max_tokens=workload.output_len, ignore_eos=True)
+    run = Run(token_ids=[[] for _ in prompts])
+    waiting = deque(enumerate(prompts))
+    last_times: dict[int, float] = {}
+    start_time = now = perf_counter()
+    num_prefill_tokens = engine.stats().num_prefill_tokens
+    arrivals: dict[str, int] = {}
+    while waiting or arrivals:
+        while waiting and len(arrivals) < workload.batch_size:
+            index, prompt = waiting.popleft()
+            arrivals[engine.add_request(prompt, params)] = index
+            last_times[index] = perf_counter()
+        outputs = engine.step()
+        step_start, now = now, perf_counter()
+        num_drawn = 0
+        for output in outputs:
+            index = arrivals[output.request_id]
+            num_drawn += len(output.outputs[0].new_token_ids)
+            gaps = run.gaps if run.token_ids[index] else run.ttfts
+            gaps.append(now - last_times[index])
+            last_times[index] = now
+            run.token_ids[index] = output.token_ids
+            if output.finished:
+                if output.error:
+                    raise EngineError(f"a request of the workload {workload.name!r} failed: {output.error}")
+                del arrivals[output.request_id]
+        known = engine.stats().num_prefill_tokens
+        run.add_step(now - step_start, known - num_prefill_tokens, num_drawn)
+        num_prefill_tokens = known
+    run.seconds = now - start_time
+    return run
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures depend on besides the engine."""
+    import os
+    import platform
+    from pathlib import Path
+
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "num_cores": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

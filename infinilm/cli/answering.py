@@ -1,0 +1,48 @@
+"""One answer, piece by piece, that Ctrl-C can stop."""
+
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+from infinilm.outputs import RequestOutput
+from infinilm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from infinilm import LLM
+
+
+class CtrlC:
+    """Within it, the first Ctrl-C only sets `was_pressed`, so that no step is cut in half; a second one raises."""
+
+    def __init__(self) -> None:
+        self.was_pressed = False
+
+    def __enter__(self) -> Self:
+        self._outer_handler = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._outer_handler)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.was_pressed:
+            signal.default_int_handler(number, frame)
+        self.was_pressed = True
+
+
+def stream_answer(engine: "LLM", prompt: str | Sequence[int], sampling: SamplingParams) -> Iterator[RequestOutput]:
+    """The request's output each time it has news; the finished one is the last. Ctrl-C aborts the request."""
+    with CtrlC() as ctrl_c:
+        request_id = engine.add_request(prompt, sampling)
+        try:
+            while True:
+                if ctrl_c.was_pressed:
+                    engine.abort(request_id)
+                for output in engine.step():
+                    if output.request_id == request_id:
+                        yield output
+                        if output.finished:
+                            return
+        finally:
+            engine.abort(request_id)

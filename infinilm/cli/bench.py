@@ -1,0 +1,225 @@
+"""`infinilm bench`: how fast a workload is, here and in another engine."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infinilm.cli.display import NONE, console, format_rate, format_seconds, make_table, note
+from infinilm.cli.options import takes_config, takes_sizes
+from infinilm.config import Config
+from infinilm.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from infinilm import LLM
+    from infinilm.bench.measure import Run, Summary
+    from infinilm.bench.transformers_peer import TransformersPeer
+    from infinilm.bench.workloads import Workload
+
+DEFAULT_WORKLOADS = ("single", "batch", "prefill")
+OURS = "infinilm"
+
+
+@takes_sizes()
+@takes_config()
+def bench(
+    *,
+    workloads: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workload",
+            "-w",
+            help="single, batch, prefill, prefix or custom; can be given several times. "
+            f"Default: {', '.join(DEFAULT_WORKLOADS)}.",
+            rich_help_panel="Workload",
+            show_default=False,
+        ),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Measured runs of each workload.")] = 3,
+    peer: Annotated[
+        str | None,
+        typer.Option(help="Run the same work in another engine, in turns: transformers.", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - is stdout.", show_default=False),
+    ] = None,
+    config: Config,
+    sizes: dict[str, Any],
+) -> None:
+    """Measure throughput and latency of a workload.
+
+    Prompts are random token ids, the same everywhere; answers are greedy and of full length. With --peer, both
+    engines compute the same tokens in one process, by turns.
+    """
+    if peer not in (None, "transformers"):
+        raise InvalidValueError(f"peer={peer!r} is unknown; use transformers")
+    chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
+    from infinilm import LLM
+
+    with LLM(config) as engine:
+        other = _load_peer(engine) if peer else None
+        results = [_measure(engine, other, workload, repeat) for workload in chosen]
+        report = _report(engine, other, results, repeat)
+    if json_file is not None:
+        _write_json(report, json_file)
+    if json_file != "-":
+        screen = console()
+        screen.print(_title(report), soft_wrap=True)
+        screen.print()
+        screen.print(_table(results, has_peer=other is not None))
+
+
+@dataclass
+class Result:
+    """The runs of one workload, by engine."""
+
+    workload: "Workload"
+    runs: dict[str, list["Run"]] = field(default_factory=dict)
+
+    def summaries(self) -> "dict[str, Summary]":
+        """The runs of each engine, summed up."""
+        from infinilm.bench.measure import Summary
+
+        return {engine: Summary.of(runs) for engine, runs in self.runs.items()}
+
+    def num_equal(self) -> tuple[int, int]:
+        """How many answers of the engines are the same, of how many."""
+        first, second = ([ids for run in runs for ids in run.token_ids] for runs in self.runs.values())
+        return sum(a == b for a, b in zip(first, second, strict=True)), len(first)
+
+
+def _choose(names: list[str], sizes: dict[str, Any]) -> list["Workload"]:
+    from infinilm.bench.workloads import WORKLOADS
+
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise InvalidValueError(f"workload={unknown[0]!r} is unknown; use one of {', '.join(WORKLOADS)}")
+    return [replace(WORKLOADS[name], **sizes) for name in names]
+
+
+def _load_peer(engine: "LLM") -> "TransformersPeer":
+    from infinilm.bench.transformers_peer import TransformersPeer
+    from infinilm.loading.sources import resolve
+
+    note("Loading the same weights with transformers …")
+    return TransformersPeer(resolve(engine.config.model), dtype=engine.runner.cache.dtype, device=engine.runner.device)
+
+
+def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workload", repeat: int) -> Result:
+    """Warm up, then run by turns, so that what else happens on the machine hits both alike."""
+    from infinilm.bench.measure import run_engine
+
+    result = Result(workload, {name: [] for name in (OURS, *([other.name] if other else []))})
+    vocab_size = engine.model_config.vocab_size
+    for number in range(repeat + 1):
+        is_warm_up = number == 0
+        work = replace(workload, output_len=min(workload.output_len, 4)) if is_warm_up else workload
+        note(f"{workload} · " + ("warm-up" if is_warm_up else f"run {number} of {repeat}"))
+        prompts = work.prompts(vocab_size, number)
+        ours = run_engine(engine, work, prompts)
+        theirs = other.run(work, prompts) if other else None
+        if is_warm_up:
+            continue
+        result.runs[OURS].append(ours)
+        if other and theirs:
+            result.runs[other.name].append(theirs)
+    return result
+
+
+def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Result], repeat: int) -> dict[str, Any]:
+    from infinilm import __version__
+    from infinilm.bench.measure import describe_machine
+    from infinilm.loading.sources import resolve
+
+    versions = {OURS: __version__} | ({other.name: other.version} if other else {})
+    return {
+        "model": resolve(engine.config.model).name,
+        "dtype": str(engine.runner.cache.dtype).removeprefix("torch."),
+        "device": str(engine.runner.device),
+        "machine": describe_machine(),
+        "versions": versions,
+        "repeat": repeat,
+        "workloads": [
+            {
+                **asdict(result.workload),
+                "engines": {name: asdict(summary) for name, summary in result.summaries().items()},
+                **({"num_equal_answers": result.num_equal()[0]} if other else {}),
+            }
+            for result in results
+        ],
+    }
+
+
+def _write_json(report: dict[str, Any], file: str) -> None:
+    text = json.dumps(report, indent=2) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidValueError(f"--json {file}: can't be written: {error.strerror or error}") from error
+
+
+def _title(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    versions = " · ".join(f"{name} {version}" for name, version in report["versions"].items())
+    where = machine["gpu"] if report["device"] != "cpu" else machine["cpu"]
+    return (
+        f"{report['model']} · {report['dtype']} · {where}, {machine['num_threads']} threads\n"
+        f"{versions} · torch {machine['torch']} · Python {machine['python']} · median of {report['repeat']}"
+    )
+
+
+def _table(results: list[Result], *, has_peer: bool) -> "Table":
+    table = make_table(
+        "workload",
+        *(["engine"] if has_peer else []),
+        "prefill tok/s",
+        "decode tok/s",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        left=2 if has_peer else 1,
+    )
+    for result in results:
+        summaries = result.summaries()
+        label = str(result.workload)
+        for engine, summary in summaries.items():
+            table.add_row(label, *([engine] if has_peer else []), *_cells(summary))
+            label = ""
+        if has_peer:
+            equal, total = result.num_equal()
+            table.add_row(
+                f"  same answers: {equal} of {total}",
+                "ratio",
+                *_ratios(*summaries.values()),
+                style="bold",
+                end_section=True,
+            )
+    return table
+
+
+def _cells(summary: "Summary") -> list[str]:
+    rates = [summary.prefill_per_second, summary.decode_per_second]
+    times = [summary.ttft_p50, summary.ttft_p99, summary.itl_p50, summary.itl_p99]
+    return [*map(format_rate, rates), *map(format_seconds, times)]
+
+
+def _ratios(ours: "Summary", theirs: "Summary") -> list[str]:
+    """How many times as fast we are: of rates ours to theirs, of times theirs to ours."""
+    pairs = [
+        (ours.prefill_per_second, theirs.prefill_per_second),
+        (ours.decode_per_second, theirs.decode_per_second),
+        (theirs.ttft_p50, ours.ttft_p50),
+        (theirs.ttft_p99, ours.ttft_p99),
+        (theirs.itl_p50, ours.itl_p50),
+        (theirs.itl_p99, ours.itl_p99),
+    ]
+    return [f"{a / b:.2f}×" if a is not None and b is not None else NONE for a, b in pairs]

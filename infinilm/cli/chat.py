@@ -1,0 +1,147 @@
+"""`infinilm chat`: a conversation in the terminal, or line by line through a pipe."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinilm.cli.answering import stream_answer
+from infinilm.cli.chat_commands import find_command
+from infinilm.cli.conversation import Conversation, Message
+from infinilm.cli.display import note, write_text
+from infinilm.cli.options import takes_config, takes_sampling
+from infinilm.config import Config
+from infinilm.errors import EngineError, InfinilmError, InvalidValueError
+from infinilm.outputs import RequestOutput
+from infinilm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from infinilm import LLM
+
+FENCE = '"""'
+# Small steps: Ctrl-C, which waits for a step's end, is heard soon even while a long text is read.
+MAX_STEP_TOKENS = 512
+
+
+@takes_sampling(temperature=0.7, top_p=0.9, max_tokens=1024, without=("n", "logprobs"))
+@takes_config(without=("max_num_seqs", "max_num_batched_tokens"))
+def chat(
+    *,
+    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
+    config: Config,
+    sampling: SamplingParams,
+) -> None:
+    """Talk with a model.
+
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. A line that ends with a backslash goes
+    on in the next; lines between two \"\"\" are one message. Through a pipe, each line is a message.
+    """
+    from infinilm import LLM
+
+    settings = config.replace(max_num_seqs=1, max_num_batched_tokens=MAX_STEP_TOKENS)
+    with LLM(settings) as engine:
+        if engine.tokenizer is None or engine.tokenizer.chat_template is None:
+            raise InvalidValueError(f"{config.model} has no chat template; use infinilm generate")
+        Chat(engine, sampling, Conversation(system)).run()
+
+
+class Chat:
+    """A conversation with a model and how to go on with it."""
+
+    def __init__(self, engine: "LLM", sampling: SamplingParams, conversation: Conversation) -> None:
+        self.engine = engine
+        self.sampling = sampling
+        self.conversation = conversation
+        self.last_output: RequestOutput | None = None
+        self.is_over = False
+
+    def run(self) -> None:
+        """Read messages and answer them until there are no more."""
+        is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        if is_interactive:
+            import readline  # noqa: F401 (its import gives `input` editing and history)
+
+            note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.\n")
+        while not self.is_over:
+            try:
+                message = read_message(input, is_interactive=is_interactive)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                if not is_interactive:
+                    raise
+                note("\nCtrl-D or /exit ends the chat.")
+                continue
+            if not message.strip():
+                continue
+            try:
+                self.take(message)
+            except InfinilmError as error:
+                note(f"error: {error}")
+
+    def take(self, message: str) -> None:
+        """Follow a command, or answer."""
+        if message.startswith("/"):
+            name, _, argument = message[1:].partition(" ")
+            find_command(name).run(self, argument.strip())
+        else:
+            self.answer(message)
+
+    def answer(self, message: str) -> None:
+        """Answer a message. One that could not be answered at all is forgotten."""
+        self.conversation.say("user", message)
+        output: RequestOutput | None = None
+        try:
+            prompt = self._make_prompt()
+            for output in stream_answer(self.engine, prompt, self.sampling):
+                write_text(output.outputs[0].new_text)
+            write_text("\n")
+        finally:
+            if output is not None and output.text:
+                self.conversation.say("assistant", output.text)
+            else:
+                self.conversation.take_back()
+        self.last_output = output
+        if output is not None:
+            self._tell_end(output)
+
+    def _make_prompt(self) -> list[int]:
+        """The conversation's token ids, after dropping what leaves no room for an answer."""
+        limit = self.engine.max_model_len
+        room = min(self.sampling.max_tokens, limit // 4)
+
+        def fits(messages: list[Message]) -> bool:
+            return len(self.engine.chat_prompt(messages)) + room <= limit
+
+        if num_dropped := self.conversation.shorten(fits):
+            turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
+            note(f"The conversation has grown beyond {limit} tokens: the oldest {turns} dropped.")
+        return self.engine.chat_prompt(self.conversation.messages)
+
+    def _tell_end(self, output: RequestOutput) -> None:
+        if output.error:
+            raise EngineError(output.error)
+        if output.finish_reason == "abort":
+            note("Stopped.")
+        elif output.finish_reason == "length":
+            if len(output.token_ids) >= self.sampling.max_tokens:
+                note(f"Cut off after {self.sampling.max_tokens} tokens; /max-tokens changes that.")
+            else:
+                note(f"Cut off: the conversation has reached {self.engine.max_model_len} tokens.")
+
+
+def read_message(read_line: Callable[[str], str], *, is_interactive: bool) -> str:
+    """Read one message: a line, lines joined by backslashes at their ends, or all between two fences."""
+    first, more = ("\001\033[1;36m\002›\001\033[0m\002 ", "  ") if is_interactive else ("", "")
+    line = read_line(first)
+    if line.strip().startswith(FENCE):
+        lines = [line.strip().removeprefix(FENCE)]
+        while not lines[-1].rstrip().endswith(FENCE):
+            lines.append(read_line(more))
+        return "\n".join(lines).rstrip().removesuffix(FENCE).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(read_line(more))
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""What was said in a chat: kept, shortened, saved and loaded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infinilm.errors import InvalidValueError
+
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant")
+
+
+class Conversation:
+    """A system message, if any, and turns: what the user said and what was answered."""
+
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system
+        self.turns: list[Message] = []
+        """Messages of the user and the assistant, in order."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages, as chat templates take them."""
+        opening = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*opening, *self.turns]
+
+    def say(self, role: str, content: str) -> None:
+        """Add a message."""
+        self.turns.append({"role": role, "content": content})
+
+    def take_back(self) -> None:
+        """Forget the last message."""
+        self.turns.pop()
+
+    def shorten(self, fits: Callable[[list[Message]], bool]) -> int:
+        """Drop the oldest questions with their answers until the rest fits. Returns how many were dropped.
+
+        The system message and the last question always stay.
+        """
+        num_dropped = 0
+        while not fits(self.messages):
+            next_turn = next((i for i, turn in enumerate(self.turns) if i and turn["role"] == "user"), None)
+            if next_turn is None:
+                break
+            del self.turns[:next_turn]
+            num_dropped += 1
+        return num_dropped
+
+    def save(self, file: Path) -> None:
+        """Write all messages as JSON."""
+        try:
+            text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2)
+            file.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidValueError(f"{file} can't be written: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, file: Path) -> "Conversation":
+        """Read what `save` wrote, or a plain list of messages."""
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidValueError(f"{file} can't be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(f"{file} is not valid JSON: {error}") from error
+        messages = content.get("messages") if isinstance(content, dict) else content
+        if not isinstance(messages, list):
+            raise InvalidValueError(f"{file} holds no conversation; it must be a list of messages under 'messages'")
+        conversation = cls()
+        for index, message in enumerate(messages):
+            role, text = _check_message(message, f"message {index} of {file}")
+            if role != "system":
+                conversation.say(role, text)
+            elif index == 0:
+                conversation.system = text
+            else:
+                raise InvalidValueError(f"message {index} of {file}: a system message can only be the first")
+        return conversation
+
+
+def _check_message(message: Any, label: str) -> tuple[str, str]:
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        raise InvalidValueError(f"{label} must be an object with 'role' and 'content', it is {message!r:.80}")
+    role, text = message["role"], message["content"]
+    if role not in ROLES or not isinstance(text, str):
+        raise InvalidValueError(f"{label} must have a role ({', '.join(ROLES)}) and a text, it is {message!r:.80}")
+    return role, text

@@ -1,0 +1,142 @@
+"""What a checkpoint's headers tell of a model, and what it would take to run it here."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinilm.config import Config
+from infinilm.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from infinilm.loading.tokenizer import Tokenizer
+    from infinilm.models import LlamaConfig
+
+DTYPES = ("float32", "bfloat16")
+"""The types whose needs are compared."""
+
+
+def collect_facts(path: Path) -> dict[str, Any]:
+    """Everything `infinilm info` says, as plain values. No weights are read."""
+    from infinilm.loading.checkpoint import open_checkpoint
+    from infinilm.models import LlamaConfig
+
+    checkpoint = open_checkpoint(path)
+    try:
+        config = LlamaConfig.from_dict(checkpoint.config)
+        tokenizer = checkpoint.tokenizer()
+        num_parameters = sum(math.prod(shape) for shape in checkpoint.shapes().values())
+    finally:
+        checkpoint.close()
+    return {
+        "path": str(path),
+        "num_bytes": size_on_disk(path),
+        "license": find_license(path),
+        "architecture": config.model_type,
+        "num_parameters": num_parameters,
+        "stored_as": count_stored_types(path),
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rope": config.rope_parameters,
+        "sliding_window": config.sliding_window,
+        "vocab_size": config.vocab_size,
+        "tied_head": config.tie_word_embeddings,
+        "max_context_len": config.max_context_len(),
+        "tokenizer": _describe_tokenizer(tokenizer) if tokenizer else None,
+        "memory": _memory_needs(config, num_parameters),
+    }
+
+
+def size_on_disk(path: Path) -> int:
+    """The size of a file, or of the weights in a directory."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def count_stored_types(path: Path) -> dict[str, int]:
+    """How many numbers are stored in each type, most first."""
+    counts: Counter[str] = Counter()
+    if path.is_dir():
+        for file in path.glob("*.safetensors"):
+            for name, tensor in _safetensors_header(file).items():
+                if name != "__metadata__":
+                    counts[tensor["dtype"]] += math.prod(tensor["shape"])
+    else:
+        from infinilm.loading.gguf import GGUFFile
+
+        for info in GGUFFile(path).tensors.values():
+            counts[info.ggml_type.name] += math.prod(info.shape)
+    return dict(counts.most_common())
+
+
+def _safetensors_header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        num_bytes = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(num_bytes))
+    return header
+
+
+def find_license(path: Path) -> str | None:
+    """The licence that a model's files name, if they do."""
+    from infinilm.loading.sources import ALIASES
+
+    for source in ALIASES.values():
+        if Path(source.member).name == path.name:
+            return source.license
+    if path.is_dir():
+        return None
+    from infinilm.loading.gguf import GGUFFile
+
+    name = GGUFFile(path).metadata.get("general.license")
+    return name if isinstance(name, str) else None
+
+
+def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
+    kind = type(tokenizer.backend.model).__name__
+    return {
+        "kind": f"byte-level {kind}" if tokenizer.is_byte_level else kind,
+        "vocab_size": tokenizer.vocab_size,
+        "has_chat_template": tokenizer.chat_template is not None,
+    }
+
+
+def _memory_needs(config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
+    """By type: bytes of the weights, of a token and a full context in the cache, and what fits here."""
+    import torch
+
+    from infinilm.engine.loader import select_device
+    from infinilm.engine.memory import free_memory_bytes, plan_memory
+
+    device = select_device(Config())
+    free_bytes = free_memory_bytes(device)
+    needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
+    for name in DTYPES:
+        dtype: torch.dtype = getattr(torch, name)
+        token_bytes = 2 * config.num_hidden_layers * config.kv_dim() * dtype.itemsize
+        needs[name] = {
+            "weight_bytes": num_parameters * dtype.itemsize,
+            "kv_bytes_per_token": token_bytes,
+            "kv_bytes_of_max_context": token_bytes * config.max_context_len(),
+            "num_tokens_that_fit": 0,
+        }
+        try:
+            ledger = plan_memory(
+                Config(dtype=name),
+                config,
+                device=device,
+                dtype=dtype,
+                free_bytes=free_bytes,
+                weight_bytes=num_parameters * dtype.itemsize,
+                max_model_len=config.max_context_len(),
+            )
+        except InvalidValueError as error:
+            needs[name]["limited_by"] = str(error)
+        else:
+            needs[name]["num_tokens_that_fit"] = ledger.num_blocks * ledger.block_size
+            needs[name]["limited_by"] = ledger.limited_by
+    return needs

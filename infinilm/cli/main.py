@@ -1,0 +1,98 @@
+"""The `infinilm` command: its subcommands, and how it ends when something goes wrong."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+import typer
+
+from infinilm import __version__
+from infinilm.cli.bench import bench
+from infinilm.cli.chat import chat
+from infinilm.cli.generate import generate
+from infinilm.cli.info import info
+from infinilm.cli.pull import pull
+from infinilm.cli.verify import verify
+from infinilm.errors import InfinilmError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# Typer brings its own copy of click or uses the installed one, by its version: this finds the right class.
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
+
+
+def _help_of(command: Callable[..., None]) -> str:
+    """A command's docstring with its paragraphs in one line each: they are as wide as the screen then."""
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+for _command in (generate, chat, info, pull, bench, verify):
+    app.command(help=_help_of(_command))(_command)
+
+
+@dataclass
+class Settings:
+    """What is said before the subcommand."""
+
+    debug: bool = False
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"infinilm {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error came from.")] = False,
+    version: Annotated[  # noqa: ARG001 (its callback acts)
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run language models: a fast, readable inference engine on PyTorch."""
+    context.ensure_object(Settings).debug = debug
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and end the process with its exit code."""
+    sys.exit(run(args))
+
+
+def run(args: list[str] | None = None) -> int:
+    """Run the command line. Errors made by the user or the model's files become one line and exit code 2."""
+    settings = Settings()
+    try:
+        return app(args=args, prog_name="infinilm", standalone_mode=False, obj=settings) or 0
+    except (InfinilmError, _UsageError) as error:
+        if settings.debug:
+            raise
+        _print_error(_describe(error))
+        return EXIT_ERROR
+    except (KeyboardInterrupt, typer.Abort):
+        _print_error("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; without this Python would complain once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _print_error(message: str) -> None:
+    typer.secho("error:", fg="red", bold=True, nl=False, err=True)
+    typer.echo(f" {message}", err=True)
+
+
+def _describe(error: BaseException) -> str:
+    """The error in a line; for a mistake on the command line, with the help that shows how to do it."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message() if isinstance(error, _UsageError) else str(error)
+    return f"{message.rstrip('.')}; see '{context.command_path} --help'" if context else message

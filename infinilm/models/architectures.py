@@ -1,0 +1,78 @@
+"""The architectures that the decoder serves, and how their configurations differ from Llama's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from infinilm.errors import CheckpointError
+
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What sets an architecture apart."""
+
+    class_name: str
+    """What `architectures` in a config.json calls it."""
+    defaults: Mapping[str, Any]
+    """The settings that make it what it is, and Hugging Face's defaults where they differ from Llama's."""
+
+
+_LLAMA: Mapping[str, Any] = {"use_sliding_window": False, "max_window_layers": 0}
+_MISTRAL: Mapping[str, Any] = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "use_sliding_window": True,
+    "max_window_layers": 0,
+    "sliding_window": 4096,
+}
+_QWEN: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", _LLAMA),
+    "mistral": Architecture("MistralForCausalLM", _MISTRAL),
+    "qwen2": Architecture("Qwen2ForCausalLM", {**_QWEN, "qkv_bias": True}),
+    "qwen3": Architecture("Qwen3ForCausalLM", {**_QWEN, "qk_norm": True, "head_dim": 128}),
+}
+"""By `model_type`."""
+
+
+def find_model_type(config: Mapping[str, Any]) -> str:
+    """Which of `ARCHITECTURES` a config.json describes, by its `model_type` or else its `architectures`."""
+    by_class = {architecture.class_name: name for name, architecture in ARCHITECTURES.items()}
+    classes = config.get("architectures") or []
+    model_type = config.get("model_type") or next((by_class[name] for name in classes if name in by_class), None)
+    architecture = ARCHITECTURES.get(str(model_type))
+    if architecture is None or (classes and architecture.class_name not in classes):
+        raise CheckpointError(
+            f"model_type={config.get('model_type')!r}, architectures={classes!r} is not supported; "
+            f"supported are {', '.join(f'{name} ({kind})' for kind, name in by_class.items())}"
+        )
+    return str(model_type)
+
+
+def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config means with its window: `sliding_window` and `layer_types`.
+
+    The window counts only with `use_sliding_window`, and then from layer `max_window_layers` on, unless the
+    type of each layer is given.
+    """
+    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
+    if window is None:
+        return {"sliding_window": None, "layer_types": None}
+    first = settings["max_window_layers"]
+    layers = range(settings["num_hidden_layers"])
+    types = [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in layers]
+    return {"sliding_window": window, "layer_types": settings.get("layer_types") or types}

@@ -1,0 +1,43 @@
+"""What the engine asks of a model."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from infinilm.attention import AttentionBackend, ForwardBatch
+from infinilm.cache.paged import PagedKVCache
+from infinilm.models.config import LlamaConfig
+
+
+class InfinilmModel(Protocol):
+    """A causal language model over a paged KV cache.
+
+    Its life: built with empty weights, filled through `weight_targets`, made ready by `finalize`, then `forward`
+    and `compute_logits` for each step.
+    """
+
+    config: LlamaConfig
+
+    def weight_targets(self) -> dict[str, Tensor]:
+        """The tensors to load, by their names in a Hugging Face checkpoint; filling them fills the model."""
+        ...
+
+    def is_ignorable(self, name: str) -> bool:
+        """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
+        ...
+
+    def finalize(self) -> None:
+        """Call once all weights are loaded; brings them into the form the kernels like best."""
+        ...
+
+    def num_bytes(self) -> int:
+        """What weights and tables take."""
+        ...
+
+    def forward(self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend) -> Tensor:
+        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]` float32."""
+        ...

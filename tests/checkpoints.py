@@ -1,0 +1,78 @@
+"""Tiny random checkpoints of every architecture, made by transformers, which is also the reference."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from infinilm.models import CausalLM, LlamaConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 24}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+}
+"""Name → transformers' class prefix and the settings that differ from `SIZES`."""
+
+
+def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
+    """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
+    prefix, own = ARCHITECTURES[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **own, **settings})
+    config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(7)
+    model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if "norm" in name:
+                weight.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                weight.copy_(0.3 * noise)
+            else:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
+    return model
+
+
+def save(model: PreTrainedModel, directory: Path) -> Path:
+    """Write config.json and safetensors, as transformers does."""
+    model.save_pretrained(directory)
+    return directory
+
+
+def load(reference: PreTrainedModel, *, max_len: int | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """Our model with the reference's configuration and weights."""
+    model = CausalLM(LlamaConfig.from_dict(reference.config.to_dict()), max_len=max_len, dtype=dtype)
+    state = reference.state_dict()
+    for name, target in model.weight_targets().items():
+        target.copy_(state[name])
+    model.finalize()
+    return model
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """What transformers computes in one pass: `[tokens, vocab]` float32."""
+    return model(torch.tensor([tokens])).logits[0].float()

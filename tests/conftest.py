@@ -1,0 +1,42 @@
+"""Fixtures that several rooms' tests share."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infinilm.engine.cpu import avoid_false_amx
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may wait for a network it does not need
+avoid_false_amx()  # transformers' bfloat16 would die of it too
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama checkpoint with a byte-level tokenizer and a chat template."""
+    from checkpoints import make_reference, save
+    from tiny_tokenizer import save_tokenizer
+
+    directory = tmp_path_factory.mktemp("tiny")
+    save(make_reference("llama-gqa", vocab_size=300, eos_token_id=1, bos_token_id=0), directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The embedded model, fetched once."""
+    from infinilm.loading.sources import resolve
+
+    return resolve(None)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir: Path) -> Iterator["object"]:
+    """An engine on the tiny checkpoint; whatever a test does to it, the next test finds it working and empty."""
+    from infinilm import LLM
+
+    with LLM(tiny_dir, num_kvcache_blocks=64) as engine:
+        yield engine

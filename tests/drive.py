@@ -1,0 +1,79 @@
+"""Drives a model without the engine: builds batches from token lists and block tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from infinilm.attention import AttentionBackend, ForwardBatch, TorchAttention
+from infinilm.cache.paged import PagedKVCache
+from infinilm.models import CausalLM
+
+
+def make_batch(
+    chunks: Sequence[Sequence[int]], starts: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
+) -> ForwardBatch:
+    """Request i computes `chunks[i]`, which begin at position `starts[i]`, in the blocks `tables[i]`."""
+    positions = [start + i for start, chunk in zip(starts, chunks, strict=True) for i in range(len(chunk))]
+    owners = [request for request, chunk in enumerate(chunks) for _ in chunk]
+    slots = [
+        tables[request][position // block_size] * block_size + position % block_size
+        for request, position in zip(owners, positions, strict=True)
+    ]
+    width = max(len(table) for table in tables)
+    query_lens = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
+    return ForwardBatch(
+        input_ids=torch.tensor([token for chunk in chunks for token in chunk]),
+        positions=torch.tensor(positions),
+        slot_mapping=torch.tensor(slots),
+        block_tables=torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables]),
+        query_lens=query_lens,
+        context_lens=query_lens + np.array(starts, dtype=np.int64),
+    )
+
+
+@dataclass
+class Driver:
+    """One model and cache; blocks are handed out in shuffled order, so that none of a request lie in a row."""
+
+    model: CausalLM
+    block_size: int = 16
+    num_blocks: int = 64
+    backend: AttentionBackend = field(default_factory=TorchAttention)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        self.cache = PagedKVCache(
+            config.num_hidden_layers,
+            self.num_blocks,
+            self.block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype=self.model.dtype,
+            device="cpu",
+        )
+        self.free = np.random.default_rng(self.seed).permutation(self.num_blocks).tolist()
+        self.tables: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def step(self, chunks: dict[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Compute the next tokens of some requests, by name: logits `[new tokens, vocab]` for each."""
+        starts = []
+        for name, chunk in chunks.items():
+            table = self.tables.setdefault(name, [])
+            starts.append(self.lengths.get(name, 0))
+            self.lengths[name] = starts[-1] + len(chunk)
+            while len(table) * self.block_size < self.lengths[name]:
+                table.append(self.free.pop())
+        batch = make_batch(list(chunks.values()), starts, [self.tables[name] for name in chunks], self.block_size)
+        logits = self.model.compute_logits(self.model(batch, self.cache, self.backend))
+        parts = torch.split(logits, [len(chunk) for chunk in chunks.values()])
+        return dict(zip(chunks, parts, strict=True))
+
+    def run(self, tokens: Sequence[int], chunk: int | None = None, name: str = "request") -> torch.Tensor:
+        """Compute one request's tokens, `chunk` at a time: logits `[tokens, vocab]`."""
+        size = chunk or len(tokens)
+        return torch.cat([self.step({name: tokens[i : i + size]})[name] for i in range(0, len(tokens), size)])

@@ -1,0 +1,86 @@
+"""The arrows between rooms, and how quickly the package can be imported."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "infinilm"
+
+# What each room may import of ours. Leaves come first; a room never imports one further down.
+LEAVES = {"errors", "checks", "sampling_params", "outputs"}
+ALLOWED = {
+    "errors": set(),
+    "checks": {"errors"},
+    "sampling_params": LEAVES,
+    "outputs": LEAVES,
+    "distributed": LEAVES,
+    "cache": LEAVES,
+    "config": LEAVES | {"cache", "distributed"},
+    "kernels": LEAVES,
+    "attention": LEAVES | {"kernels"},
+    "sampling": LEAVES | {"kernels"},
+    "layers": LEAVES | {"attention", "kernels"},
+    "models": LEAVES | {"layers", "attention", "cache"},
+    "loading": LEAVES,
+    "engine": LEAVES | {"config", "cache", "distributed", "attention", "sampling", "models", "loading"},
+    "cli": LEAVES | {"", "config", "engine", "models", "loading", "bench"},
+    "bench": LEAVES | {"", "config", "engine", "loading"},
+    "__main__": {"cli"},
+    "": LEAVES | {"config", "engine"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The rooms that a file imports, by their first name below `infinilm`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.removeprefix("infinilm").lstrip(".").split(".")[0] for name in names if name.startswith("infinilm")}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__init__", "")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_import_only_what_they_may(path: Path) -> None:
+    room = room_of(path)
+    assert imports_of(path) - {room} <= ALLOWED[room]
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("module", ["scheduler", "block_manager", "sequence", "plan"])
+def test_scheduling_imports_no_torch(module: str) -> None:
+    assert not {"torch", "numpy"} & modules_after(f"import infinilm.engine.{module}")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = {
+        "torch",
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "jinja2",
+        "typer",
+        "rich",
+        "tqdm",
+    }
+    assert not heavy & modules_after("import infinilm")
+
+
+def test_the_engine_imports_with_the_core_dependencies_alone() -> None:
+    extras = {"transformers", "gguf", "typer", "rich", "hypothesis", "pytest"}
+    assert not extras & modules_after("from infinilm import LLM, AsyncLLM")
