@@ -35,9 +35,9 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence, stop id or stop string before this many tokens."""
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer; they are cut off."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    """A text, or several, that end the answer; they are cut off."""
+    stop_token_ids: Sequence[int] = ()
     seed: int | None = None
     """The draw at a position depends on nothing but this and the position. None: the engine picks one."""
     n: int = 1
@@ -54,7 +54,7 @@ class SamplingParams:
     distribution: before penalties, temperature and truncation."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
-    logits_processors: tuple[LogitsProcessor, ...] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -75,7 +75,7 @@ def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int) -> Ag
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
     found = Agreement()
-    for output in engine.generate(_prompts(engine, max_tokens), params):
+    for output in engine.generate(_prompts(engine, max_tokens), params, use_tqdm=False):
         _compare_output(output, peer, found)
     return found
 

@@ -1,15 +1,26 @@
-"""One answer, piece by piece, that Ctrl-C can stop."""
+"""An engine, and one answer of it, piece by piece, that Ctrl-C can stop."""
 
 import signal
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
+from infinilm.config import Config
 from infinilm.outputs import RequestOutput
 from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from infinilm import LLM
+
+
+def open_engine(config: Config) -> "LLM":
+    """Load the model. One that can't be found is an error before anything slow begins."""
+    from infinilm.loading.sources import resolve
+
+    path = resolve(config.model)
+    from infinilm import LLM
+
+    return LLM(config.replace(model=path))
 
 
 class CtrlC:

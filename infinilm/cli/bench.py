@@ -2,19 +2,21 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infinilm.cli.answering import open_engine
 from infinilm.cli.display import NONE, console, format_rate, format_seconds, make_table, note
 from infinilm.cli.options import takes_config, takes_sizes
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from infinilm import LLM
     from infinilm.bench.measure import Run, Summary
@@ -60,9 +62,7 @@ def bench(
     if peer not in (None, "transformers"):
         raise InvalidValueError(f"peer={peer!r} is unknown; use transformers")
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
-    from infinilm import LLM
-
-    with LLM(config) as engine:
+    with open_engine(config) as engine:
         other = _load_peer(engine) if peer else None
         results = [_measure(engine, other, workload, repeat) for workload in chosen]
         report = _report(engine, other, results, repeat)
@@ -72,7 +72,8 @@ def bench(
         screen = console()
         screen.print(_title(report), soft_wrap=True)
         screen.print()
-        screen.print(_table(results, has_peer=other is not None))
+        for result in results:
+            screen.print(*_show(result), sep="\n")
 
 
 @dataclass
@@ -104,10 +105,11 @@ def _choose(names: list[str], sizes: dict[str, Any]) -> list["Workload"]:
 
 def _load_peer(engine: "LLM") -> "TransformersPeer":
     from infinilm.bench.transformers_peer import TransformersPeer
-    from infinilm.loading.sources import resolve
 
     note("Loading the same weights with transformers …")
-    return TransformersPeer(resolve(engine.config.model), dtype=engine.runner.cache.dtype, device=engine.runner.device)
+    return TransformersPeer(
+        Path(str(engine.config.model)), dtype=engine.runner.cache.dtype, device=engine.runner.device
+    )
 
 
 def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workload", repeat: int) -> Result:
@@ -116,10 +118,10 @@ def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workloa
 
     result = Result(workload, {name: [] for name in (OURS, *([other.name] if other else []))})
     vocab_size = engine.model_config.vocab_size
+    note(f"Measuring {workload} · {repeat} times …")
     for number in range(repeat + 1):
         is_warm_up = number == 0
         work = replace(workload, output_len=min(workload.output_len, 4)) if is_warm_up else workload
-        note(f"{workload} · " + ("warm-up" if is_warm_up else f"run {number} of {repeat}"))
         prompts = work.prompts(vocab_size, number)
         ours = run_engine(engine, work, prompts)
         theirs = other.run(work, prompts) if other else None
@@ -134,11 +136,10 @@ def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workloa
 def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Result], repeat: int) -> dict[str, Any]:
     from infinilm import __version__
     from infinilm.bench.measure import describe_machine
-    from infinilm.loading.sources import resolve
 
     versions = {OURS: __version__} | ({other.name: other.version} if other else {})
     return {
-        "model": resolve(engine.config.model).name,
+        "model": Path(str(engine.config.model)).name,
         "dtype": str(engine.runner.cache.dtype).removeprefix("torch."),
         "device": str(engine.runner.device),
         "machine": describe_machine(),
@@ -169,41 +170,34 @@ def _write_json(report: dict[str, Any], file: str) -> None:
 def _title(report: dict[str, Any]) -> str:
     machine = report["machine"]
     versions = " · ".join(f"{name} {version}" for name, version in report["versions"].items())
+    threads = "1 thread" if machine["num_threads"] == 1 else f"{machine['num_threads']} threads"
     where = machine["gpu"] if report["device"] != "cpu" else machine["cpu"]
     return (
-        f"{report['model']} · {report['dtype']} · {where}, {machine['num_threads']} threads\n"
+        f"{report['model']} · {report['dtype']} · {where}, {threads}\n"
         f"{versions} · torch {machine['torch']} · Python {machine['python']} · median of {report['repeat']}"
     )
 
 
-def _table(results: list[Result], *, has_peer: bool) -> "Table":
-    table = make_table(
-        "workload",
-        *(["engine"] if has_peer else []),
-        "prefill tok/s",
-        "decode tok/s",
-        "TTFT p50",
-        "p99",
-        "ITL p50",
-        "p99",
-        left=2 if has_peer else 1,
-    )
-    for result in results:
-        summaries = result.summaries()
-        label = str(result.workload)
-        for engine, summary in summaries.items():
-            table.add_row(label, *([engine] if has_peer else []), *_cells(summary))
-            label = ""
-        if has_peer:
-            equal, total = result.num_equal()
-            table.add_row(
-                f"  same answers: {equal} of {total}",
-                "ratio",
-                *_ratios(*summaries.values()),
-                style="bold",
-                end_section=True,
-            )
-    return table
+def _show(result: Result) -> Iterator["RenderableType"]:
+    """A workload's name and a table with a line for each engine and, if there are two, their ratio."""
+    from rich.text import Text
+
+    summaries = result.summaries()
+    has_peer = len(summaries) > 1
+    title = Text(str(result.workload), style="bold")
+    if has_peer:
+        title.append("   same answers: {} of {}".format(*result.num_equal()), style="dim")
+    table = make_table("\nengine", "prefill\ntok/s", "decode\ntok/s", "TTFT\np50", "\np99", "ITL\np50", "\np99")
+    # Tables stand below each other: let their columns do so, too.
+    for column, width in zip(table.columns, (12, 8, 8, 8, 8, 8, 8), strict=True):
+        column.min_width = width
+    for engine, summary in summaries.items():
+        table.add_row(engine, *_cells(summary))
+    if has_peer:
+        table.add_row("ratio", *_ratios(*summaries.values()), style="bold")
+    yield title
+    yield table
+    yield ""
 
 
 def _cells(summary: "Summary") -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinilm.cli.answering import stream_answer
+from infinilm.cli.answering import open_engine, stream_answer
 from infinilm.cli.chat_commands import find_command
 from infinilm.cli.conversation import Conversation, Message
 from infinilm.cli.display import note, write_text
@@ -37,12 +37,10 @@ def chat(
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. A line that ends with a backslash goes
     on in the next; lines between two \"\"\" are one message. Through a pipe, each line is a message.
     """
-    from infinilm import LLM
-
     settings = config.replace(max_num_seqs=1, max_num_batched_tokens=MAX_STEP_TOKENS)
-    with LLM(settings) as engine:
+    with open_engine(settings) as engine:
         if engine.tokenizer is None or engine.tokenizer.chat_template is None:
-            raise InvalidValueError(f"{config.model} has no chat template; use infinilm generate")
+            raise InvalidValueError(f"{engine.config.model} has no chat template; use infinilm generate")
         Chat(engine, sampling, Conversation(system)).run()
 
 

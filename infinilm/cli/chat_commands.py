@@ -102,12 +102,14 @@ def _number(kind: Callable[[str], Number], argument: str, usage: str) -> Number:
 
 
 def _model(chat: "Chat") -> None:
-    engine, config = chat.engine, chat.engine.model_config
+    from infinilm.engine.memory import format_bytes
+
+    engine, config, memory = chat.engine, chat.engine.model_config, chat.engine.memory
     facts = {
-        "model": str(engine.config.model or "embedded"),
+        "model": str(engine.config.model),
         "architecture": f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}",
         "context": f"{engine.max_model_len} tokens",
-        "memory": str(engine.memory),
+        "memory": f"weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}",
     }
     console(err=True).print(make_facts(facts))
 

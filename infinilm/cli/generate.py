@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinilm.cli.answering import stream_answer
+from infinilm.cli.answering import open_engine, stream_answer
 from infinilm.cli.display import console, format_rate, format_seconds, head, make_table, note, visible, write_text
 from infinilm.cli.options import takes_config, takes_sampling
 from infinilm.config import Config
@@ -65,7 +65,7 @@ def generate(
     if sampling.logprobs is not None and not as_json:
         raise InvalidValueError("--logprobs are shown by --json only; give it as well")
     texts = read_prompts(prompts or [], files or [], lines=lines)
-    with _load(config) as engine:
+    with open_engine(config) as engine:
         if as_json:
             outputs = _answer_all(engine, _encode(engine, texts, chat, system), sampling)
             for text, output in zip(texts, outputs, strict=True):
@@ -107,12 +107,6 @@ def _read(file: Path, lines: bool) -> list[str]:
     if not any(found):
         raise InvalidValueError(f"{name} is empty, so there is no prompt in it")
     return found
-
-
-def _load(config: Config) -> "LLM":
-    from infinilm import LLM
-
-    return LLM(config)
 
 
 def _encode(engine: "LLM", texts: list[str], chat: bool, system: str | None) -> list[str] | list[list[int]]:

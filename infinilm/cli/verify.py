@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinilm.cli.answering import open_engine
 from infinilm.cli.display import console, make_table, note
 from infinilm.cli.options import ModelArgument, takes_config
 from infinilm.config import Config
@@ -37,18 +39,17 @@ def verify(
 
     Ends with exit code 1 if a difference is beyond the tolerance.
     """
-    from infinilm import LLM
     from infinilm.bench.agreement import compare
     from infinilm.bench.transformers_peer import TransformersPeer
-    from infinilm.loading.sources import resolve
 
-    path = resolve(model)
-    with LLM(config.replace(model=path)) as engine:
+    with open_engine(config.replace(model=model)) as engine:
+        path = Path(str(engine.config.model))
         dtype = engine.runner.cache.dtype
         note("Loading the same weights with transformers …")
         peer = TransformersPeer(path, dtype=dtype, device=engine.runner.device)
         name = str(dtype).removeprefix("torch.")
         limit = TOLERANCES[name] if tolerance is None else tolerance
+        note("Comparing …")
         found = compare(engine, peer, max_tokens=max_tokens)
     agrees = found.num_wrong == 0 and found.max_difference <= limit
     if as_json:

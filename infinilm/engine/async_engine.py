@@ -29,24 +29,22 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
         self.engine = LLMEngine(model, **settings)
-        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="infinilm-engine", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         engine = self.engine
-        while not self._is_stopping:
+        while True:
             # With nothing to compute, sleep until somebody writes.
-            while not self._inbox.empty() or engine.is_finished():
-                self._inbox.get()()
-                if self._is_stopping:
-                    break
-            else:
-                engine.step()
-        engine.exit()
-        while not self._inbox.empty():
-            self._inbox.get()()
+            while engine.is_finished() or not self._inbox.empty():
+                letter = self._inbox.get()
+                if letter is None:
+                    engine.exit()
+                    return
+                letter()
+            engine.step()
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function in the engine's thread."""
@@ -107,7 +105,7 @@ class AsyncLLM:
         """Abort all requests, end the thread and give back the memory. Calling it again does nothing."""
         if not self._is_stopping:
             self._is_stopping = True
-            self._inbox.put(lambda: None)
+            self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 
     async def __aenter__(self) -> Self:

@@ -252,7 +252,7 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         check_params(params, vocab_size)
         token_ids = encode_prompt(prompt, self.tokenizer, vocab_size)
-        stop_ids = params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidValueError("stop needs text, and the checkpoint has no tokenizer; use stop_token_ids")
         seqs: list[TokenSequence] = []

@@ -11,8 +11,9 @@ from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 from infinilm.models import LlamaConfig
 
-# A CPU's memory is shared with everything else on the machine: unless a size is asked for, stop here.
-MAX_CPU_KV_BYTES = 4 << 30
+# A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
+# takes as much as the weights do, within these bounds.
+MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 1 << 30, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def plan_memory(
             "all that max_num_seqs and max_model_len can use": config.max_num_seqs * blocks_per_seq,
         }
         if device.type == "cpu":
-            limits[f"at most {format_bytes(MAX_CPU_KV_BYTES)} on a CPU"] = MAX_CPU_KV_BYTES // block_bytes
+            usual = min(max(weight_bytes, MIN_CPU_KV_BYTES), MAX_CPU_KV_BYTES)
+            limits["what is usual on a CPU; set num_kvcache_blocks for more"] = usual // block_bytes
         limited_by, num_blocks = min(limits.items(), key=lambda item: item[1])
     if num_blocks < 1:
         raise InvalidValueError(

@@ -11,7 +11,7 @@ from infinilm.attention.backend import AttentionBackend
 from infinilm.attention.batch import ForwardBatch, IntArray
 from infinilm.cache.paged import PagedKVCache
 from infinilm.engine.plan import PENDING_TOKEN, RowStep, StepPlan, StepResult
-from infinilm.models.decoder import CausalLM
+from infinilm.models import InfinilmModel
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, Samples, logprobs_of
 
@@ -48,7 +48,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: InfinilmModel,
         cache: PagedKVCache,
         backend: AttentionBackend,
         *,

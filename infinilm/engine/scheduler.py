@@ -243,6 +243,8 @@ class Scheduler:
     def fail_in_flight(self) -> list[Sequence]:
         """A submitted step broke: drop all that were in flight, and end the sequences they were about."""
         broken = {seq.arrival: seq for flight in self.in_flight for seq in flight.seqs if not seq.is_finished}
+        # Nobody knows how far the runner came with them: what they ended is ended once more.
+        self._ended_rows = [row for flight in self.in_flight for row in flight.plan.ended_rows] + self._ended_rows
         self.in_flight.clear()
         for seq in broken.values():
             self.finish(seq, "abort")

@@ -36,7 +36,9 @@ class ProgressBar:
         self._stats = stats
         self._before = replace(stats)
         self._start_time = perf_counter()
-        self._bar = tqdm(total=num_requests, desc="Generating", unit="req", disable=not is_shown, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=num_requests, desc="Generating", unit="req", disable=not is_shown, dynamic_ncols=True, mininterval=0.3
+        )
 
     def update(self, num_done: int) -> None:
         """Show the state after a step."""

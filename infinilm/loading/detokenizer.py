@@ -44,9 +44,7 @@ class _ByteStream:
         )
 
     def finish(self) -> str:
-        rest = self._utf8.decode(b"", final=True)
-        pass
-        return rest
+        return self._utf8.decode(b"", final=True)
 
 
 class _WindowStream:

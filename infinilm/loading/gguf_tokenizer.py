@@ -200,7 +200,7 @@ def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[t
     """Every way to make a piece out of two others, the best score first.
 
     SentencePiece always merges the pair whose result scores highest. Ties are broken as in transformers:
-    longer left part, then longer right part, then the piece's and its parts' places in the vocabulary.
+    longer left part, then longer right part, then the piece's place in the vocabulary.
     """
     if vocabulary.scores is None:
         raise CheckpointError(
@@ -217,13 +217,10 @@ def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[t
                 f"GGUF metadata tokenizer.ggml.tokens[{index}] has {len(piece)} characters; at most "
                 f"{_MAX_PIECE_CHARS} make sense for a 'llama' tokenizer"
             )
-        halves = [
-            (left, right)
-            for cut in range(1, len(piece))
-            if (left := piece[:cut]) in ids and (right := piece[cut:]) in ids
-        ]
-        halves.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        ranked.extend((score, len(left), len(right), left, right) for left, right in halves)
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                ranked.append((score, len(left), len(right), left, right))
     ranked.sort(key=lambda merge: merge[:3], reverse=True)
     return [(left, right) for *_, left, right in ranked]
 

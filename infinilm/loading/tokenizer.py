@@ -148,6 +148,8 @@ class Tokenizer:
                     f"express; decode the input with errors='replace'"
                 ) from None
             raise
+        except Exception as error:  # the library raises bare Exceptions, here for vocabularies with holes
+            raise CheckpointError(f"the checkpoint's tokenizer cannot encode this text: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids without a token have none."""

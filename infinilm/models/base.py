@@ -12,8 +12,8 @@ from infinilm.models.config import LlamaConfig
 class InfinilmModel(Protocol):
     """A causal language model over a paged KV cache.
 
-    Its life: built with empty weights, filled through `weight_targets`, made ready by `finalize`, then `forward`
-    and `compute_logits` for each step.
+    Its life: built with empty weights, filled through `weight_targets`, made ready by `finalize`, then called, with
+    `compute_logits` after it, for each step.
     """
 
     config: LlamaConfig
@@ -34,10 +34,10 @@ class InfinilmModel(Protocol):
         """What weights and tables take."""
         ...
 
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend) -> Tensor:
+    def __call__(self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend) -> Tensor:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]` float32."""
+        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]` float32."""
         ...

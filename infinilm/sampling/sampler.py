@@ -117,10 +117,9 @@ class Sampler:
         settings["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
 
     def end_row(self, row: int) -> None:
-        """Forget a request; its row may be started again."""
-        if not 0 <= row < len(self._settings) or not self._settings[row]["is_live"]:
-            raise EngineError(f"row {row} was never started")
-        self._settings[row] = np.zeros((), dtype=SETTINGS)
+        """Forget a row's request, if it has one; the row may be started again."""
+        if row < len(self._settings):
+            self._settings[row] = np.zeros((), dtype=SETTINGS)
         self._edits.pop(row, None)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Samples:

@@ -47,8 +47,10 @@ def streams(draw: st.DrawFn, kind: str) -> tuple[list[int], list[list[int]]]:
     """Random ids (two of which have no token) and the same ids cut into feeds, empty ones among them."""
     tokenizer = make_tokenizer(kind)
     size = tokenizer.vocab_size
-    special = sorted(tokenizer.special_ids)
-    ids = draw(st.lists(st.integers(0, size + 1) | st.integers(size - 12, size) | st.sampled_from(special)))
+    euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
+    favourites = map(tokenizer.backend.token_to_id, ["", "</s>", "▁hello", "▁", *euro])
+    favourite_ids = [size + 1, *(token_id for token_id in favourites if token_id is not None)]
+    ids = draw(st.lists(st.sampled_from(favourite_ids) | st.integers(0, size + 1)))
     cuts = sorted(draw(st.lists(st.integers(0, len(ids)))))
     return ids, [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
@@ -123,9 +125,10 @@ def test_a_run_of_byte_tokens_appears_when_it_ends() -> None:
 
 def test_only_the_first_space_of_a_text_is_stripped() -> None:
     tokenizer = make_tokenizer("sentencepiece")
-    hello, end = tokenizer.backend.token_to_id("▁hello"), tokenizer.backend.token_to_id("</s>")
+    end, hello, empty = map(tokenizer.backend.token_to_id, ["</s>", "▁hello", ""])
     detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.feed([i]) for i in (end, hello, end, hello)] == ["", "hello", "", " hello"]
+    stream = [end, hello, end, hello, empty, hello]
+    assert [detokenizer.feed([i]) for i in stream] == ["", "hello", "", " hello", "", " hello"]
 
 
 def test_finish_starts_over() -> None:

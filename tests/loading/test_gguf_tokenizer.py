@@ -265,6 +265,25 @@ def test_sentencepiece_equals_transformers(has_merges: bool, tmp_path: Path) -> 
         assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True), text
 
 
+def test_sentencepiece_pieces_of_equal_score_equal_transformers(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    pieces = list(dict.fromkeys("".join(rng.choices("abc▁", k=rng.randint(2, 5))) for _ in range(150)))
+    tokens = ["<unk>", *"abc▁", *pieces]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(rng.randint(1, 3)) for _ in tokens],
+        "tokenizer.ggml.token_type": [UNKNOWN] + [NORMAL] * (len(tokens) - 1),
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    path = write_gguf(tmp_path / "model.gguf", metadata)
+    reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    tokenizer = build(metadata)
+    for _ in range(500):
+        text = "".join(rng.choices("abc ", k=rng.randint(1, 20)))
+        assert tokenizer.encode(text) == reference(text, add_special_tokens=False).input_ids, text
+
+
 def test_sentencepiece_merges_follow_the_scores() -> None:
     """By hand: where "lo" scores better than "ll", nothing can make "hello" any more."""
     pieces = {"▁": -9.0, "h": -9.0, "e": -9.0, "l": -9.0, "o": -9.0}

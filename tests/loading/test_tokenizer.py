@@ -292,6 +292,13 @@ def test_texts_that_cannot_be_encoded(text: Any, error: type[Exception], message
         Tokenizer(byte_level()).encode(text)
 
 
+def test_a_vocabulary_without_its_unknown_token_is_named_as_the_cause() -> None:
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")))
+    assert tokenizer.encode("hello") == [0]
+    with pytest.raises(CheckpointError, match=r"cannot encode this text: .*\[UNK\]"):
+        tokenizer.encode("world")
+
+
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [

@@ -1,12 +1,14 @@
 """A row's result depends on the row: not on its batch, its number, or a break in between."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_helpers import CPU
+from sampling_helpers import CPU, Recorder, sampler_with
 
 from infinilm.sampling import SampledToken, Sampler
 from infinilm.sampling_params import RowStart, SamplingParams
@@ -149,6 +151,17 @@ def test_an_ended_row_leaves_nothing_behind():
     sampler.start_row(RowStart(3, SamplingParams(temperature=0.0), 1, (), [2]))
     (drawn,) = sampler.sample(torch.tensor([[0.0, 1.0, 1.5, 0.2]]), [3], [1]).to_host()
     assert (drawn.token_id, drawn.logprobs) == (2, None)
+
+
+def test_an_ended_rows_state_is_freed():
+    processor = Recorder()
+    sampler = sampler_with(4, SamplingParams(logits_processors=(processor,), repetition_penalty=2.0))
+    reference = weakref.ref(processor)
+    del processor
+    assert reference() is not None
+    sampler.end_row(0)
+    gc.collect()
+    assert reference() is None
 
 
 def test_no_rows_at_all():

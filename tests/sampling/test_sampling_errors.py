@@ -117,13 +117,12 @@ def test_bias_outside_the_vocabulary_is_refused_and_leaves_the_row_free():
     assert sampler.sample(torch.tensor([LOGITS]), [0], [1]).token_ids.tolist() == [3]
 
 
-def test_rows_are_started_once_and_ended_once():
+def test_rows_are_started_once_and_sampled_while_started():
     sampler = sampler_with(4, SamplingParams())
     with pytest.raises(EngineError, match="row 0 is taken"):
         sampler.start_row(RowStart(0, SamplingParams(), 0, (), []))
-    for row in (1, 500, -1):
-        with pytest.raises(EngineError, match=f"row {row} was never started"):
-            sampler.end_row(row)
+    for row in (1, 500):
+        sampler.end_row(row)  # a step that broke may never have started it
         with pytest.raises(EngineError, match="not all started"):
             sampler.sample(torch.tensor([LOGITS]), [row], [0])
     sampler.end_row(0)

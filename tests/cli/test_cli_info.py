@@ -1,0 +1,87 @@
+"""`infinilm info` and `infinilm pull`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import make_reference, save
+from cli_driver import Cli
+
+from infinilm.engine.memory import MAX_CPU_KV_BYTES
+from infinilm.loading.sources import ALIASES
+
+
+def test_facts_of_the_embedded_model(cli: Cli, smollm2: Path) -> None:
+    facts = json.loads(cli("info", "--json").out)
+    expected = {
+        "path": str(smollm2),
+        "num_bytes": 98_362_432,
+        "license": "Apache-2.0",
+        "architecture": "llama",
+        "num_parameters": 134_515_008,
+        "num_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "sliding_window": None,
+        "vocab_size": 49152,
+        "tied_head": True,
+        "max_context_len": 8192,
+    }
+    assert {name: facts[name] for name in expected} == expected
+    assert sum(facts["stored_as"].values()) == 134_515_008
+    assert next(iter(facts["stored_as"])) == "Q4_1"
+    assert facts["tokenizer"] == {"kind": "byte-level BPE", "vocab_size": 49152, "has_chat_template": True}
+    assert facts["memory"]["float32"]["weight_bytes"] == 4 * 134_515_008
+    assert facts["memory"]["bfloat16"]["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2
+
+
+def test_what_fits_is_what_the_engine_would_take(cli: Cli, tiny_dir: Path) -> None:
+    memory = json.loads(cli("info", tiny_dir, "--json").out)["memory"]
+    assert memory["float32"]["kv_bytes_of_max_context"] == 256 * 2 * 2 * 2 * 16 * 4
+    assert memory["float32"]["num_tokens_that_fit"] == 512 * 256  # all that max_num_seqs sequences can use
+    assert memory["float32"]["num_tokens_that_fit"] * memory["float32"]["kv_bytes_per_token"] < MAX_CPU_KV_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "shown"),
+    [
+        ("mistral", {}, ["mistral", "window of 24 tokens", "type default, theta 10000", "none"]),
+        (
+            "llama-tied",
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+            ["head tied to embedding", "type linear", "factor 4", "theta 500000", "1,024 tokens"],
+        ),
+    ],
+)
+def test_facts_are_readable(cli: Cli, tmp_path: Path, kind: str, settings: dict[str, object], shown: list[str]) -> None:
+    model = make_reference(kind, **settings)
+    done = cli("info", save(model, tmp_path))
+    assert done.code == 0
+    for text in [*shown, "F32", "fits here", "float32", "bfloat16", "2 of width 64, MLP 112"]:
+        assert text in done.out
+
+
+def test_a_damaged_model_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\x03\x00\x00\x00\xff")
+    done = cli("info", file)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {file}: ")
+
+
+def test_pull_tells_where_the_model_is(cli: Cli, smollm2: Path) -> None:
+    done = cli("pull", "smollm2-135m")
+    facts = dict(line.split(None, 1) for line in done.out.splitlines())
+    assert facts["path"].strip() == str(smollm2)
+    assert facts["size"].strip() == "98.4 MB"
+    assert facts["licence"].strip() == "Apache-2.0"
+
+
+def test_pull_lists_the_aliases(cli: Cli) -> None:
+    listed = cli("pull", "--list").out
+    for alias, source in ALIASES.items():
+        assert alias in listed
+        assert source.license in listed
