@@ -11,8 +11,6 @@ from infinilm.engine.llm_engine import LLMEngine
 from infinilm.outputs import RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
-TIE_WIDTH = 1e-3
-"""Two tokens whose log-probabilities are no further apart may come out in either order."""
 NUM_TOP = 20
 """Most likely tokens compared at each position, besides the one that is there."""
 MAX_EXAMPLES = 5
@@ -47,6 +45,8 @@ QUESTIONS = (
 class Agreement:
     """What the comparison found."""
 
+    tie_width: float
+    """Two tokens whose log-probabilities are no further apart may come out in either order."""
     num_prompts: int = 0
     num_tokens: int = 0
     """Greedy tokens compared."""
@@ -57,7 +57,6 @@ class Agreement:
     num_logprobs: int = 0
     max_prompt_difference: float = 0.0
     max_output_difference: float = 0.0
-    tie_width: float = TIE_WIDTH
     examples: list[str] = field(default_factory=list)
     """The first tokens that differ, ties or not."""
 
@@ -67,14 +66,14 @@ class Agreement:
         return max(self.max_prompt_difference, self.max_output_difference)
 
 
-def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int) -> Agreement:
+def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int, tie_width: float) -> Agreement:
     """Generate greedily, then let the peer read prompt and answer and hold its numbers against ours.
 
     Given the same tokens so far the peer's most likely token must be ours, so a text that agrees at every
     position is also what the peer would have generated.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
-    found = Agreement()
+    found = Agreement(tie_width)
     for output in engine.generate(_prompts(engine, max_tokens), params, use_tqdm=False):
         _compare_output(output, peer, found)
     return found

@@ -13,21 +13,25 @@ import torch
 from infinilm.bench.measure import Run
 from infinilm.bench.workloads import Workload
 from infinilm.errors import EngineError
+from infinilm.loading.checkpoint import open_checkpoint
+from infinilm.loading.weights import load_weights
 
 
 class TransformersPeer:
     """A checkpoint loaded by transformers, with its own defaults: SDPA attention, a dynamic cache."""
 
     def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device) -> None:
-        _check_installed(needs_gguf=not path.is_dir())
+        if find_spec("transformers") is None:
+            raise EngineError("comparing with transformers needs it installed; pip install transformers")
         import transformers
 
         self.name = "transformers"
         self.version: str = transformers.__version__
-        place: Any = {} if path.is_dir() else {"gguf_file": path.name}
-        directory = path if path.is_dir() else path.parent
         with _quiet(transformers):
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, **place, dtype=dtype)
+            if path.is_dir():
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            else:
+                model = _fill_from_gguf(path, dtype)
         self.model = model.eval().to(device)
         self._device = device
 
@@ -84,13 +88,19 @@ class _Clock:
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _check_installed(*, needs_gguf: bool) -> None:
-    needed = ["transformers", "gguf"] if needs_gguf else ["transformers"]
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise EngineError(
-            f"comparing with transformers needs {' and '.join(missing)}, not installed here; "
-            f"pip install {' '.join(missing)}"
-        )
+def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
+    """Transformers' model with the weights as we decode them: its own reader of GGUF needs more packages."""
+    import transformers
+
+    checkpoint = open_checkpoint(path)
+    try:
+        config = transformers.AutoConfig.for_model(**checkpoint.config)
+        make_model: Any = transformers.AutoModelForCausalLM.from_config
+        model = make_model(config, dtype=dtype)
+        load_weights(dict(model.named_parameters()), checkpoint, show_progress=False)
+    finally:
+        checkpoint.close()
+    return model
 
 
 @contextmanager

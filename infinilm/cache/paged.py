@@ -1,5 +1,8 @@
 """The paged KV cache: a pool of blocks of tokens, shared by all requests."""
 
+import math
+import mmap
+
 import torch
 
 from infinilm.errors import InvalidValueError
@@ -30,8 +33,8 @@ class PagedKVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         # Zeros, not empty: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, torch.device(device))
+        self.values = _zeros(shape, dtype, torch.device(device))
         self._layers = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,3 +45,13 @@ class PagedKVCache:
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """What one block takes over all layers, keys and values together."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed memory that on a CPU costs nothing before it is touched, and then comes in large pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinilm.config import Config
-from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from infinilm.loading.tokenizer import Tokenizer
@@ -105,38 +104,28 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
     }
 
 
-def _memory_needs(config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
-    """By type: bytes of the weights, of a token and a full context in the cache, and what fits here."""
+def _memory_needs(model_config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
+    """By type: bytes of the weights, of a token and a full context in the cache, and how many tokens fit here."""
     import torch
 
     from infinilm.engine.loader import select_device
-    from infinilm.engine.memory import free_memory_bytes, plan_memory
+    from infinilm.engine.memory import estimate_workspace, free_memory_bytes
 
-    device = select_device(Config())
+    config = Config()
+    device = select_device(config)
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
     for name in DTYPES:
         dtype: torch.dtype = getattr(torch, name)
-        token_bytes = 2 * config.num_hidden_layers * config.kv_dim() * dtype.itemsize
+        weight_bytes = num_parameters * dtype.itemsize
+        token_bytes = 2 * model_config.num_hidden_layers * model_config.kv_dim() * dtype.itemsize
+        workspace_bytes = estimate_workspace(config, model_config, dtype)
+        left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
         needs[name] = {
-            "weight_bytes": num_parameters * dtype.itemsize,
+            "weight_bytes": weight_bytes,
+            "workspace_bytes": workspace_bytes,
             "kv_bytes_per_token": token_bytes,
-            "kv_bytes_of_max_context": token_bytes * config.max_context_len(),
-            "num_tokens_that_fit": 0,
+            "kv_bytes_of_max_context": token_bytes * model_config.max_context_len(),
+            "num_tokens_that_fit": max(left // token_bytes, 0),
         }
-        try:
-            ledger = plan_memory(
-                Config(dtype=name),
-                config,
-                device=device,
-                dtype=dtype,
-                free_bytes=free_bytes,
-                weight_bytes=num_parameters * dtype.itemsize,
-                max_model_len=config.max_context_len(),
-            )
-        except InvalidValueError as error:
-            needs[name]["limited_by"] = str(error)
-        else:
-            needs[name]["num_tokens_that_fit"] = ledger.num_blocks * ledger.block_size
-            needs[name]["limited_by"] = ledger.limited_by
     return needs

@@ -34,7 +34,8 @@ def _describe(facts: dict[str, Any]) -> dict[str, str]:
     from infinilm.engine.memory import format_bytes
 
     tokenizer = facts["tokenizer"]
-    rope = {name: value for name, value in facts["rope"].items() if not isinstance(value, list)}
+    rope = {name: _plain(value) for name, value in facts["rope"].items() if not isinstance(value, list)}
+    rope_type = rope.pop("rope_type")
     stored = ", ".join(f"{name} ({format_count(count)})" for name, count in facts["stored_as"].items())
     return {
         "model": facts["path"],
@@ -46,7 +47,7 @@ def _describe(facts: dict[str, Any]) -> dict[str, str]:
         "attention": f"{facts['num_attention_heads']} heads, {facts['num_key_value_heads']} for keys and values, "
         f"of {facts['head_dim']}; "
         + (f"window of {facts['sliding_window']} tokens" if facts["sliding_window"] else "no sliding window"),
-        "rope": ", ".join(f"{name.removeprefix('rope_')} {_plain(value)}" for name, value in rope.items()),
+        "rope": ", ".join([rope_type, *(f"{name.removeprefix('rope_')} {value}" for name, value in rope.items())]),
         "context": f"{facts['max_context_len']:,} tokens",
         "vocabulary": f"{facts['vocab_size']:,} tokens",
         "tokenizer": f"{tokenizer['kind']}, {'with' if tokenizer['has_chat_template'] else 'without'} chat template"
@@ -66,6 +67,7 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
     table = make_table("memory", *DTYPES)
     rows = {
         "weights": "weight_bytes",
+        "workspace, at most": "workspace_bytes",
         "KV cache, one token": "kv_bytes_per_token",
         f"KV cache, {context:,} tokens": "kv_bytes_of_max_context",
     }

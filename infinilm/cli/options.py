@@ -41,6 +41,7 @@ _ENGINE_OPTIONS = {
     "max_model_len": _engine_option(int, "Tokens of prompt and answer together. Default: the checkpoint's."),
     "max_num_seqs": _engine_option(int, f"Requests in one step. Default: {Config.max_num_seqs}."),
     "max_num_batched_tokens": _engine_option(int, f"Tokens in one step. Default: {Config.max_num_batched_tokens}."),
+    "num_kvcache_blocks": _engine_option(int, "Blocks of the KV cache. Default: what fits and can be of use."),
     "gpu_memory_utilization": _engine_option(
         float, f"Share of the free memory, on any device. Default: {Config.gpu_memory_utilization}."
     ),

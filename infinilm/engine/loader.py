@@ -11,13 +11,13 @@ from infinilm.attention import select_backend
 from infinilm.cache.paged import PagedKVCache
 from infinilm.config import Config
 from infinilm.engine.cpu import avoid_false_amx
-from infinilm.engine.memory import MemoryLedger, free_memory_bytes, plan_memory
+from infinilm.engine.memory import MemoryLedger, plan_memory
 from infinilm.engine.model_runner import ModelRunner
-from infinilm.errors import InvalidValueError
+from infinilm.errors import CheckpointError, InvalidValueError
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.tokenizer import Tokenizer
-from infinilm.loading.weights import load_weights
+from infinilm.loading.weights import check_shapes, load_weights
 from infinilm.models import LlamaConfig, create_model
 
 logger = logging.getLogger(__name__)
@@ -42,30 +42,29 @@ def load_model(config: Config) -> LoadedModel:
     path = resolve(config.model)
     checkpoint = open_checkpoint(path)
     try:
+        # Everything is decided from the headers, before memory is taken for anything.
         model_config = LlamaConfig.from_dict(checkpoint.config)
         tokenizer = checkpoint.tokenizer()
         device = select_device(config)
         dtype = select_dtype(config, model_config, device)
+        longest = select_max_model_len(config, model_config)
+        memory = plan_memory(
+            config,
+            model_config,
+            device=device,
+            dtype=dtype,
+            weight_bytes=_check_fits(checkpoint, model_config, dtype),
+            max_model_len=longest,
+        )
+        max_model_len = min(longest, memory.num_blocks * memory.block_size)
         if device.type == "cpu" and dtype != torch.float32:
             avoid_false_amx()
-        max_model_len = select_max_model_len(config, model_config)
-        free_bytes = free_memory_bytes(device)
         model = create_model(model_config, max_len=max_model_len, dtype=dtype, device=device)
         load_weights(model.weight_targets(), checkpoint, is_ignorable=model.is_ignorable)
         model.finalize()
     finally:
         checkpoint.close()
 
-    memory = plan_memory(
-        config,
-        model_config,
-        device=device,
-        dtype=dtype,
-        free_bytes=free_bytes,
-        weight_bytes=model.num_bytes(),
-        max_model_len=max_model_len,
-    )
-    max_model_len = min(max_model_len, memory.num_blocks * memory.block_size)
     backend = select_backend(config.attention_backend, device)
     cache = PagedKVCache(
         model_config.num_hidden_layers,
@@ -148,6 +147,20 @@ def select_max_model_len(config: Config, model_config: LlamaConfig) -> int:
             f"use {longest} or less"
         )
     return config.max_model_len
+
+
+def _check_fits(checkpoint: Checkpoint, model_config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Compare the model that the config describes with the tensors there are. Returns the bytes it will take."""
+    num_tensors = len(checkpoint.shapes())
+    if model_config.num_hidden_layers > num_tensors:
+        raise CheckpointError(
+            f"{checkpoint.path}: num_hidden_layers={model_config.num_hidden_layers}, but there are only "
+            f"{num_tensors} tensors; the config and the weights do not belong together"
+        )
+    outline = create_model(model_config, max_len=1, dtype=dtype, device="meta")
+    shapes = {name: tuple(target.shape) for name, target in outline.weight_targets().items()}
+    check_shapes(shapes, checkpoint, is_ignorable=outline.is_ignorable)
+    return outline.num_bytes()
 
 
 def _eos_token_ids(checkpoint: Checkpoint, model_config: LlamaConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

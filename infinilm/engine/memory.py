@@ -81,7 +81,6 @@ def plan_memory(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    free_bytes: int,
     weight_bytes: int,
     max_model_len: int,
 ) -> MemoryLedger:
@@ -91,6 +90,7 @@ def plan_memory(
     block_bytes = PagedKVCache.bytes_per_block(
         model_config.num_hidden_layers, block_size, model_config.num_key_value_heads, model_config.head_dim, dtype
     )
+    free_bytes = free_memory_bytes(device)
     workspace_bytes = estimate_workspace(config, model_config, dtype)
     budget = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
     if config.num_kvcache_blocks is not None:

@@ -234,7 +234,8 @@ def test_lying_safetensors_header(broken_dir) -> None:
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "unexpected"),
         ({"intermediate_size": 128}, "misshapen"),
-        ({"hidden_size": 2**40}, "."),
+        ({"hidden_size": 2**40}, "misshapen"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers=1099511627776"),
         ({"vocab_size": -5}, "vocab_size"),
     ],
     ids=lambda value: str(value)[:40],
@@ -243,6 +244,13 @@ def test_configs_that_do_not_fit(broken_dir, changes, message) -> None:
     edit_config(broken_dir, **changes)
     with pytest.raises(InfinilmError, match=message):
         LLM(broken_dir)
+
+
+def test_a_config_that_claims_an_absurd_length_takes_no_absurd_memory(broken_dir) -> None:
+    edit_config(broken_dir, max_position_embeddings=2**50)
+    with LLM(broken_dir, gpu_memory_utilization=0.01) as llm:
+        assert llm.max_model_len < 2**30
+        assert len(llm.generate("to", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)[0].token_ids) == 2
 
 
 def test_broken_config(broken_dir) -> None:

@@ -216,9 +216,7 @@ def test_stop_strings_cut_the_text_across_token_borders(llm) -> None:
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", "cda")
     assert "".join(llm.stream("to", params)) == "ab"
     # On the very token that also reaches the limit, the stop string is still why it ended.
-    [output] = llm.generate(
-        "to", SamplingParams(max_tokens=5, stop="cda", logits_processors=[spell]), use_tqdm=False
-    )
+    [output] = llm.generate("to", SamplingParams(max_tokens=5, stop="cda", logits_processors=[spell]), use_tqdm=False)
     assert (output.text, output.finish_reason) == ("ab", "stop")
     [output] = llm.generate(
         "to", SamplingParams(max_tokens=8, min_tokens=6, stop="cda", logits_processors=[spell]), use_tqdm=False
@@ -318,7 +316,11 @@ def poisoned(output_ids, logits):
 
 @pytest.mark.parametrize(
     ("processor", "message"),
-    [(broken, "RuntimeError: no more"), (poisoned, "greatest is nan"), (lambda ids, logits: logits[:3], "InvalidValueError")],
+    [
+        (broken, "RuntimeError: no more"),
+        (poisoned, "greatest is nan"),
+        (lambda ids, logits: logits[:3], "InvalidValueError"),
+    ],
 )
 def test_a_failing_logits_processor_ends_its_own_request_only(llm, processor, message) -> None:
     bad = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logits_processors=[processor])
