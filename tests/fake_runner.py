@@ -1,4 +1,5 @@
-"""A model runner without a model: its KV cache holds token ids, and the next token is a hash of the context.
+"""A model runner without a model: its KV cache holds numbers that depend on a token and all before it, as keys
+and values do, and the next token is a hash of the numbers in the context.
 
 Whatever the scheduler does wrong with blocks (a wrong table, a block given to two sequences, a stale prefix
 hit, a block freed too early) changes some context, and so the tokens drawn from there on.
@@ -6,7 +7,7 @@ hit, a block freed too early) changes some context, and so the tokens drawn from
 
 from collections.abc import Sequence
 
-from xxhash import xxh64_intdigest
+from xxhash import xxh32_intdigest
 
 from infinilm.engine.plan import PENDING_TOKEN, StepPlan, StepResult
 
@@ -14,18 +15,27 @@ VOCAB_SIZE = 40
 STOP_ID = 0
 
 
-def next_token(context: Sequence[int], seed: int) -> int:
-    return xxh64_intdigest(bytes(context), seed) % VOCAB_SIZE
+def state_after(previous: int, token: int) -> int:
+    """What a token leaves in the cache, given what the one before it left."""
+    return xxh32_intdigest(f"{previous}/{token}".encode())
+
+
+def next_token(states: Sequence[int | None], seed: int) -> int:
+    return xxh32_intdigest(repr(states).encode(), seed) % VOCAB_SIZE
 
 
 def generate_alone(prompt: list[int], *, seed: int, max_tokens: int, max_model_len: int) -> list[int]:
     """What a sequence must produce, whatever happens around it."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_tokens and len(tokens) < max_model_len:
-        tokens.append(next_token(tokens, seed))
+    tokens: list[int] = []
+    states: list[int] = []
+    for token in prompt:
+        states.append(state_after(states[-1] if states else 0, token))
+    while len(tokens) < max_tokens and len(states) < max_model_len:
+        tokens.append(next_token(states, seed))
+        states.append(state_after(states[-1], tokens[-1]))
         if tokens[-1] == STOP_ID:
             break
-    return tokens[len(prompt) :]
+    return tokens
 
 
 class FakeRunner:
@@ -48,13 +58,12 @@ class FakeRunner:
         drawn = {}
         for index, step in enumerate(plan.steps):
             self.tables[step.row] += step.new_blocks
-            for offset, token in enumerate(step.token_ids):
-                is_pending = token == PENDING_TOKEN
-                self.slots[self._slot(step.row, step.start + offset)] = (
-                    self.last_token[step.row] if is_pending else token
-                )
+            end = step.start + len(step.token_ids)
+            for position, token in zip(range(step.start, end), step.token_ids, strict=True):
+                previous = self.slots[self._slot(step.row, position - 1)] if position else 0
+                known = self.last_token[step.row] if token == PENDING_TOKEN else token
+                self.slots[self._slot(step.row, position)] = state_after(previous, known)
             if step.draws:
-                end = step.start + len(step.token_ids)
                 context = [self.slots[self._slot(step.row, position)] for position in range(end)]
                 drawn[index] = next_token(context, self.seeds[step.row])
                 self.last_token[step.row] = drawn[index]

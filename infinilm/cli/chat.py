@@ -66,6 +66,8 @@ class Chat:
                 message = read_message(input, is_interactive=is_interactive)
             except EOFError:
                 break
+            except UnicodeDecodeError as error:
+                raise InvalidValueError(f"stdin is not UTF-8 text: {error.reason}") from error
             except KeyboardInterrupt:
                 if not is_interactive:
                     raise

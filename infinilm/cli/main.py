@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import Annotated, cast
 
 import typer
@@ -64,6 +65,9 @@ def start(
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows few characters is no reason to fail
     sys.exit(run(args))
 
 

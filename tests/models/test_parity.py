@@ -56,8 +56,8 @@ def test_architectures_in_bfloat16(kind: str) -> None:
     exact = reference_logits(reference, tokens)
     ours = Driver(load(reference, dtype=torch.bfloat16)).run(tokens)
     theirs = reference_logits(reference.to(torch.bfloat16), tokens)
-    # Rounding leaves both near the exact result, not necessarily on the same side of it.
-    assert (ours - exact).abs().mean() < 2e-2
+    # Logits are of order 1. Rounding leaves both near the exact result, not always on the same side of it.
+    assert (ours - theirs).abs().mean() < 2e-2
     assert (ours - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
 
 
