@@ -68,7 +68,6 @@ def load(reference: PreTrainedModel, *, max_len: int | None = None, dtype: torch
     state = reference.state_dict()
     for name, target in model.weight_targets().items():
         target.copy_(state[name])
-    model.finalize()
     return model
 
 

@@ -24,7 +24,7 @@ class _DecodeGroup:
     """Requests with one new token each, attended in one call."""
 
     rows: Tensor | None  # [B] int64, their tokens' places in the batch; None: it is the whole batch
-    blocks: Tensor  # [B * n] int64, the blocks to read, n for each request
+    blocks: Tensor | slice  # [B * n] int64, the blocks to read, n for each request
     num_keys: int  # keys to keep of the n * block_size read
     mask: Tensor | None  # [B, 1, 1, num_keys], added to the scores; None: every request needs all keys
 
@@ -34,7 +34,7 @@ class _PrefillRow:
     """One request with several new tokens."""
 
     tokens: slice  # its places in the batch
-    blocks: Tensor  # [n] int64, the blocks to read
+    blocks: Tensor | slice  # [n] int64, the blocks to read
     num_keys: int  # keys to keep of the n * block_size read
     mask: Tensor | None  # [new tokens, num_keys], added to the scores; None: plain causal, nothing cached
 
@@ -105,10 +105,18 @@ class TorchAttention:
         return output.flatten(1, 2)
 
 
-def _read(cache: Tensor, blocks: Tensor, num_requests: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """Gather blocks of one layer's cache: `[requests, kv_heads, num_keys, head_dim]`."""
-    gathered = cache.index_select(0, blocks).view(num_requests, -1, *cache.shape[2:])
-    return gathered[:, :num_keys].transpose(1, 2).to(dtype)
+def _read(cache: Tensor, blocks: Tensor | slice, num_requests: int, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of one layer's cache: `[requests, kv_heads, num_keys, head_dim]`."""
+    found = cache[blocks] if isinstance(blocks, slice) else cache.flatten(1).index_select(0, blocks)
+    tokens = found.view(num_requests, -1, *cache.shape[2:])
+    return tokens[:, :num_keys].transpose(1, 2).to(dtype)
+
+
+def _as_run(blocks: Tensor) -> Tensor | slice:
+    """Blocks that lie in a row as a slice, which is read in place. A GPU's are left: asking would wait for it."""
+    if blocks.device.type == "cpu" and bool((blocks.diff() == 1).all()):
+        return slice(int(blocks[0]), int(blocks[0]) + len(blocks))
+    return blocks
 
 
 def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
@@ -193,7 +201,7 @@ class _Layout:
         hidden = (places >= lens[:, None]) | (places < (starts - first_blocks * self.block_size)[:, None])
         mask = self._mask(hidden)[:, None, None, :] if hidden.any() else None
         is_whole_batch = len(requests) == self.ends[-1]
-        return _DecodeGroup(None if is_whole_batch else rows, blocks.flatten(), num_keys, mask)
+        return _DecodeGroup(None if is_whole_batch else rows, _as_run(blocks.flatten()), num_keys, mask)
 
     def _prefill_row(self, request: int, start: int, window: int | None) -> _PrefillRow:
         num_new, context = int(self.query_lens[request]), int(self.context_lens[request])
@@ -209,7 +217,7 @@ class _Layout:
             if window is not None:
                 hidden |= keys <= places - window
             mask = self._mask(hidden)
-        return _PrefillRow(slice(end - num_new, end), blocks, context - first, mask)
+        return _PrefillRow(slice(end - num_new, end), _as_run(blocks), context - first, mask)
 
     def _mask(self, hidden: np.ndarray) -> Tensor:
         """Minus infinity where `hidden`, 0 elsewhere."""

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,9 @@ def count_stored_types(path: Path) -> dict[str, int]:
     else:
         from infinilm.loading.gguf import GGUFFile
 
-        for info in GGUFFile(path).tensors.values():
-            counts[info.ggml_type.name] += math.prod(info.shape)
+        with closing(GGUFFile(path)) as opened:
+            for info in opened.tensors.values():
+                counts[info.ggml_type.name] += math.prod(info.shape)
     return dict(counts.most_common())
 
 
@@ -91,7 +93,8 @@ def find_license(path: Path) -> str | None:
         return None
     from infinilm.loading.gguf import GGUFFile
 
-    name = GGUFFile(path).metadata.get("general.license")
+    with closing(GGUFFile(path)) as opened:
+        name = opened.metadata.get("general.license")
     return name if isinstance(name, str) else None
 
 

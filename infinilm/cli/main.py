@@ -82,7 +82,6 @@ def run(args: list[str] | None = None) -> int:
         _print_error(_describe(error))
         return EXIT_ERROR
     except (KeyboardInterrupt, typer.Abort):
-        _print_error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; without this Python would complain once more while it ends.

@@ -232,7 +232,8 @@ class LLMEngine:
 
     def _fail_in_flight(self, error: BaseException) -> None:
         """A step broke: end the requests that were part of it, keep all others."""
-        logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        if isinstance(error, Exception):
+            logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         self._handles.clear()
         for seq in self.scheduler.fail_in_flight():
             request, _ = self._owners[seq.arrival]

@@ -61,7 +61,6 @@ def load_model(config: Config) -> LoadedModel:
             avoid_false_amx()
         model = create_model(model_config, max_len=max_model_len, dtype=dtype, device=device)
         load_weights(model.weight_targets(), checkpoint, is_ignorable=model.is_ignorable)
-        model.finalize()
     finally:
         checkpoint.close()
 

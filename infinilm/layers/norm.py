@@ -1,7 +1,6 @@
 """Root-mean-square normalisation."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -19,6 +18,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` `[…, size]`."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        wide = x.float()
+        # Not F.rms_norm: on a CPU its mean takes ten times as long for a few hundred rows.
+        squares: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)

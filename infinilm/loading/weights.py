@@ -73,7 +73,9 @@ def load_weights(
     num_bytes = sum(target.nbytes for target in targets.values())
     with (
         _tensor_workers() as workers,
-        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=not show_progress) as bar,
+        tqdm(
+            total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=None if show_progress else True
+        ) as bar,
     ):
         for num_bytes_read in workers.map(read, names):
             bar.update(num_bytes_read)

@@ -12,7 +12,7 @@ from infinilm.models.config import LlamaConfig
 class InfinilmModel(Protocol):
     """A causal language model over a paged KV cache.
 
-    Its life: built with empty weights, filled through `weight_targets`, made ready by `finalize`, then called, with
+    Its life: built with empty weights, filled through `weight_targets`, then called, with
     `compute_logits` after it, for each step.
     """
 
@@ -24,10 +24,6 @@ class InfinilmModel(Protocol):
 
     def is_ignorable(self, name: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
-        ...
-
-    def finalize(self) -> None:
-        """Call once all weights are loaded; brings them into the form the kernels like best."""
         ...
 
     def num_bytes(self) -> int:

@@ -192,12 +192,6 @@ class CausalLM(nn.Module):
         is_tied_head = self.lm_head is None and name == "lm_head.weight"
         return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
-    def finalize(self) -> None:
-        """Call once all weights are loaded: packs them, one matrix at a time."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.finalize()
-
     def num_bytes(self) -> int:
         """What weights and tables take."""
         return self._num_bytes

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_reference, save
 from cli_driver import Cli
 
 from infinilm import LLM
 from infinilm.bench.agreement import PROMPTS, QUESTIONS
 from infinilm.bench.measure import Run, Summary, run_engine
+from infinilm.bench.transformers_peer import TransformersPeer
 from infinilm.bench.workloads import WORKLOADS, Workload
+from infinilm.loading.checkpoint import open_checkpoint
 
 
 def test_prompts_are_the_same_everywhere_and_new_in_each_repeat() -> None:
@@ -126,8 +129,6 @@ def test_verify_fails_beyond_the_tolerance(cli: Cli, tiny_dir: Path) -> None:
 
 
 def test_verify_finds_tokens_that_differ(cli: Cli, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinilm.bench.transformers_peer import TransformersPeer
-
     right = TransformersPeer.logprobs
     monkeypatch.setattr(TransformersPeer, "logprobs", lambda self, ids: right(self, ids).roll(1, dims=-1))
     done = cli("verify", tiny_dir, "--max-tokens", "2", "--tolerance", "1e9")
@@ -139,3 +140,14 @@ def test_verify_works_without_a_tokenizer(cli: Cli, tmp_path: Path) -> None:
     done = cli("verify", save(make_reference("qwen3"), tmp_path), "--max-tokens", "4")
     assert done.code == 0, done.out
     assert "agrees (tolerance 0.001)" in done.out
+
+
+def test_the_peer_reads_gguf(smollm2: Path) -> None:
+    peer = TransformersPeer(smollm2, dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer = open_checkpoint(smollm2).tokenizer()
+    logprobs = peer.logprobs(tokenizer.encode("The capital of France is"))
+    assert tokenizer.decode([int(logprobs[-1].argmax())]) == " Paris"
+    work = Workload("w", num_prompts=3, input_len=4, output_len=3, concurrency=2)
+    run = peer.run(work, work.prompts(300, repeat=0))
+    assert [len(ids) for ids in run.token_ids] == [3, 3, 3]
+    assert (run.num_prefill_tokens, run.num_decode_tokens, len(run.ttfts), len(run.gaps)) == (12, 6, 3, 6)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from infinilm import LLM, SamplingParams
 from infinilm.bench.agreement import compare
@@ -19,6 +20,12 @@ def real_llm(smollm2):
 def test_tokens_and_logprobs_are_transformers(real_llm, smollm2) -> None:
     """Raw text, chat, code and scripts: every greedy token is the reference's own most likely one."""
     peer = TransformersPeer(smollm2, dtype=torch.float32, device=torch.device("cpu"))
+    # Its weights as transformers itself reads them from the file, not as we do.
+    theirs = load_gguf_checkpoint(smollm2, return_tensors=True, model_to_load=peer.model)["tensors"]
+    problems = peer.model.load_state_dict(
+        {name: torch.as_tensor(values) for name, values in theirs.items()}, strict=False
+    )
+    assert problems.missing_keys in ([], ["lm_head.weight"])
     found = compare(real_llm, peer, max_tokens=48, tie_width=1e-3)
     assert found.num_prompts >= 20
     assert found.num_tokens >= 20 * 24
