@@ -27,26 +27,12 @@ class AttentionBackend(Protocol):
         `windows` are those `attend` will be called with, `dtype` is the queries'.
         """
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        plan: Any,
-    ) -> None:
-        """Write the new tokens' keys and values `[T, kv_heads, head_dim]` into one layer's cache
-        `[blocks, block_size, kv_heads, head_dim]`."""
+    def store(self, new: torch.Tensor, cache: torch.Tensor, plan: Any) -> None:
+        """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache
+        `[blocks, block_size, 2, kv_heads, head_dim]`."""
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        plan: Any,
-        *,
-        scale: float,
-        window: int | None,
+        self, query: torch.Tensor, cache: torch.Tensor, plan: Any, *, scale: float, window: int | None
     ) -> torch.Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's own context, causally and, with a
         `window`, to the last `window` tokens only. Returns `[T, heads, head_dim]`."""

@@ -74,42 +74,35 @@ class TorchAttention:
         layout = _Layout(batch, block_size, dtype)
         return TorchPlan(slots, stored, {window: layout.plan(window) for window in windows})
 
-    def store(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, plan: TorchPlan) -> None:
-        """Write the new tokens' keys and values `[T, kv_heads, head_dim]` into one layer's cache."""
-        for new, cache in ((key, key_cache), (value, value_cache)):
-            rows = new if plan.stored is None else new[plan.stored]
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, plan.slots, rows.to(cache.dtype))
+    def store(self, new: Tensor, cache: Tensor, plan: TorchPlan) -> None:
+        """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
+        rows = new if plan.stored is None else new[plan.stored]
+        cache.flatten(0, 1).index_copy_(0, plan.slots, rows.to(cache.dtype))
 
-    def attend(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        plan: TorchPlan,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, cache: Tensor, plan: TorchPlan, *, scale: float, window: int | None) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
-        kv_heads = key_cache.shape[2]
+        kv_heads = cache.shape[3]
         # Query heads that share a kv head lie next to each other.
         query = query.view(len(query), kv_heads, -1, query.shape[-1])  # [T, kv_heads, group, head_dim]
         window_plan = plan.windows[window]
         if len(window_plan.decode) == 1 and window_plan.decode[0].rows is None:
-            return _decode(query, key_cache, value_cache, window_plan.decode[0], scale).flatten(1, 2)
+            return _decode(query, cache, window_plan.decode[0], scale).flatten(1, 2)
         output = torch.empty_like(query)
         for group in window_plan.decode:
-            output[group.rows] = _decode(query[group.rows], key_cache, value_cache, group, scale)
+            output[group.rows] = _decode(query[group.rows], cache, group, scale)
         for row in window_plan.prefill:
-            output[row.tokens] = _prefill(query[row.tokens], key_cache, value_cache, row, scale)
+            output[row.tokens] = _prefill(query[row.tokens], cache, row, scale)
         return output.flatten(1, 2)
 
 
-def _read(cache: Tensor, blocks: Tensor | slice, num_requests: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """Blocks of one layer's cache: `[requests, kv_heads, num_keys, head_dim]`."""
+def _read(
+    cache: Tensor, blocks: Tensor | slice, num_requests: int, num_keys: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of some blocks of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`."""
     found = cache[blocks] if isinstance(blocks, slice) else cache.flatten(1).index_select(0, blocks)
-    tokens = found.view(num_requests, -1, *cache.shape[2:])
-    return tokens[:, :num_keys].transpose(1, 2).to(dtype)
+    tokens = found.view(num_requests, -1, *cache.shape[2:])[:, :num_keys].to(dtype)
+    key, value = tokens.transpose(1, 3).unbind(2)
+    return key, value
 
 
 def _as_run(blocks: Tensor) -> Tensor | slice:
@@ -119,23 +112,23 @@ def _as_run(blocks: Tensor) -> Tensor | slice:
     return blocks
 
 
-def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
+def _decode(query: Tensor, cache: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
     """`query` `[B, kv_heads, group, head_dim]`, one token per request.
 
     The query heads of a kv head take the place of query positions, so no key is repeated for them.
     """
-    key, value = (_read(c, group.blocks, len(query), group.num_keys, query.dtype) for c in (key_cache, value_cache))
+    key, value = _read(cache, group.blocks, len(query), group.num_keys, query.dtype)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=scale)
 
 
-def _prefill(query: Tensor, key_cache: Tensor, value_cache: Tensor, row: _PrefillRow, scale: float) -> Tensor:
+def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scale: float) -> Tensor:
     """`query` `[new tokens, kv_heads, group, head_dim]` of one request.
 
     The kv heads take the place of the batch, so that a key is expanded over its query heads, not copied.
     """
     key, value = (
-        _read(c, row.blocks, 1, row.num_keys, query.dtype).transpose(0, 1).expand(-1, query.shape[2], -1, -1)
-        for c in (key_cache, value_cache)
+        each.transpose(0, 1).expand(-1, query.shape[2], -1, -1)
+        for each in _read(cache, row.blocks, 1, row.num_keys, query.dtype)
     )
     output = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3), key, value, attn_mask=row.mask, is_causal=row.mask is None, scale=scale

@@ -9,7 +9,7 @@ from infinilm.errors import InvalidValueError
 
 
 class PagedKVCache:
-    """Keys and values of all layers, in blocks of `block_size` tokens.
+    """Keys and values of all layers, in blocks of `block_size` tokens; a token's key and value lie side by side.
 
     Token j of a request lies in the block its table names at `j // block_size`, at `j % block_size` in it.
     """
@@ -25,7 +25,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim)
         if min(shape) < 1:
             raise InvalidValueError(f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more")
         self.num_blocks = num_blocks
@@ -33,12 +33,10 @@ class PagedKVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         # Zeros, not empty: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        self.keys = _zeros(shape, dtype, torch.device(device))
-        self.values = _zeros(shape, dtype, torch.device(device))
-        self._layers = list(zip(self.keys.unbind(0), self.values.unbind(0), strict=True))
+        self._layers = _zeros(shape, dtype, self.device).unbind(0)
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's keys and values, each `[blocks, block_size, kv_heads, head_dim]`."""
+    def layer(self, index: int) -> torch.Tensor:
+        """One layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
         return self._layers[index]
 
     @staticmethod

@@ -42,10 +42,13 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads of `x` `[T, heads, head_dim]`; number i of a head is paired with number i + head_dim / 2."""
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+    """Turn the heads of `x` `[T, heads, head_dim]` into `out`, which may be `x`.
+
+    Number i of a head is paired with number i + head_dim / 2.
+    """
     first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin, out=out)
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int) -> Tensor:

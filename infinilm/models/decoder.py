@@ -54,14 +54,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: _Step) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
-        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        qk = heads[:, : -self.num_kv_heads]
+        normed = qk
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
-        qk = apply_rotary(qk, step.cos, step.sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        keys, values = step.cache.layer(self.layer)
-        step.backend.store(k, v, keys, values, step.plan)
-        attended = step.backend.attend(q, keys, values, step.plan, scale=self.scale, window=self.window)
+            normed = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+        apply_rotary(normed, step.cos, step.sin, out=qk)
+        q, kv = heads[:, : self.num_heads], heads[:, self.num_heads :]
+        cache = step.cache.layer(self.layer)
+        step.backend.store(kv.view(len(x), 2, self.num_kv_heads, self.head_dim), cache, step.plan)
+        attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window)
         output: Tensor = self.out(attended.flatten(1))
         return output
 
