@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infinilm.layers.dense import dense_linear
+
 # Rows for which MKL takes longer to multiply by a table of this layout than for one row more than the last:
 # 8 rows take 15 ms and 16 rows 9 ms for a vocabulary of 49,152 and a hidden size of 576.
 SLOW_ROWS = (5, 15)
@@ -26,4 +28,4 @@ class Embedding(nn.Module):
         num_rows = len(hidden)
         if hidden.device.type == "cpu" and SLOW_ROWS[0] <= num_rows <= SLOW_ROWS[1]:
             hidden = F.pad(hidden, (0, 0, 0, SLOW_ROWS[1] + 1 - num_rows))
-        return F.linear(hidden, self.weight)[:num_rows]
+        return dense_linear(hidden, self.weight)[:num_rows]

@@ -36,9 +36,13 @@ class Linear(nn.Module):
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[T, in]` to `[T, out]`."""
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`x` `[T, in]` to `[T, out]`, added to the `residual` `[T, out]` if there is one."""
+        if residual is None:
+            return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        if self.bias is not None:
+            residual = residual + self.bias
+        return torch.addmm(residual, x, self.weight)
 
     def weight_targets(self, prefix: str = "") -> dict[str, Tensor]:
         """Views to load into, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""

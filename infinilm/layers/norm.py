@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.eps = eps
+        self._eps = torch.full((1,), eps, dtype=torch.float32, device=device)
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -21,5 +21,5 @@ class RMSNorm(nn.Module):
         wide = x.float()
         # Not F.rms_norm: on a CPU its mean takes ten times as long for a few hundred rows.
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self.weight)

@@ -51,8 +51,8 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, step: _Step) -> Tensor:
-        """`[T, hidden]` to `[T, hidden]`."""
+    def forward(self, x: Tensor, residual: Tensor, step: _Step) -> Tensor:
+        """`residual` `[T, hidden]` plus what attention makes of `x` `[T, hidden]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
         qk = heads[:, : -self.num_kv_heads]
         normed = qk
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         cache = step.cache.layer(self.layer)
         step.backend.store(kv.view(len(x), 2, self.num_kv_heads, self.head_dim), cache, step.plan)
         attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window)
-        output: Tensor = self.out(attended.flatten(1))
+        output: Tensor = self.out(attended.flatten(1), residual)
         return output
 
     def weight_targets(self, prefix: str) -> dict[str, Tensor]:
@@ -85,10 +85,10 @@ class MLP(nn.Module):
         )
         self.down = Linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[T, hidden]` to `[T, hidden]`."""
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`residual` `[T, hidden]` plus what the MLP makes of `x` `[T, hidden]`."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        output: Tensor = self.down(F.silu(gate).mul_(up))
+        output: Tensor = self.down(F.silu(gate).mul_(up), residual)
         return output
 
     def weight_targets(self, prefix: str) -> dict[str, Tensor]:
@@ -106,10 +106,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.mlp = MLP(config, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, step: _Step) -> None:
-        """Add what this layer has to say to `hidden` `[T, hidden]`, in place."""
-        hidden += self.self_attn(self.input_layernorm(hidden), step)
-        hidden += self.mlp(self.post_attention_layernorm(hidden))
+    def forward(self, hidden: Tensor, step: _Step) -> Tensor:
+        """`[T, hidden]` to `[T, hidden]`."""
+        hidden = self.self_attn(self.input_layernorm(hidden), hidden, step)
+        output: Tensor = self.mlp(self.post_attention_layernorm(hidden), hidden)
+        return output
 
     def weight_targets(self, prefix: str) -> dict[str, Tensor]:
         """The tensors to load, by name."""
@@ -166,7 +167,7 @@ class CausalLM(nn.Module):
         step = _Step(cos, sin, cache, backend, plan)
         hidden: Tensor = self.embed_tokens(batch.input_ids)
         for layer in self.layers:
-            layer(hidden, step)
+            hidden = layer(hidden, step)
         output: Tensor = self.norm(hidden)
         return output
 
