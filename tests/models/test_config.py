@@ -1,0 +1,74 @@
+"""Model configurations: both generations of config.json, defaults, and what is refused."""
+
+import json
+
+import pytest
+import transformers
+
+from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
+from infinilm.models import LlamaConfig
+
+
+def test_defaults_are_hugging_faces() -> None:
+    ours, theirs = LlamaConfig(), transformers.LlamaConfig()
+    names = [
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+        *("bos_token_id", "eos_token_id", "attention_bias", "mlp_bias"),
+    ]
+    for name in names:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.head_dim == 128
+    assert ours.kv_dim() == 4096
+    assert LlamaConfig(num_layers=5).num_hidden_layers == 5
+
+
+def test_both_generations_of_rope_settings_are_read() -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    old = LlamaConfig.from_dict({"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling})
+    new = LlamaConfig.from_dict(
+        {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+    )
+    assert old.rope_parameters == new.rope_parameters
+    assert old.max_context_len() == 2 * old.max_position_embeddings
+    assert LlamaConfig.from_dict(new.to_dict()) == new
+
+
+def test_windows_follow_the_architecture() -> None:
+    mistral = LlamaConfig.from_dict({"model_type": "mistral", "sliding_window": 64, "num_hidden_layers": 2})
+    assert [mistral.window(layer) for layer in range(2)] == [64, 64]
+    qwen = {"model_type": "qwen2", "sliding_window": 64, "num_hidden_layers": 3, "max_window_layers": 1}
+    assert LlamaConfig.from_dict(qwen).window(2) is None, "use_sliding_window is off by default"
+    windows = LlamaConfig.from_dict({**qwen, "use_sliding_window": True})
+    assert [windows.window(layer) for layer in range(3)] == [None, 64, 64]
+
+
+def test_a_directory_is_read(tmp_path) -> None:
+    transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    assert (config.model_type, config.qk_norm, config.hidden_size) == ("qwen3", True, 64)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(CheckpointError, match="mamba"):
+        LlamaConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"hidden_sise": 3}, InvalidTypeError, "hidden_sise"),
+        ({"num_layers": 2, "num_hidden_layers": 2}, InvalidTypeError, "the same setting"),
+        ({"hidden_size": 0}, InvalidValueError, "hidden_size=0"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 2}, InvalidValueError, "num_attention_heads=5"),
+        ({"hidden_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}, InvalidValueError, "hidden_size=30"),
+        ({"hidden_act": "gelu"}, InvalidValueError, "gelu"),
+        ({"dtype": "int8"}, InvalidValueError, "int8"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, InvalidValueError, "spiral"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, InvalidValueError, "factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, InfinilmError, "factor"),
+        ({"eos_token_id": "end"}, InfinilmError, "eos_token_id"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_bad_settings_are_refused_by_name(settings: dict, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        LlamaConfig(**settings).validate()
