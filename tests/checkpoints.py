@@ -62,9 +62,15 @@ def save(model: PreTrainedModel, directory: Path) -> Path:
     return directory
 
 
-def load(reference: PreTrainedModel, *, max_len: int | None = None, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load(
+    reference: PreTrainedModel,
+    *,
+    max_len: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> CausalLM:
     """Our model with the reference's configuration and weights."""
-    model = CausalLM(LlamaConfig.from_dict(reference.config.to_dict()), max_len=max_len, dtype=dtype)
+    model = CausalLM(LlamaConfig.from_dict(reference.config.to_dict()), max_len=max_len, dtype=dtype, device=device)
     state = reference.state_dict()
     for name, target in model.weight_targets().items():
         target.copy_(state[name])

@@ -12,7 +12,11 @@ from infinilm.models import CausalLM
 
 
 def make_batch(
-    chunks: Sequence[Sequence[int]], starts: Sequence[int], tables: Sequence[Sequence[int]], block_size: int
+    chunks: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
 ) -> ForwardBatch:
     """Request i computes `chunks[i]`, which begin at position `starts[i]`, in the blocks `tables[i]`."""
     positions = [start + i for start, chunk in zip(starts, chunks, strict=True) for i in range(len(chunk))]
@@ -24,10 +28,10 @@ def make_batch(
     width = max(len(table) for table in tables)
     query_lens = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
     return ForwardBatch(
-        input_ids=torch.tensor([token for chunk in chunks for token in chunk]),
-        positions=torch.tensor(positions),
-        slot_mapping=torch.tensor(slots),
-        block_tables=torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables]),
+        input_ids=torch.tensor([token for chunk in chunks for token in chunk], device=device),
+        positions=torch.tensor(positions, device=device),
+        slot_mapping=torch.tensor(slots, device=device),
+        block_tables=torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables], device=device),
         query_lens=query_lens,
         context_lens=query_lens + np.array(starts, dtype=np.int64),
     )
@@ -52,7 +56,7 @@ class Driver:
             config.num_key_value_heads,
             config.head_dim,
             dtype=self.model.dtype,
-            device="cpu",
+            device=self.model.norm.weight.device,
         )
         self.free = np.random.default_rng(self.seed).permutation(self.num_blocks).tolist()
         self.tables: dict[str, list[int]] = {}
@@ -68,7 +72,8 @@ class Driver:
             self.lengths[name] = starts[-1] + len(chunk)
             while len(table) * self.block_size < self.lengths[name]:
                 table.append(self.free.pop())
-        batch = make_batch(list(chunks.values()), starts, [self.tables[name] for name in chunks], self.block_size)
+        tables = [self.tables[name] for name in chunks]
+        batch = make_batch(list(chunks.values()), starts, tables, self.block_size, self.cache.device)
         logits = self.model.compute_logits(self.model(batch, self.cache, self.backend))
         parts = torch.split(logits, [len(chunk) for chunk in chunks.values()])
         return dict(zip(chunks, parts, strict=True))

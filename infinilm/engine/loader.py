@@ -42,29 +42,42 @@ def load_model(config: Config) -> LoadedModel:
     path = resolve(config.model)
     checkpoint = open_checkpoint(path)
     try:
-        # Everything is decided from the headers, before memory is taken for anything.
-        model_config = LlamaConfig.from_dict(checkpoint.config)
-        tokenizer = checkpoint.tokenizer()
-        device = select_device(config)
-        dtype = select_dtype(config, model_config, device)
-        longest = select_max_model_len(config, model_config)
-        memory = plan_memory(
-            config,
-            model_config,
-            device=device,
-            dtype=dtype,
-            weight_bytes=_check_fits(checkpoint, model_config, dtype),
-            max_model_len=longest,
-        )
-        max_model_len = min(longest, memory.num_blocks * memory.block_size)
-        if device.type == "cpu" and dtype != torch.float32:
-            avoid_false_amx()
-        model = create_model(model_config, max_len=max_model_len, dtype=dtype, device=device)
-        load_weights(model.weight_targets(), checkpoint, is_ignorable=model.is_ignorable)
+        loaded = _load(checkpoint, config)
     finally:
         checkpoint.close()
+    runner = loaded.runner
+    logger.info(
+        "%s: %s on %s in %s, attention by %s, up to %d tokens per request, ready in %.1f s",
+        path.name,
+        loaded.model_config.model_type,
+        runner.device,
+        str(runner.cache.dtype).removeprefix("torch."),
+        runner.backend.name,
+        loaded.max_model_len,
+        perf_counter() - start_time,
+    )
+    logger.info("%s", loaded.memory)
+    return loaded
 
+
+def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
+    # Everything is decided from the headers, before memory is taken for anything.
+    model_config = LlamaConfig.from_dict(checkpoint.config)
+    tokenizer = checkpoint.tokenizer()
+    device = select_device(config)
+    dtype = select_dtype(config, model_config, device)
     backend = select_backend(config.attention_backend, device)
+    longest = select_max_model_len(config, model_config)
+    weight_bytes = _check_fits(checkpoint, model_config, dtype)
+    memory = plan_memory(
+        config, model_config, device=device, dtype=dtype, weight_bytes=weight_bytes, max_model_len=longest
+    )
+    max_model_len = min(longest, memory.num_blocks * memory.block_size)
+
+    if device.type == "cpu" and dtype != torch.float32:
+        avoid_false_amx()
+    model = create_model(model_config, max_len=max_model_len, dtype=dtype, device=device)
+    load_weights(model.weight_targets(), checkpoint, is_ignorable=model.is_ignorable)
     cache = PagedKVCache(
         model_config.num_hidden_layers,
         memory.num_blocks,
@@ -74,32 +87,10 @@ def load_model(config: Config) -> LoadedModel:
         dtype=dtype,
         device=device,
     )
-    runner = ModelRunner(
-        model,
-        cache,
-        backend,
-        max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-        max_model_len=max_model_len,
-    )
-    logger.info(
-        "%s: %s on %s in %s, attention by %s, up to %d tokens per request, ready in %.1f s",
-        path.name,
-        model_config.model_type,
-        device,
-        str(dtype).removeprefix("torch."),
-        backend.name,
-        max_model_len,
-        perf_counter() - start_time,
-    )
-    logger.info("%s", memory)
-    return LoadedModel(
-        runner,
-        model_config,
-        tokenizer,
-        _eos_token_ids(checkpoint, model_config, tokenizer),
-        max_model_len,
-        memory,
-    )
+    max_num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    runner = ModelRunner(model, cache, backend, max_num_rows=max_num_rows, max_model_len=max_model_len)
+    eos_token_ids = _eos_token_ids(checkpoint, model_config, tokenizer)
+    return LoadedModel(runner, model_config, tokenizer, eos_token_ids, max_model_len, memory)
 
 
 def _check_single_rank(config: Config) -> None:

@@ -73,8 +73,6 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, ma
         case "longrope":
             is_long = max_len > rope["original_max_position_embeddings"]
             divisors = torch.tensor(rope["long_factor" if is_long else "short_factor"], dtype=torch.float32)
-        case "factors":
-            divisors = torch.tensor(rope["factors"], dtype=torch.float32)
     return plain / divisors
 
 

@@ -3,6 +3,6 @@
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import LlamaConfig
 from infinilm.models.decoder import CausalLM
-from infinilm.models.registry import create_model
+from infinilm.models.registry import create_model, register_model
 
-__all__ = ["CausalLM", "InfinilmModel", "LlamaConfig", "create_model"]
+__all__ = ["CausalLM", "InfinilmModel", "LlamaConfig", "create_model", "register_model"]

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from infinilm.checks import check_integer
 from infinilm.errors import CheckpointError
 
+MAX_LAYERS = 10_000
+"""More than any model has: a config that says so is damaged."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
@@ -40,20 +43,24 @@ _QWEN: Mapping[str, Any] = {
     "sliding_window": 4096,
 }
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", _LLAMA),
     "mistral": Architecture("MistralForCausalLM", _MISTRAL),
     "qwen2": Architecture("Qwen2ForCausalLM", {**_QWEN, "qkv_bias": True}),
     "qwen3": Architecture("Qwen3ForCausalLM", {**_QWEN, "qk_norm": True, "head_dim": 128}),
 }
-"""By `model_type`."""
+"""By `model_type`. `register_model` adds to them."""
 
 
 def find_model_type(config: Mapping[str, Any]) -> str:
     """Which of `ARCHITECTURES` a config.json describes, by its `model_type` or else its `architectures`."""
     by_class = {architecture.class_name: name for name, architecture in ARCHITECTURES.items()}
     classes = config.get("architectures") or []
-    model_type = config.get("model_type") or next((by_class[name] for name in classes if name in by_class), None)
+    if not isinstance(classes, list):
+        raise CheckpointError(f"architectures={classes!r} must be a list of names")
+    model_type = config.get("model_type") or next(
+        (by_class[str(name)] for name in classes if str(name) in by_class), ""
+    )
     architecture = ARCHITECTURES.get(str(model_type))
     if architecture is None or (classes and architecture.class_name not in classes):
         raise CheckpointError(
@@ -72,7 +79,8 @@ def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     window = settings.get("sliding_window") if settings["use_sliding_window"] else None
     if window is None:
         return {"sliding_window": None, "layer_types": None}
-    first = settings["max_window_layers"]
-    layers = range(settings["num_hidden_layers"])
-    types = [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in layers]
+    first, count = settings["max_window_layers"], settings["num_hidden_layers"]
+    check_integer("max_window_layers", first, low=0)
+    check_integer("num_hidden_layers", count, low=1, high=MAX_LAYERS)
+    types = [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in range(count)]
     return {"sliding_window": window, "layer_types": settings.get("layer_types") or types}

@@ -12,6 +12,7 @@ from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, In
 from infinilm.models.architectures import (
     ARCHITECTURES,
     FULL_ATTENTION,
+    MAX_LAYERS,
     SLIDING_ATTENTION,
     find_model_type,
     read_windows,
@@ -19,6 +20,7 @@ from infinilm.models.architectures import (
 from infinilm.models.rope_parameters import ROPE_SETTINGS, check_rope_parameters, read_rope_parameters
 
 _ALIASES = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 # Where null means "there is none" rather than "as usual".
 _NULLABLE = ("pad_token_id", "bos_token_id", "eos_token_id", "sliding_window")
 
@@ -94,14 +96,8 @@ class LlamaConfig:
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
         """Refuse, before anything is derived from them, sizes that are no positive integers."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
+        check_integer("num_hidden_layers", values["num_hidden_layers"], low=1, high=MAX_LAYERS)
+        for name in _SIZES:
             check_integer(name, values[name], low=1)
         for name in ("num_key_value_heads", "head_dim", "sliding_window"):
             if values.get(name) is not None:
@@ -111,15 +107,16 @@ class LlamaConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         """Read a `config.json`, of transformers 4 or 5. Keys that say nothing of the model's shape are passed over."""
         model_type = find_model_type(config)
-        if config.get("quantization_config"):
-            method = dict(config["quantization_config"]).get("quant_method")
+        quantization = config.get("quantization_config")
+        if quantization:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise CheckpointError(
                 f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
             )
         own = [item.name for item in fields(cls)]
         settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **ARCHITECTURES[model_type].defaults}
         for name, value in config.items():
-            if value is not None or name in _NULLABLE:
+            if _ALIASES.get(name) not in config and (value is not None or name in _NULLABLE):
                 settings[_ALIASES.get(name, name)] = value
         settings |= read_windows(settings)
         settings = {name: value for name, value in settings.items() if name in (*own, *ROPE_SETTINGS)}
@@ -140,6 +137,7 @@ class LlamaConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, as plain values that `from_dict` reads back."""
+        self.validate()
         class_name = ARCHITECTURES[self.model_type].class_name
         uses_window = self.sliding_window is not None
         return {**asdict(self), "architectures": [class_name], "use_sliding_window": uses_window}
@@ -173,6 +171,7 @@ class LlamaConfig:
 
     def validate(self) -> None:
         """Check the settings against each other and against what the decoder can do."""
+        check_choice("model_type", self.model_type, tuple(ARCHITECTURES))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise InvalidValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")

@@ -1,12 +1,12 @@
 """Reading and checking the settings of the rotary position embedding, in all forms they are written in."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 DEFAULT_THETA = 10000.0
+_MAX_NUMBER = 1e18
 
 ROPE_SETTINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
 """Settings outside `rope_parameters` that end up in it."""
@@ -19,9 +19,9 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("factor", "original_max_position_embeddings"),
-    "factors": (),
 }
-_LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor"), "factors": ("factors",)}
+_LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor")}
+_OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _OLD_NAMES = {"su": "longrope"}
 
 
@@ -34,8 +34,10 @@ def read_rope_parameters(settings: Mapping[str, Any], max_position_embeddings: i
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise InvalidTypeError(f"rope_parameters={given!r} must be a dict")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise InvalidValueError(f"rope_parameters={given!r} differ between layers, which is not supported")
     rope = {name: value for name, value in given.items() if name != "type"}
-    rope_type = given.get("rope_type") or given.get("type") or "default"
+    rope_type = str(given.get("rope_type") or given.get("type") or "default")
     rope["rope_type"] = _OLD_NAMES.get(rope_type, rope_type)
     if rope.get("rope_theta") is None:
         rope["rope_theta"] = settings.get("rope_theta") or DEFAULT_THETA
@@ -45,6 +47,7 @@ def read_rope_parameters(settings: Mapping[str, Any], max_position_embeddings: i
         original = settings.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         rope["original_max_position_embeddings"] = original or max_position_embeddings
         if rope["rope_type"] != "llama3" and rope.get("factor") is None:
+            _check_number("original_max_position_embeddings", rope["original_max_position_embeddings"])
             rope["factor"] = max_position_embeddings / rope["original_max_position_embeddings"]
     return rope
 
@@ -58,24 +61,43 @@ def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
         raise InvalidValueError(
             f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; heads are turned whole (1.0)"
         )
+    label = f"rope_parameters[{{!r}}] of rope_type={rope_type!r}"
     for name in ("rope_theta", *_NUMBERS[rope_type]):
-        _check_positive(f"rope_parameters[{name!r}] of rope_type={rope_type!r}", rope.get(name))
+        _check_number(label.format(name), rope.get(name))
+    for name in _OPTIONAL_NUMBERS:
+        if rope.get(name) is not None:
+            _check_number(label.format(name), rope[name])
     for name in _LISTS.get(rope_type, ()):
         values = rope.get(name)
-        label = f"rope_parameters[{name!r}] of rope_type={rope_type!r}"
         if not isinstance(values, (list, tuple)) or len(values) != head_dim // 2:
-            raise InvalidValueError(f"{label} must be a list of head_dim / 2 = {head_dim // 2} numbers, not {values!r}")
+            raise InvalidValueError(
+                f"{label.format(name)} must be a list of head_dim / 2 = {head_dim // 2} numbers, not {values!r}"
+            )
         for value in values:
-            _check_positive(label, value)
-    if rope_type == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+            _check_number(label.format(name), value)
+    _check_formulas(rope, head_dim)
+
+
+def _check_formulas(rope: Mapping[str, Any], head_dim: int) -> None:
+    """Refuse what would divide by zero: logarithms of 1, and differences of equals."""
+    if rope["rope_theta"] <= 1:
+        raise InvalidValueError(f"rope_theta={rope['rope_theta']} must be greater than 1")
+    needs_original = "original_max_position_embeddings" in _NUMBERS[rope["rope_type"]]
+    if needs_original and rope["original_max_position_embeddings"] <= 1:
+        raise InvalidValueError(
+            f"original_max_position_embeddings={rope['original_max_position_embeddings']} must be greater than 1"
+        )
+    if rope["rope_type"] == "dynamic" and head_dim <= 2:
+        raise InvalidValueError(f"head_dim={head_dim} must be greater than 2 for rope_type='dynamic'")
+    if rope["rope_type"] == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise InvalidValueError(
             f"high_freq_factor={rope['high_freq_factor']} must be greater than "
-            f"low_freq_factor={rope['low_freq_factor']} (rope_type='llama3')"
+            f"low_freq_factor={rope['low_freq_factor']} for rope_type='llama3'"
         )
 
 
-def _check_positive(label: str, value: object) -> None:
+def _check_number(label: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidValueError(f"{label} must be a number, not {value!r}")
-    if not math.isfinite(value) or value <= 0:
+    if not 0 < value <= _MAX_NUMBER:
         raise InvalidValueError(f"{label} must be a positive number, not {value!r}")
