@@ -10,28 +10,43 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from infinilm.config import Config
+from infinilm.config import Config, DeviceType
 from infinilm.outputs import CompletionOutput, RequestOutput
 from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from infinilm.engine.async_engine import AsyncLLM
+    from infinilm.engine.infer_engine import InferEngine
     from infinilm.engine.llm_engine import LLM, LLMEngine
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Config", "LLMEngine", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Config",
+    "DeviceType",
+    "InferEngine",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 # The engines need torch, which takes a second to import: only when they are asked for.
 _LAZY = {
     "LLM": "infinilm.engine.llm_engine",
     "LLMEngine": "infinilm.engine.llm_engine",
     "AsyncLLM": "infinilm.engine.async_engine",
+    "InferEngine": "infinilm.engine.infer_engine",
 }
+_ROOMS = ("cache", "debug", "distributed", "engine", "generation", "lib", "models")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _ROOMS:
+        return import_module(f"infinilm.{name}")
     raise AttributeError(f"module 'infinilm' has no attribute {name!r}")
 
 

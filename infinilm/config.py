@@ -1,6 +1,7 @@
 """The engine's settings: frozen, checked when made, never written to afterwards."""
 
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,7 +10,15 @@ from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
-DEVICES = ("auto", "cpu", "cuda")
+
+class DeviceType(StrEnum):
+    """The kinds of devices that models run on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+DEVICES = ("auto", *DeviceType)
 ATTENTION_BACKENDS = ("auto", "torch")
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -27,3 +27,7 @@ class CheckpointError(InfinilmError, ValueError):
 
 class EngineError(InfinilmError, RuntimeError):
     """The engine cannot do what was asked in the state it is in."""
+
+
+class WorkerDiedError(EngineError):
+    """A rank's process is gone, and with it the engine's use."""

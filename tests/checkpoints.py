@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.models import CausalLM, LlamaConfig
 
 SIZES: dict[str, Any] = {
@@ -68,12 +69,14 @@ def load(
     max_len: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    group: CommunicationGroup = SINGLE,
 ) -> CausalLM:
-    """Our model with the reference's configuration and weights."""
-    model = CausalLM(LlamaConfig.from_dict(reference.config.to_dict()), max_len=max_len, dtype=dtype, device=device)
+    """Our model, or the share of a group's rank, with the reference's configuration and weights."""
+    config = LlamaConfig.from_dict(reference.config.to_dict())
+    model = CausalLM(config, max_len=max_len, dtype=dtype, device=device, group=group)
     state = reference.state_dict()
-    for name, target in model.weight_targets().items():
-        target.copy_(state[name])
+    for name, shard in model.weight_targets().items():
+        shard.tensor.copy_(shard.cut(state[name]))
     return model
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinilm.engine.cpu import avoid_false_amx
+from infinilm.models.cpu import avoid_false_amx
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may wait for a network it does not need
 avoid_false_amx()  # transformers' bfloat16 would die of it too

@@ -3,11 +3,11 @@
 import torch
 
 from infinilm.attention.backend import AttentionBackend
-from infinilm.attention.batch import ForwardBatch
+from infinilm.attention.batch import ForwardBatch, HostBatch
 from infinilm.attention.torch_backend import TorchAttention
 from infinilm.errors import InvalidValueError
 
-__all__ = ["AttentionBackend", "ForwardBatch", "TorchAttention", "select_backend"]
+__all__ = ["AttentionBackend", "ForwardBatch", "HostBatch", "TorchAttention", "select_backend"]
 
 
 def select_backend(name: str, device: torch.device | str) -> AttentionBackend:

@@ -10,17 +10,44 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """The tokens of one step: T new tokens of N requests, laid end to end.
+class HostBatch:
+    """The tokens of one step: T new tokens of N requests, laid end to end. Plain arrays, to be sent anywhere.
 
     Request i brings `query_lens[i]` new tokens, the last of its `context_lens[i]` tokens; all earlier ones
     are in the KV cache already. Block j of request i holds its tokens `j * block_size` and following, in the
     cache's block `block_tables[i, j]`.
     """
 
+    input_ids: IntArray  # [T]
+    positions: IntArray  # [T], the tokens' places in their requests, for the rotary embedding
+    slot_mapping: IntArray  # [T], where each token's key and value go: block * block_size + offset; < 0: nowhere
+    block_tables: IntArray  # [N, max_blocks], short rows padded with -1
+    query_lens: IntArray  # [N], all >= 1
+    context_lens: IntArray  # [N], cached + new
+
+    def to_device(self, device: torch.device, input_ids: torch.Tensor | None = None) -> "ForwardBatch":
+        """The same on a device; `input_ids`, if given, are there already and take the place of the batch's."""
+
+        def move(array: IntArray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device)
+
+        return ForwardBatch(
+            input_ids=move(self.input_ids) if input_ids is None else input_ids,
+            positions=move(self.positions),
+            slot_mapping=move(self.slot_mapping),
+            block_tables=move(self.block_tables),
+            query_lens=self.query_lens,
+            context_lens=self.context_lens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A `HostBatch` on the device that computes it."""
+
     input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, the tokens' places in their requests
-    slot_mapping: torch.Tensor  # [T] int64, where each token's key and value go: block * block_size + offset
-    block_tables: torch.Tensor  # [N, max_blocks] int64, short rows padded with -1
-    query_lens: IntArray  # [N] on the host, all >= 1
-    context_lens: IntArray  # [N] on the host, cached + new
+    positions: torch.Tensor  # [T] int64
+    slot_mapping: torch.Tensor  # [T] int64
+    block_tables: torch.Tensor  # [N, max_blocks] int64
+    query_lens: IntArray  # [N] on the host
+    context_lens: IntArray  # [N] on the host

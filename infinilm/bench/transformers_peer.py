@@ -12,6 +12,7 @@ import torch
 
 from infinilm.bench.measure import Run
 from infinilm.bench.workloads import Workload
+from infinilm.distributed.shard import WeightShard
 from infinilm.errors import EngineError
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
@@ -97,7 +98,8 @@ def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
         config = transformers.AutoConfig.for_model(**checkpoint.config)
         make_model: Any = transformers.AutoModelForCausalLM.from_config
         model = make_model(config, dtype=dtype)
-        load_weights(dict(model.named_parameters()), checkpoint, show_progress=False)
+        weights = {name: WeightShard.whole(weight) for name, weight in model.named_parameters()}
+        load_weights(weights, checkpoint, show_progress=False)
     finally:
         checkpoint.close()
     return model

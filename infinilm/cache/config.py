@@ -13,7 +13,20 @@ class CacheConfig:
     """The base of the cache configurations; build one of its subclasses."""
 
     def __init__(self) -> None:
-        raise NotImplementedError("CacheConfig is abstract: build PagedKVCacheConfig")
+        raise NotImplementedError("CacheConfig is abstract: build StaticKVCacheConfig or PagedKVCacheConfig")
+
+
+@dataclass(frozen=True)
+class StaticKVCacheConfig(CacheConfig):
+    """A row of memory for each request of a batch: row i of every input continues row i of the one before."""
+
+    max_batch_size: int = 1
+    max_cache_len: int = 0
+    """Tokens that each row holds. 0: the model's maximum."""
+
+    def __post_init__(self) -> None:
+        check_integer("max_batch_size", self.max_batch_size, low=1)
+        check_integer("max_cache_len", self.max_cache_len, low=0)
 
 
 @dataclass(frozen=True)
@@ -23,7 +36,7 @@ class PagedKVCacheConfig(CacheConfig):
     num_blocks: int | None = None
     block_size: int = BLOCK_SIZE_STEP
     max_kv_memory_bytes: int | None = field(default=None, kw_only=True)
-    """The total over all layers, keys and values together."""
+    """The total over all layers, keys and values together; under tensor parallelism, on each rank."""
     dtype: str | None = field(default=None, kw_only=True)
     """None: the model's."""
 

@@ -1,11 +1,53 @@
 """The paged KV cache: a pool of blocks of tokens, shared by all requests."""
 
-import math
 import mmap
+import sys
+from contextlib import suppress
 
 import torch
 
 from infinilm.errors import InvalidValueError
+
+
+class CacheMemory:
+    """Memory on one device that one cache after another may use."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._mapping: mmap.mmap | None = None
+
+    def zeros(self, num_bytes: int) -> torch.Tensor:
+        """`[num_bytes]` uint8, all 0. Whoever had some before must be done with it: it is the same memory if it fits.
+
+        On a CPU it costs nothing before it is touched, and then comes in large pages.
+        """
+        if num_bytes <= len(self._bytes):
+            self._clear()
+        else:
+            # The old memory goes before the new comes.
+            self._bytes, self._mapping = self._bytes[:0].clone(), None
+            self._allocate(num_bytes)
+        return self._bytes[:num_bytes]
+
+    def _allocate(self, num_bytes: int) -> None:
+        if self.device.type != "cpu":
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            return
+        if sys.platform == "linux":
+            self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # only a wish: some kernels have no large pages
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            self._mapping = mmap.mmap(-1, num_bytes)
+        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def _clear(self) -> None:
+        if sys.platform == "linux" and self._mapping is not None:
+            self._mapping.madvise(mmap.MADV_DONTNEED)  # gives the pages back; zeros come when they are touched again
+        else:
+            with torch.inference_mode():  # the only mode that may write to memory made in any mode
+                self._bytes.zero_()
 
 
 class PagedKVCache:
@@ -24,7 +66,9 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        memory: CacheMemory | None = None,
     ) -> None:
+        """Take over the `memory` of an earlier cache, which is then unusable, if it is on the same device."""
         shape = (num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim)
         if min(shape) < 1:
             raise InvalidValueError(f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more")
@@ -32,8 +76,10 @@ class PagedKVCache:
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
-        # Zeros, not empty: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        self._layers = _zeros(shape, dtype, self.device).unbind(0)
+        self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
+        num_bytes = num_blocks * self.bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
+        # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
+        self._layers = self.memory.zeros(num_bytes).view(dtype).view(shape).unbind(0)
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
@@ -43,13 +89,3 @@ class PagedKVCache:
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """What one block takes over all layers, keys and values together."""
         return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory that on a CPU costs nothing before it is touched, and then comes in large pages."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

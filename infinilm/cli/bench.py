@@ -108,7 +108,7 @@ def _load_peer(engine: "LLM") -> "TransformersPeer":
 
     note("Loading the same weights with transformers …")
     return TransformersPeer(
-        Path(str(engine.config.model)), dtype=engine.runner.cache.dtype, device=engine.runner.device
+        Path(str(engine.config.model)), dtype=engine.workers.worker.dtype, device=engine.runner.device
     )
 
 
@@ -140,7 +140,7 @@ def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Resul
     versions = {OURS: __version__} | ({other.name: other.version} if other else {})
     return {
         "model": Path(str(engine.config.model)).name,
-        "dtype": str(engine.runner.cache.dtype).removeprefix("torch."),
+        "dtype": str(engine.workers.worker.dtype).removeprefix("torch."),
         "device": str(engine.runner.device),
         "machine": describe_machine(),
         "versions": versions,

@@ -111,11 +111,12 @@ def _memory_needs(model_config: "LlamaConfig", num_parameters: int) -> dict[str,
     """By type: bytes of the weights, of a token and a full context in the cache, and how many tokens fit here."""
     import torch
 
-    from infinilm.engine.loader import select_device
+    from infinilm.distributed import DistConfig
+    from infinilm.engine.loader import select_devices
     from infinilm.engine.memory import estimate_workspace, free_memory_bytes
 
     config = Config()
-    device = select_device(config)
+    (device,) = select_devices(config.device, DistConfig())
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
     for name in DTYPES:

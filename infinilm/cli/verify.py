@@ -45,7 +45,7 @@ def verify(
 
     with open_engine(config.replace(model=model)) as engine:
         path = Path(str(engine.config.model))
-        dtype = engine.runner.cache.dtype
+        dtype = engine.workers.worker.dtype
         note("Loading the same weights with transformers …")
         peer = TransformersPeer(path, dtype=dtype, device=engine.runner.device)
         name = str(dtype).removeprefix("torch.")

@@ -1,0 +1,43 @@
+"""The engines, and what they are made of."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinilm.distributed.config import DistConfig
+    from infinilm.engine.block_manager import BlockManager
+    from infinilm.engine.infer_engine import InferEngine
+    from infinilm.engine.llm_engine import LLMEngine
+    from infinilm.engine.model_runner import ModelRunner
+    from infinilm.engine.rank_worker import RankWorker
+    from infinilm.engine.scheduler import Scheduler
+    from infinilm.engine.sequence import Sequence
+
+__all__ = [
+    "BlockManager",
+    "DistConfig",
+    "InferEngine",
+    "LLMEngine",
+    "ModelRunner",
+    "RankWorker",
+    "Scheduler",
+    "Sequence",
+]
+
+# Each in a file of its own, imported when it is asked for: scheduling needs no torch.
+_FILES = {
+    "BlockManager": "infinilm.engine.block_manager",
+    "DistConfig": "infinilm.distributed.config",
+    "InferEngine": "infinilm.engine.infer_engine",
+    "LLMEngine": "infinilm.engine.llm_engine",
+    "ModelRunner": "infinilm.engine.model_runner",
+    "RankWorker": "infinilm.engine.rank_worker",
+    "Scheduler": "infinilm.engine.scheduler",
+    "Sequence": "infinilm.engine.sequence",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES:
+        return getattr(import_module(_FILES[name]), name)
+    raise AttributeError(f"module 'infinilm.engine' has no attribute {name!r}")

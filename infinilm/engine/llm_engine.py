@@ -16,6 +16,8 @@ from typing import Any, Self
 from xxhash import xxh3_64_intdigest
 
 from infinilm.config import Config
+from infinilm.debug import HookRegistry, RequestRows
+from infinilm.debug.hooks import check_registry
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.loader import load_model
 from infinilm.engine.model_runner import StepHandle
@@ -25,7 +27,7 @@ from infinilm.engine.request import OnToken, Request
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence as TokenSequence
 from infinilm.engine.stats import EngineStats, ProgressBar
-from infinilm.errors import EngineError, InvalidValueError
+from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
 from infinilm.outputs import RequestOutput
 from infinilm.sampling_params import SamplingParams
 
@@ -48,6 +50,7 @@ class LLMEngine:
         else:
             self.config = Config.from_kwargs(model=model, **settings)
         loaded = load_model(self.config)
+        self.workers = loaded.workers
         self.runner = loaded.runner
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
@@ -188,19 +191,33 @@ class LLMEngine:
                 self._commit(self._handles.popleft().result())
         except BaseException as error:
             self._fail_in_flight(error)
-            if not isinstance(error, Exception):
+            if isinstance(error, WorkerDiedError) or not isinstance(error, Exception):
                 raise
 
     def _submit(self, plan: StepPlan) -> StepHandle:
         now = perf_counter()
-        for seq in self.scheduler.in_flight[-1].seqs:
+        seqs = self.scheduler.in_flight[-1].seqs
+        for seq in seqs:
             self._owners[seq.arrival][0].start(now)
+        if self.runner.registry is not None:
+            self.runner.registry.requests = self._rows_of(plan, seqs)
         self._stats.num_steps += 1
         self._stats.num_decode_tokens += sum(step.draws for step in plan.steps)
         self._stats.num_prefill_tokens += sum(
             len(s.token_ids) for s in plan.steps if s.start == 0 or len(s.token_ids) > 1
         )
         return self.runner.submit(plan)
+
+    def _rows_of(self, plan: StepPlan, seqs: Sequence[TokenSequence]) -> tuple[RequestRows, ...]:
+        """For hooks: where in the step's tensors each request is."""
+        found: list[RequestRows] = []
+        first, num_draws = 0, 0
+        for step, seq in zip(plan.steps, seqs, strict=True):
+            request, answer = self._owners[seq.arrival]
+            rows = slice(first, first + len(step.token_ids))
+            found.append(RequestRows(request.request_id, answer, rows, step.start, num_draws if step.draws else None))
+            first, num_draws = rows.stop, num_draws + step.draws
+        return tuple(found)
 
     def _commit(self, result: StepResult) -> None:
         now = perf_counter()
@@ -307,6 +324,15 @@ class LLMEngine:
 
     # --- the rest ---------------------------------------------------------------------------------------
 
+    def set_hook_registry(self, registry: HookRegistry | None) -> None:
+        """Let hooks see, and replace, activations of all steps to come; None: no more.
+
+        A hook that raises ends the requests of its step. `registry.requests` tells whose rows it sees.
+        """
+        self._check_open()
+        check_registry(registry)
+        self.runner.registry = registry
+
     def is_finished(self) -> bool:
         """Whether nothing is left to compute and nothing left to report by `step`."""
         return not self.scheduler.has_work and not self._news
@@ -334,10 +360,12 @@ class LLMEngine:
             self._end(request)
         self._handles.clear()
         del self.runner
+        self.workers.close()
 
     def _check_open(self) -> None:
         if not self._is_open:
             raise EngineError("the engine was closed by exit(); make a new one")
+        self.workers.check_alive()
 
     def __enter__(self) -> Self:
         return self

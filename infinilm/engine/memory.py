@@ -9,6 +9,7 @@ import torch
 from infinilm.cache.paged import PagedKVCache
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
+from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import LlamaConfig
 
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
@@ -21,6 +22,8 @@ class MemoryLedger:
     """Where the memory goes. Made once at start and printed."""
 
     device: str
+    num_ranks: int
+    """The figures are those of each rank."""
     free_bytes: int
     """Free before the weights were loaded."""
     weight_bytes: int
@@ -35,8 +38,9 @@ class MemoryLedger:
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
+        ranks = f", on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         return (
-            f"memory on {self.device}: {format_bytes(self.free_bytes)} free at start; "
+            f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start; "
             f"weights {format_bytes(self.weight_bytes)}, workspace up to {format_bytes(self.workspace_bytes)}, "
             f"KV cache {format_bytes(self.kv_bytes)} = {self.num_blocks} blocks x {self.block_size} tokens "
             f"= {tokens} tokens ({self.limited_by})"
@@ -82,15 +86,20 @@ def plan_memory(
     device: torch.device,
     dtype: torch.dtype,
     weight_bytes: int,
+    free_bytes: int,
     max_model_len: int,
+    num_ranks: int = 1,
 ) -> MemoryLedger:
-    """Choose the number of KV blocks: as asked, or what fits and can be of use."""
+    """Choose the number of KV blocks: as asked, or what fits and can be of use. Bytes are those of one rank."""
     block_size = config.kvcache_block_size
     blocks_per_seq = -(-max_model_len // block_size)
     block_bytes = PagedKVCache.bytes_per_block(
-        model_config.num_hidden_layers, block_size, model_config.num_key_value_heads, model_config.head_dim, dtype
+        model_config.num_hidden_layers,
+        block_size,
+        kv_heads_per_rank(model_config.num_key_value_heads, num_ranks),
+        model_config.head_dim,
+        dtype,
     )
-    free_bytes = free_memory_bytes(device)
     workspace_bytes = estimate_workspace(config, model_config, dtype)
     budget = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
     if config.num_kvcache_blocks is not None:
@@ -107,7 +116,7 @@ def plan_memory(
             "all that max_num_seqs and max_model_len can use": config.max_num_seqs * blocks_per_seq,
         }
         if device.type == "cpu":
-            usual = min(max(weight_bytes, MIN_CPU_KV_BYTES), MAX_CPU_KV_BYTES)
+            usual = min(max(weight_bytes, MIN_CPU_KV_BYTES // num_ranks), MAX_CPU_KV_BYTES // num_ranks)
             limits["what is usual on a CPU; set num_kvcache_blocks for more"] = usual // block_bytes
         limited_by, num_blocks = min(limits.items(), key=lambda item: item[1])
     if num_blocks < 1:
@@ -119,6 +128,7 @@ def plan_memory(
         )
     return MemoryLedger(
         str(device),
+        num_ranks,
         free_bytes,
         weight_bytes,
         workspace_bytes,

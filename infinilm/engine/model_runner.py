@@ -1,17 +1,18 @@
-"""Executes plans: keeps the rows, builds the batch, runs the model and the sampler."""
+"""Executes plans: keeps the rows, builds the batch, has the workers run it and draws tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from infinilm.attention.backend import AttentionBackend
-from infinilm.attention.batch import ForwardBatch, IntArray
-from infinilm.cache.paged import PagedKVCache
+from infinilm.attention.batch import HostBatch, IntArray
+from infinilm.debug import HookRegistry
 from infinilm.engine.plan import PENDING_TOKEN, RowStep, StepPlan, StepResult
-from infinilm.models import InfinilmModel
+from infinilm.engine.rank_worker import StepInput
+from infinilm.engine.worker_group import WorkerGroup
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, Samples, logprobs_of
 
@@ -19,7 +20,7 @@ from infinilm.sampling import Sampler, Samples, logprobs_of
 PROMPT_LOGITS_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepHandle:
     """A submitted step. `result` waits for the device and copies what was drawn to the host."""
 
@@ -40,51 +41,53 @@ class StepHandle:
 
 
 class ModelRunner:
-    """One rank's model, cache, sampler and rows.
+    """The rows that requests live in, and the way from a plan to the workers and back.
 
     A row lives as long as its sequence runs: its block table, its sampling state and the token drawn last.
     The batch of a step is gathered from the rows and thrown away.
     """
 
     def __init__(
-        self,
-        model: InfinilmModel,
-        cache: PagedKVCache,
-        backend: AttentionBackend,
-        *,
-        max_num_rows: int,
-        max_model_len: int,
+        self, workers: WorkerGroup, *, vocab_size: int, block_size: int, max_num_rows: int, max_model_len: int
     ) -> None:
-        self.model = model
-        self.cache = cache
-        self.backend = backend
-        self.device = cache.device
-        self.sampler = Sampler(model.config.vocab_size, self.device)
-        max_blocks = -(-max_model_len // cache.block_size)
-        self._tables = np.full((max_num_rows, max_blocks), -1, dtype=np.int64)
+        self.workers = workers
+        self.device = workers.worker.device
+        self.sampler = Sampler(vocab_size, self.device)
+        self.registry: HookRegistry | None = None
+        self._block_size = block_size
+        self._tables = np.full((max_num_rows, -(-max_model_len // block_size)), -1, dtype=np.int64)
         self._num_blocks = np.zeros(max_num_rows, dtype=np.int64)
         self._last_token = torch.zeros(max_num_rows, dtype=torch.int64, device=self.device)
 
-    @torch.inference_mode()
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step. On a GPU this returns while the device still works."""
         self._update_rows(plan)
-        batch = self._gather(plan.steps)
-        hidden = self.model(batch, self.cache, self.backend)
-
+        batch, input_ids = self._gather(plan.steps)
         ends = np.cumsum(batch.query_lens)
-        draws = [index for index, step in enumerate(plan.steps) if step.draws]
-        samples = self._draw(plan, draws, hidden, ends) if draws else None
-        return StepHandle(draws, samples, self._prompt_logprobs(plan.steps, hidden, ends))
+        handle = StepHandle([index for index, step in enumerate(plan.steps) if step.draws], None, {})
 
-    def _draw(self, plan: StepPlan, draws: list[int], hidden: torch.Tensor, ends: IntArray) -> Samples:
-        """Draw the next token of each step in `draws` from the hidden state of its last token."""
-        steps = [plan.steps[index] for index in draws]
+        # What to do with the logits of which tokens, piece by piece.
+        pieces: list[tuple[IntArray, Callable[[Tensor], None]]] = []
+        if handle.draws:
+            pieces.append((ends[handle.draws] - 1, lambda logits: self._draw(plan, handle, logits)))
+        for index, step in enumerate(plan.steps):
+            if step.prompt_targets:
+                handle.prompt_logprobs[index] = []
+                pieces += self._prompt_pieces(step, int(ends[index]), handle.prompt_logprobs[index])
+
+        patterns = self.registry.patterns() if self.registry is not None else ()
+        step_input = StepInput(batch, tuple(rows for rows, _ in pieces), input_ids is not None, patterns)
+        self.workers.run(
+            step_input, lambda index, logits: pieces[index][1](logits), input_ids=input_ids, registry=self.registry
+        )
+        return handle
+
+    def _draw(self, plan: StepPlan, handle: StepHandle, logits: Tensor) -> None:
+        """Draw the next token of each step that draws."""
+        steps = [plan.steps[index] for index in handle.draws]
         rows = [step.row for step in steps]
-        logits = self.model.compute_logits(hidden[self._to_device(ends[draws] - 1)])
-        samples = self.sampler.sample(logits, rows, [step.start + len(step.token_ids) for step in steps])
-        self._last_token[torch.tensor(rows, device=self.device)] = samples.token_ids
-        return samples
+        handle.samples = self.sampler.sample(logits, rows, [step.start + len(step.token_ids) for step in steps])
+        self._last_token[torch.tensor(rows, device=self.device)] = handle.samples.token_ids
 
     def _update_rows(self, plan: StepPlan) -> None:
         for row in plan.ended_rows:
@@ -99,7 +102,8 @@ class ModelRunner:
                 self._num_blocks[step.row] += len(step.new_blocks)
                 self._tables[step.row, first : self._num_blocks[step.row]] = step.new_blocks
 
-    def _gather(self, steps: Sequence[RowStep]) -> ForwardBatch:
+    def _gather(self, steps: Sequence[RowStep]) -> tuple[HostBatch, Tensor | None]:
+        """The batch, and its token ids on the device if some of them are known there only."""
         rows = np.array([step.row for step in steps], dtype=np.int64)
         starts = np.array([step.start for step in steps], dtype=np.int64)
         query_lens = np.array([len(step.token_ids) for step in steps], dtype=np.int64)
@@ -109,40 +113,30 @@ class ModelRunner:
         first_tokens = np.cumsum(query_lens) - query_lens
         positions = np.arange(num_tokens) + np.repeat(starts - first_tokens, query_lens)
         token_rows = np.repeat(rows, query_lens)
-        block_size = self.cache.block_size
-        slots = self._tables[token_rows, positions // block_size] * block_size + positions % block_size
+        slots = self._tables[token_rows, positions // self._block_size] * self._block_size
+        slots += positions % self._block_size
         context_lens = starts + query_lens
-        tables = self._tables[rows, : -(-int(context_lens.max()) // block_size)]
+        tables = self._tables[rows, : -(-int(context_lens.max()) // self._block_size)]
+        batch = HostBatch(input_ids, positions, slots, tables, query_lens, context_lens)
+        if not (input_ids == PENDING_TOKEN).any():
+            return batch, None
+        ids = torch.from_numpy(input_ids).to(self.device)
+        last = self._last_token[torch.from_numpy(token_rows).to(self.device)]
+        return batch, torch.where(ids == PENDING_TOKEN, last, ids)
 
-        ids = self._to_device(input_ids)
-        if (input_ids == PENDING_TOKEN).any():
-            ids = torch.where(ids == PENDING_TOKEN, self._last_token[self._to_device(token_rows)], ids)
-        return ForwardBatch(
-            input_ids=ids,
-            positions=self._to_device(positions),
-            slot_mapping=self._to_device(slots),
-            block_tables=self._to_device(tables),
-            query_lens=query_lens,
-            context_lens=context_lens,
-        )
+    def _prompt_pieces(
+        self, step: RowStep, end: int, found: list[TokenLogprobs]
+    ) -> list[tuple[IntArray, Callable[[Tensor], None]]]:
+        """The prompt tokens whose logits are wanted; their log-probabilities are added to `found`."""
 
-    def _to_device(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        def piece(start: int) -> tuple[IntArray, Callable[[Tensor], None]]:
+            targets = step.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
+            first = end - len(step.token_ids) + start
 
-    def _prompt_logprobs(
-        self, steps: Sequence[RowStep], hidden: torch.Tensor, ends: IntArray
-    ) -> dict[int, list[TokenLogprobs]]:
-        found: dict[int, list[TokenLogprobs]] = {}
-        for index, step in enumerate(steps):
-            if not step.prompt_targets:
-                continue
-            first = int(ends[index]) - len(step.token_ids)
-            rows: list[TokenLogprobs] = []
-            for start in range(0, len(step.prompt_targets), PROMPT_LOGITS_AT_ONCE):
-                targets = step.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
-                logits = self.model.compute_logits(hidden[first + start : first + start + len(targets)])
-                rows += logprobs_of(
-                    logits, torch.tensor(targets, device=self.device), step.num_prompt_logprobs
-                ).to_host()
-            found[index] = rows
-        return found
+            def take(logits: Tensor) -> None:
+                ids = torch.tensor(targets, device=self.device)
+                found.extend(logprobs_of(logits, ids, step.num_prompt_logprobs).to_host())
+
+            return np.arange(first, first + len(targets)), take
+
+        return [piece(start) for start in range(0, len(step.prompt_targets), PROMPT_LOGITS_AT_ONCE)]

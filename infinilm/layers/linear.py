@@ -1,16 +1,26 @@
-"""Linear layers, several in one where they read the same input."""
+"""Linear layers, whole and shared out over ranks.
+
+A rank of a column-parallel layer has some of the matrix's rows (a checkpoint stores `[out, in]`) and computes some
+of the outputs. A rank of a row-parallel one has the columns for just those inputs, and the ranks' results are summed.
+So a column-parallel layer followed by a row-parallel one takes one exchange between the ranks.
+"""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.distributed.shard import Piece, WeightShard
+from infinilm.errors import InvalidValueError
+
 
 class Linear(nn.Module):
     """`x Wᵀ + b` for one or more matrices with the same input, kept and multiplied as one.
 
-    `outputs` maps each matrix's name in the checkpoint to its number of rows, in the order of the result:
-    `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, first the gate's values, then the up's.
+    `outputs` maps each matrix's name in the checkpoint to its rows, in the order of the result:
+    `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, first the gate's values, then the up's. Where a rank
+    holds only a piece of the rows or of the columns, it says which.
 
     This is where a weight's format is known and nowhere else: one that is faster or smaller than the plain
     matrix brings its own `forward` and `weight_targets`.
@@ -18,23 +28,24 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int,
-        outputs: Mapping[str, int],
+        in_features: int | Piece,
+        outputs: Mapping[str, int | Piece],
         *,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.outputs = dict(outputs)
-        out_features = sum(outputs.values())
+        self.columns = _as_piece(in_features)
+        self.outputs = {name: _as_piece(rows) for name, rows in outputs.items()}
+        num_rows = sum(piece.length for piece in self.outputs.values())
         # Input first, the other way round than checkpoints have it: a CPU multiplies few rows faster this way.
         self.weight = nn.Parameter(
-            torch.empty(in_features, out_features, dtype=dtype, device=device), requires_grad=False
+            torch.empty(self.columns.length, num_rows, dtype=dtype, device=device), requires_grad=False
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(num_rows, dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x` `[T, in]` to `[T, out]`, added to the `residual` `[T, out]` if there is one."""
@@ -44,12 +55,126 @@ class Linear(nn.Module):
             residual = residual + self.bias
         return torch.addmm(residual, x, self.weight)
 
-    def weight_targets(self, prefix: str = "") -> dict[str, Tensor]:
+    def weight_targets(self, prefix: str = "") -> dict[str, WeightShard]:
         """Views to load into, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""
-        sizes = list(self.outputs.values())
-        targets: dict[str, Tensor] = {}
-        for kind, fused in (("weight", self.weight.t()), ("bias", self.bias)):
-            if fused is not None:
-                names = [f"{prefix}{output}.{kind}" for output in self.outputs]
-                targets |= dict(zip(names, torch.split(fused, sizes), strict=True))
+        targets: dict[str, WeightShard] = {}
+        first = 0
+        for name, rows in self.outputs.items():
+            own = slice(first, first + rows.length)
+            first += rows.length
+            targets[f"{prefix}{name}.weight"] = WeightShard.of(self.weight.t()[own], rows, self.columns)
+            if self.bias is not None:
+                targets[f"{prefix}{name}.bias"] = WeightShard.of(self.bias[own], rows)
         return targets
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes its share of every output."""
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup = SINGLE,
+    ) -> None:
+        shares = {name: Piece.share(name, rows, group.rank, group.size) for name, rows in outputs.items()}
+        super().__init__(in_features, shares, bias=bias, dtype=dtype, device=device)
+
+
+class GateUpParallelLinear(ColumnParallelLinear):
+    """The two matrices that an MLP begins with: `[T, hidden]` to this rank's `[T, gate and up]`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup = SINGLE,
+    ) -> None:
+        outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, group=group)
+
+
+class QKVParallelLinear(Linear):
+    """The projections to queries, keys and values, shared out by heads.
+
+    With more ranks than key-value heads, `num_copies` ranks next to each other hold the same one.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup = SINGLE,
+    ) -> None:
+        check_heads(num_heads, num_kv_heads, group.size)
+        self.num_copies = max(1, group.size // num_kv_heads)
+        heads = Piece.share("num_attention_heads", num_heads, group.rank, group.size)
+        kv_heads = Piece.share(
+            "num_key_value_heads", num_kv_heads, group.rank // self.num_copies, group.size // self.num_copies
+        )
+        self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
+        q, kv = (Piece(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
+        outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device)
+
+
+class RowParallelLinear(Linear):
+    """Each rank multiplies its share of the inputs; every rank gets the sum."""
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup = SINGLE,
+    ) -> None:
+        columns = Piece.share("in_features", in_features, group.rank, group.size)
+        super().__init__(columns, outputs, bias=bias, dtype=dtype, device=device)
+        self.group = group
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """This rank's `x` `[T, share of in]` to the whole `[T, out]`, added to the `residual` if there is one."""
+        if self.group.rank > 0:  # the sum holds bias and residual once
+            return self.group.all_reduce(torch.mm(x, self.weight))
+        return self.group.all_reduce(super().forward(x, residual))
+
+
+def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:
+    """How many key-value heads each rank has, and its cache keeps."""
+    return max(1, num_kv_heads // num_ranks)
+
+
+def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+    """Refuse a number of ranks over which heads can't be shared out."""
+    divides = num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
+    if num_heads % num_ranks or not divides:
+        fitting = [
+            size
+            for size in range(1, num_heads + 1)
+            if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+        ]
+        raise InvalidValueError(
+            f"num_attention_heads={num_heads} and num_key_value_heads={num_kv_heads} can't be shared out over "
+            f"{num_ranks} ranks; use a tensor parallel size of {', '.join(map(str, fitting))}"
+        )
+
+
+def _as_piece(size: int | Piece) -> Piece:
+    return size if isinstance(size, Piece) else Piece.whole(size)

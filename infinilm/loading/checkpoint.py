@@ -1,6 +1,6 @@
 """What the engine sees of a model on disk, whatever the format."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,10 +31,11 @@ class Checkpoint(Protocol):
         """Read one tensor in the type it is stored in; quantised ones come as float32."""
         ...
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target`, of the same shape but any type and device, without a second whole copy.
+    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        """Fill `target`, of any type and device, with the tensor, without a second whole copy.
 
-        Several threads may call this at once.
+        With `starts`, only the piece of the tensor is read that begins there, one number for each
+        dimension, and has the shape of `target`. Several threads may call this at once.
         """
         ...
 

@@ -17,7 +17,7 @@ import itertools
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -113,13 +113,21 @@ class GGUFFile:
             self._map.close()
             raise
 
-    def read_bytes(self, tensor: GGUFTensorInfo, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Copy bytes `start` to `stop` of the tensor's data."""
-        if not 0 <= start <= stop <= tensor.num_bytes:
-            raise CheckpointError(f"{self.path}: bytes {start}:{stop} of {tensor.name!r}, which has {tensor.num_bytes}")
-        first = tensor.offset + start
-        copy = np.frombuffer(self._map, dtype=np.uint8, count=stop - start, offset=first).copy()
-        self._drop_pages(first, tensor.offset + stop)
+    def read_blocks(
+        self, tensor: GGUFTensorInfo, starts: Sequence[int], counts: Sequence[int]
+    ) -> npt.NDArray[np.uint8]:
+        """Copy a piece of the tensor, whose last dimension is counted in blocks: `[*counts, block_bytes]`."""
+        block = tensor.ggml_type
+        sizes = (*tensor.shape[:-1], tensor.shape[-1] // block.block_elements)
+        if not all(0 <= at < at + count <= size for at, count, size in zip(starts, counts, sizes, strict=True)):
+            raise CheckpointError(
+                f"{self.path}: {list(counts)} blocks from {list(starts)} on of {tensor.name!r}, which has {list(sizes)}"
+            )
+        data = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset).reshape(*sizes, block.block_bytes)
+        copy = data[tuple(slice(at, at + count) for at, count in zip(starts, counts, strict=True))].copy()
+        first = tensor.offset + sum(at * stride for at, stride in zip(starts, data.strides, strict=False))
+        span = sum((count - 1) * stride for count, stride in zip(copy.shape, data.strides, strict=True)) + 1
+        self._drop_pages(first, first + span)
         return copy
 
     def _drop_pages(self, first: int, last: int) -> None:

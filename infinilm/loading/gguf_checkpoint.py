@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.dequantize import dequantize, stored_dtype
-from infinilm.loading.gguf import GGUFFile, GGUFTensorInfo
+from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
+from infinilm.loading.piece import locate_piece
 from infinilm.loading.tokenizer import Tokenizer
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
@@ -77,31 +78,27 @@ class GGUFCheckpoint:
         self.read_into(name, target)
         return target
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Decode one tensor slice by slice into `target`."""
+    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        """Decode one tensor, or the piece of it that begins at `starts`, into `target`, slice by slice."""
         tensor = self._tensor(name)
-        if target.shape != torch.Size(tensor.shape):
-            raise CheckpointError(f"{self.path}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}")
-        is_permuted = self._has_permuted_rows and (".q_proj." in name or ".k_proj." in name)
-        head_dim = self.config["head_dim"]
-        if is_permuted and tensor.shape[0] % head_dim:
-            raise CheckpointError(
-                f"{self.path}: {name!r} has {tensor.shape[0]} rows, not a multiple of head_dim {head_dim}"
-            )
-        row_elements = math.prod(tensor.shape[1:])
-        # A slice must hold whole blocks, and whole heads where rows change places.
-        rows_per_block = tensor.ggml_type.block_elements if len(tensor.shape) == 1 else 1
-        granule = math.lcm(rows_per_block, head_dim if is_permuted else 1)
+        starts = locate_piece(self.path, name, tensor.shape, target.shape, starts)
+        if not target.numel():
+            return
+        head_dim = None
+        if self._has_permuted_rows and (".q_proj." in name or ".k_proj." in name):
+            head_dim = self.config["head_dim"]
+            if starts[0] % head_dim or len(target) % head_dim:
+                raise CheckpointError(
+                    f"{self.path}: rows {starts[0]} to {starts[0] + len(target)} of {name!r} cannot be read alone: "
+                    f"rows change places inside a head, so a piece must hold whole heads of {head_dim} rows"
+                )
+        _, num_blocks = _covering_blocks(tensor.ggml_type, starts[-1], target.shape[-1])
+        decoded_shape = (*target.shape[:-1], num_blocks * tensor.ggml_type.block_elements)
+        row_elements = math.prod(decoded_shape[1:])
+        granule = head_dim or 1  # a slice must hold whole heads where rows change places
         step = max(1, _SLICE_ELEMENTS // (row_elements * granule)) * granule
-        for start in range(0, tensor.shape[0], step):
-            part = target[start : start + step]
-            raw = self._raw_rows(tensor, start, start + len(part))
-            out = part if _can_decode_into(part, tensor) and not is_permuted else None
-            values = dequantize(raw, tensor.ggml_type, tuple(part.shape), out)
-            if is_permuted:
-                values = _unpermute(values, head_dim)
-            if out is None:
-                part.copy_(values)
+        for offset in range(0, len(target), step):
+            self._fill(target[offset : offset + step], tensor, (starts[0] + offset, *starts[1:]), head_dim)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that the metadata describes."""
@@ -117,16 +114,29 @@ class GGUFCheckpoint:
         except KeyError:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}") from None
 
-    def _raw_rows(self, tensor: GGUFTensorInfo, start: int, stop: int) -> Tensor:
-        row_elements = math.prod(tensor.shape[1:])
+    def _fill(self, part: Tensor, tensor: GGUFTensorInfo, starts: tuple[int, ...], head_dim: int | None) -> None:
+        """Fill `part` with what begins at `starts`; with `head_dim` the rows of heads are put in order."""
         block = tensor.ggml_type
-        first, last = (row * row_elements // block.block_elements * block.block_bytes for row in (start, stop))
-        return torch.from_numpy(self._file.read_bytes(tensor, first, last))
+        first, num_blocks = _covering_blocks(block, starts[-1], part.shape[-1])
+        raw = torch.from_numpy(self._file.read_blocks(tensor, (*starts[:-1], first), (*part.shape[:-1], num_blocks)))
+        shape = (*part.shape[:-1], num_blocks * block.block_elements)
+        if head_dim is None and _can_decode_into(part, shape, stored_dtype(block)):
+            dequantize(raw, block, shape, part)
+            return
+        values = dequantize(raw, block, shape)
+        values = values.narrow(-1, starts[-1] - first * block.block_elements, part.shape[-1])
+        part.copy_(values if head_dim is None else _unpermute(values, head_dim))
 
 
-def _can_decode_into(part: Tensor, tensor: GGUFTensorInfo) -> bool:
-    is_same_type = part.dtype == stored_dtype(tensor.ggml_type)
-    return part.device.type == "cpu" and is_same_type and part.is_contiguous()
+def _covering_blocks(block: GGMLType, start: int, length: int) -> tuple[int, int]:
+    """The first block and the number of blocks that hold `length` elements of a row from `start` on."""
+    first = start // block.block_elements
+    return first, -(-(start + length) // block.block_elements) - first
+
+
+def _can_decode_into(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    is_same = part.shape == torch.Size(shape) and part.dtype == dtype
+    return is_same and part.device.type == "cpu" and part.is_contiguous()
 
 
 def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
@@ -350,7 +360,7 @@ def _rope_factors(metadata: _Metadata, config: dict[str, Any], file: GGUFFile) -
             f"the tensor {_ROPE_FACTORS!r} must be F32 of shape [{num_pairs}], it is "
             f"{tensor.ggml_type.name} of shape {list(tensor.shape)}"
         )
-    factors = file.read_bytes(tensor, 0, tensor.num_bytes).view("<f4").tolist()
+    factors = file.read_blocks(tensor, (0,), tensor.shape).view("<f4").ravel().tolist()
     if not all(0 < factor < math.inf for factor in factors):
         raise metadata.error(f"the tensor {_ROPE_FACTORS!r} has factors that are not positive numbers")
     if all(factor == 1.0 for factor in factors):

@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
+from infinilm.loading.piece import locate_piece
 from infinilm.loading.tokenizer import Tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -67,14 +68,15 @@ class SafetensorsCheckpoint:
         self.read_into(name, target)
         return target
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy one tensor into `target`, slice by slice."""
+    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        """Copy one tensor, or the piece of it that begins at `starts`, into `target`, slice by slice."""
         tensor = self._tensor(name)
-        if target.shape != torch.Size(tensor.shape):
-            raise CheckpointError(f"{tensor.file}: {name!r} has shape {list(tensor.shape)}, not {list(target.shape)}")
+        starts = locate_piece(tensor.file, name, tensor.shape, target.shape, starts)
+        if not target.numel():
+            return
         if not hasattr(self._readers, "reader"):
             self._readers.reader = _Reader(max_mapped_bytes=min(max(self.num_bytes // 128, 2**21), 2**26))
-        self._readers.reader.read(name, tensor, target)
+        self._readers.reader.read(name, tensor, target, starts)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer beside the weights, if there is one."""
@@ -108,18 +110,23 @@ class _Reader:
         self._handle: Any = None
         self._num_bytes_read = 0
 
-    def read(self, name: str, tensor: _StoredTensor, target: Tensor) -> None:
-        """Fill `target` with the tensor called `name`."""
+    def read(self, name: str, tensor: _StoredTensor, target: Tensor, starts: tuple[int, ...]) -> None:
+        """Fill `target` with the piece that begins at `starts` of the tensor called `name`."""
         try:
             if not tensor.shape:
                 target.copy_(self._open(tensor.file, 0).get_tensor(name))
                 return
+            columns = tuple(
+                slice(start, start + length) for start, length in zip(starts[1:], target.shape[1:], strict=True)
+            )
+            # Whole rows are counted, because pages hold the neighbours of the columns as well.
             row_bytes = math.prod(tensor.shape[1:]) * _FLOAT_TYPES[tensor.dtype].itemsize
-            step = max(1, self._max_mapped_bytes // max(1, row_bytes))
-            for start in range(0, tensor.shape[0], step):
-                part = target[start : start + step]
-                rows = self._open(tensor.file, len(part) * row_bytes).get_slice(name)
-                part.copy_(rows[start : start + step])
+            step = max(1, self._max_mapped_bytes // row_bytes)
+            for offset in range(0, len(target), step):
+                part = target[offset : offset + step]
+                stored = self._open(tensor.file, len(part) * row_bytes).get_slice(name)
+                first = starts[0] + offset
+                part.copy_(stored[(slice(first, first + len(part)), *columns)])
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{tensor.file}: {name!r} cannot be read: {error}") from error
 

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
+from infinilm.distributed.shard import Weights
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint
 
@@ -52,25 +52,27 @@ def check_shapes(
 
 
 def load_weights(
-    targets: Mapping[str, Tensor],
+    targets: Weights,
     checkpoint: Checkpoint,
     *,
     is_ignorable: Callable[[str], bool] = is_rotary_buffer,
     show_progress: bool = True,
 ) -> None:
-    """Fill every tensor of `targets` (by Hugging Face name) in place, converting type and device.
+    """Fill every piece of `targets` (by Hugging Face name) in place, converting type and device.
 
-    Names and shapes must agree exactly, see `check_shapes`; nothing is read before they do.
+    Names and the shapes of the whole tensors must agree exactly, see `check_shapes`; nothing is read
+    before they do, and then no more than the pieces.
     """
-    check_shapes({name: tuple(target.shape) for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
+    check_shapes({name: target.full_shape for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
     def read(name: str) -> int:
+        target = targets[name]
         with torch.no_grad():  # which holds for one thread only
-            checkpoint.read_into(name, targets[name])
-        return targets[name].nbytes
+            checkpoint.read_into(name, target.tensor, target.starts)
+        return target.tensor.nbytes
 
     names = [name for name in checkpoint.shapes() if name in targets]
-    num_bytes = sum(target.nbytes for target in targets.values())
+    num_bytes = sum(target.tensor.nbytes for target in targets.values())
     with (
         _tensor_workers() as workers,
         tqdm(

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from infinilm.attention import AttentionBackend, ForwardBatch
 from infinilm.cache.paged import PagedKVCache
+from infinilm.debug.taps import Taps
+from infinilm.distributed.shard import WeightShard
 from infinilm.models.config import LlamaConfig
 
 
 class InfinilmModel(Protocol):
-    """A causal language model over a paged KV cache.
+    """A causal language model over a paged KV cache, or one rank's share of it.
 
     Its life: built with empty weights, filled through `weight_targets`, then called, with
     `compute_logits` after it, for each step.
@@ -18,8 +20,8 @@ class InfinilmModel(Protocol):
 
     config: LlamaConfig
 
-    def weight_targets(self) -> dict[str, Tensor]:
-        """The tensors to load, by their names in a Hugging Face checkpoint; filling them fills the model."""
+    def weight_targets(self) -> dict[str, WeightShard]:
+        """The weights to load, by their names in a Hugging Face checkpoint; filling them fills the model."""
         ...
 
     def is_ignorable(self, name: str) -> bool:
@@ -27,13 +29,21 @@ class InfinilmModel(Protocol):
         ...
 
     def num_bytes(self) -> int:
-        """What weights and tables take."""
+        """What weights and tables of this rank take."""
         ...
 
-    def __call__(self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend) -> Tensor:
-        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
+    def __call__(
+        self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
+    ) -> Tensor:
+        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm.
+
+        `taps`, if given, are shown the activations as they come about.
+        """
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]` float32."""
+        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]` float32.
+
+        With several ranks, all must call this; rank 0 alone gets the logits.
+        """
         ...

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from infinilm.attention import AttentionBackend, ForwardBatch
 from infinilm.cache.paged import PagedKVCache
-from infinilm.layers.embedding import Embedding
-from infinilm.layers.linear import Linear
+from infinilm.debug.taps import Taps
+from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.distributed.shard import WeightShard
+from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from infinilm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
 from infinilm.models.config import LlamaConfig
@@ -25,27 +28,45 @@ class _Step:
     cache: PagedKVCache
     backend: AttentionBackend
     plan: Any  # the backend's own, of this batch
+    taps: Taps | None  # None: no hook is to see anything
 
 
 class Attention(nn.Module):
     """Self-attention of one layer; `num_heads` query heads share `num_kv_heads` keys and values."""
 
-    def __init__(self, config: LlamaConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup,
+    ) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.scale = self.head_dim**-0.5
         self.window = config.window(layer)
-        q_dim, kv_dim = self.num_heads * self.head_dim, config.kv_dim()
-        self.qkv = Linear(
+        self.qkv = QKVParallelLinear(
             config.hidden_size,
-            {"q_proj": q_dim, "k_proj": kv_dim, "v_proj": kv_dim},
+            self.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
             bias=config.attention_bias or config.qkv_bias,
             dtype=dtype,
             device=device,
+            group=group,
         )
-        self.out = Linear(q_dim, {"o_proj": config.hidden_size}, bias=config.attention_bias, dtype=dtype, device=device)
+        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
+        self.out = RowParallelLinear(
+            config.num_attention_heads * self.head_dim,
+            {"o_proj": config.hidden_size},
+            bias=config.attention_bias,
+            dtype=dtype,
+            device=device,
+            group=group,
+        )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
@@ -54,69 +75,129 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, step: _Step) -> Tensor:
         """`residual` `[T, hidden]` plus what attention makes of `x` `[T, hidden]`."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
+        if step.taps is not None:
+            self._show(step.taps, heads, "after_proj")
         qk = heads[:, : -self.num_kv_heads]
         normed = qk
         if self.q_norm is not None and self.k_norm is not None:
             normed = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
         apply_rotary(normed, step.cos, step.sin, out=qk)
+        if step.taps is not None:
+            self._show(step.taps, heads, "after_rope")
         q, kv = heads[:, : self.num_heads], heads[:, self.num_heads :]
         cache = step.cache.layer(self.layer)
         step.backend.store(kv.view(len(x), 2, self.num_kv_heads, self.head_dim), cache, step.plan)
         attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window)
-        output: Tensor = self.out(attended.flatten(1), residual)
-        return output
+        if step.taps is None:
+            added: Tensor = self.out(attended.flatten(1), residual)
+            return added
+        output: Tensor = self.out(attended.flatten(1))
+        step.taps.see("attention_output", output, self.layer)
+        return output.add_(residual)
 
-    def weight_targets(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors to load, by name."""
+    def _show(self, taps: Taps, heads: Tensor, stage: str) -> None:
+        """Let hooks see queries and keys and, before they are turned, values."""
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        shown = {"q": (q, 1), "k": (k, self.qkv.num_copies)}
+        if stage == "after_proj":
+            shown["v"] = (v, self.qkv.num_copies)
+        for name, (tensor, num_copies) in shown.items():
+            # A projection is seen as the matrix's outputs, what is turned as heads; both are views of `heads`.
+            view = tensor.view(len(tensor), -1) if stage == "after_proj" else tensor
+            point = f"attention_{name}_{stage}"
+            taps.see(point, view, self.layer, shared_dim=1, num_copies=num_copies)
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
+        """The weights to load, by name."""
         targets = self.qkv.weight_targets(prefix) | self.out.weight_targets(prefix)
         if self.q_norm is not None and self.k_norm is not None:
-            targets |= {f"{prefix}q_norm.weight": self.q_norm.weight, f"{prefix}k_norm.weight": self.k_norm.weight}
+            targets[f"{prefix}q_norm.weight"] = WeightShard.whole(self.q_norm.weight)
+            targets[f"{prefix}k_norm.weight"] = WeightShard.whole(self.k_norm.weight)
         return targets
 
 
 class MLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup,
+    ) -> None:
         super().__init__()
+        self.layer = layer
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up = Linear(
-            hidden, {"gate_proj": inner, "up_proj": inner}, bias=config.mlp_bias, dtype=dtype, device=device
+        self.gate_up = GateUpParallelLinear(
+            hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, group=group
         )
-        self.down = Linear(inner, {"down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device)
+        self.down = RowParallelLinear(
+            inner, {"down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device, group=group
+        )
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, step: _Step) -> Tensor:
         """`residual` `[T, hidden]` plus what the MLP makes of `x` `[T, hidden]`."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        output: Tensor = self.down(F.silu(gate).mul_(up), residual)
-        return output
+        if step.taps is not None:
+            step.taps.see("mlp_gate_proj", gate, self.layer, shared_dim=1)
+            step.taps.see("mlp_up_proj", up, self.layer, shared_dim=1)
+        inner = F.silu(gate).mul_(up)
+        if step.taps is None:
+            added: Tensor = self.down(inner, residual)
+            return added
+        step.taps.see("mlp_intermediate", inner, self.layer, shared_dim=1)
+        output: Tensor = self.down(inner)
+        step.taps.see("mlp_output", output, self.layer)
+        return output.add_(residual)
 
-    def weight_targets(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors to load, by name."""
+    def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
+        """The weights to load, by name."""
         return self.gate_up.weight_targets(prefix) | self.down.weight_targets(prefix)
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each after a norm and added to what came in."""
 
-    def __init__(self, config: LlamaConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup,
+    ) -> None:
         super().__init__()
+        self.layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.self_attn = Attention(config, layer, dtype=dtype, device=device)
+        self.self_attn = Attention(config, layer, dtype=dtype, device=device, group=group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(config, dtype=dtype, device=device)
+        self.mlp = MLP(config, layer, dtype=dtype, device=device, group=group)
 
     def forward(self, hidden: Tensor, step: _Step) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
-        hidden = self.self_attn(self.input_layernorm(hidden), hidden, step)
-        output: Tensor = self.mlp(self.post_attention_layernorm(hidden), hidden)
-        return output
+        normed = self.input_layernorm(hidden)
+        if step.taps is not None:
+            step.taps.see("input_layernorm", normed, self.layer)
+        hidden = self.self_attn(normed, hidden, step)
+        if step.taps is not None:
+            step.taps.see("after_attention_residual", hidden, self.layer)
+        normed = self.post_attention_layernorm(hidden)
+        if step.taps is not None:
+            step.taps.see("post_attention_layernorm", normed, self.layer)
+        hidden = self.mlp(normed, hidden, step)
+        if step.taps is not None:
+            step.taps.see("output", hidden, self.layer)
+        return hidden
 
-    def weight_targets(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors to load, by name."""
+    def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
+        """The weights to load, by name."""
         return {
-            f"{prefix}input_layernorm.weight": self.input_layernorm.weight,
-            f"{prefix}post_attention_layernorm.weight": self.post_attention_layernorm.weight,
+            f"{prefix}input_layernorm.weight": WeightShard.whole(self.input_layernorm.weight),
+            f"{prefix}post_attention_layernorm.weight": WeightShard.whole(self.post_attention_layernorm.weight),
             **self.self_attn.weight_targets(f"{prefix}self_attn."),
             **self.mlp.weight_targets(f"{prefix}mlp."),
         }
@@ -125,7 +206,8 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """The whole model; see `InfinilmModel` for the life it leads.
 
-    `max_len` is the longest text it will be asked to compute (default: what it was trained for).
+    `max_len` is the longest text it will be asked to compute (default: what it was trained for), `group` the ranks
+    over which it is shared out.
     """
 
     def __init__(
@@ -135,12 +217,14 @@ class CausalLM(nn.Module):
         max_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        group: CommunicationGroup = SINGLE,
     ) -> None:
         super().__init__()
         config.validate()
         self.config = config
         self.dtype = dtype
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden_size, dtype=dtype, device=device, group=group)
         self.rotary = RotaryEmbedding(
             config.head_dim,
             config.rope_parameters,
@@ -150,43 +234,49 @@ class CausalLM(nn.Module):
             device=device,
         )
         layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype=dtype, device=device) for layer in layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype=dtype, device=device, group=group) for layer in layers
+        )
+        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(
-                config.hidden_size, {"lm_head": config.vocab_size}, bias=False, dtype=dtype, device=device
-            )
+            self.lm_head = ParallelLMHead(vocab_size, hidden_size, dtype=dtype, device=device, group=group)
         self._windows = {config.window(layer) for layer in layers}
-        self._num_bytes = sum(target.nbytes for target in self.weight_targets().values()) + self.rotary.table.nbytes
 
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
+    ) -> Tensor:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
         plan = backend.prepare(batch, block_size=cache.block_size, windows=self._windows, dtype=self.dtype)
         cos, sin = self.rotary(batch.positions)
-        step = _Step(cos, sin, cache, backend, plan)
+        step = _Step(cos, sin, cache, backend, plan, taps)
         hidden: Tensor = self.embed_tokens(batch.input_ids)
+        if taps is not None:
+            taps.see("embed_tokens", hidden)
         for layer in self.layers:
             hidden = layer(hidden, step)
-        output: Tensor = self.norm(hidden)
-        return output
+        hidden = self.norm(hidden)
+        if taps is not None:
+            taps.see("final_norm", hidden)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]` float32."""
+        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]` float32.
+
+        With several ranks, all must call this; rank 0 alone gets the logits.
+        """
         logits: Tensor = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
         return logits.float()
 
-    def weight_targets(self) -> dict[str, Tensor]:
-        """The tensors to load, by their names in a Hugging Face checkpoint."""
-        targets: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embed_tokens.weight,
-            "model.norm.weight": self.norm.weight,
-        }
+    def weight_targets(self) -> dict[str, WeightShard]:
+        """The weights to load, by their names in a Hugging Face checkpoint."""
+        targets = self.embed_tokens.weight_targets("model.embed_tokens.")
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             targets |= layer.weight_targets(f"model.layers.{index}.")
+        targets["model.norm.weight"] = WeightShard.whole(self.norm.weight)
         if self.lm_head is not None:
-            targets |= self.lm_head.weight_targets()
+            targets |= self.lm_head.weight_targets("lm_head.")
         return targets
 
     def is_ignorable(self, name: str) -> bool:
@@ -195,5 +285,5 @@ class CausalLM(nn.Module):
         return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
     def num_bytes(self) -> int:
-        """What weights and tables take."""
-        return self._num_bytes
+        """What weights and tables of this rank take."""
+        return sum(weight.nbytes for weight in self.parameters()) + self.rotary.table.nbytes

@@ -1,20 +1,27 @@
 """Which code runs which architecture."""
 
+import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.errors import InvalidValueError
+from infinilm.layers.linear import check_heads
 from infinilm.models.architectures import ARCHITECTURES, Architecture
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import LlamaConfig
 from infinilm.models.decoder import CausalLM
 
 ModelBuilder = Callable[..., InfinilmModel]
-"""Called as `builder(config, max_len=…, dtype=…, device=…)`; gives a model with empty weights."""
+"""Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
+group's rank has, with empty weights."""
 
 _BUILDERS: dict[str, ModelBuilder] = dict.fromkeys(ARCHITECTURES, CausalLM)
+_BUILT_IN = frozenset(ARCHITECTURES)
+"""What every process knows by itself."""
 
 
 def register_model(
@@ -38,8 +45,47 @@ def register_model(
 
 
 def create_model(
-    config: LlamaConfig, *, max_len: int | None = None, dtype: torch.dtype, device: torch.device | str
+    config: LlamaConfig,
+    *,
+    max_len: int | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    group: CommunicationGroup = SINGLE,
 ) -> InfinilmModel:
     """Build the model that a configuration describes, with empty weights, for texts of up to `max_len` tokens."""
     config.validate()
-    return _BUILDERS[config.model_type](config, max_len=max_len, dtype=dtype, device=device)
+    check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
+    return _BUILDERS[config.model_type](config, max_len=max_len, dtype=dtype, device=device, group=group)
+
+
+def describe_registration(model_type: str) -> dict[str, Any] | None:
+    """How another process can register an architecture that was registered in this one; None for a built-in one."""
+    if model_type in _BUILT_IN:
+        return None
+    builder = _BUILDERS[model_type]
+    module, name = getattr(builder, "__module__", ""), getattr(builder, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not builder:
+        raise InvalidValueError(
+            f"the builder of model_type={model_type!r}, {module}.{name}, can't be imported by other processes, as "
+            "tensor parallelism needs; define it at the top level of a module"
+        )
+    architecture = ARCHITECTURES[model_type]
+    return {
+        "model_type": model_type,
+        "class_name": architecture.class_name,
+        "defaults": dict(architecture.defaults),
+        "module": module,
+        "builder": name,
+    }
+
+
+def register_described(registration: Mapping[str, Any]) -> None:
+    """Register what `describe_registration` describes, unless importing its module has done so already."""
+    module = import_module(registration["module"])
+    if registration["model_type"] not in ARCHITECTURES:
+        register_model(
+            registration["model_type"],
+            registration["class_name"],
+            defaults=registration["defaults"],
+            builder=getattr(module, registration["builder"]),
+        )

@@ -15,9 +15,23 @@ tie with the last one kept stay too, so the order of equal tokens never matters.
 
 Rows do not influence each other. Where a faster way serves only some rows, each row's own values decide; sums
 that decide something are sums of integers, which come out the same in any order and grouping.
+
+`InferEngine.Input` brings its own uniform number and asks for InfiniCore's rule instead, so that results match
+InfiniLM's: `check_uniform`, then `draw_uniform` (`uniform`). It draws straight from the raw logits by temperature,
+`top_k` and `top_p`; there, equal logits do have an order, that of their indices.
 """
 
 from infinilm.sampling.logprobs import Logprobs, logprobs_of
 from infinilm.sampling.sampler import SampledToken, Sampler, Samples
+from infinilm.sampling.uniform import UniformValues, check_uniform, draw_uniform
 
-__all__ = ["Logprobs", "SampledToken", "Sampler", "Samples", "logprobs_of"]
+__all__ = [
+    "Logprobs",
+    "SampledToken",
+    "Sampler",
+    "Samples",
+    "UniformValues",
+    "check_uniform",
+    "draw_uniform",
+    "logprobs_of",
+]

@@ -382,7 +382,7 @@ def test_configs_and_presets_build_engines(tiny_dir) -> None:
 
 def test_bfloat16(tiny_dir) -> None:
     with LLM(tiny_dir, num_kvcache_blocks=8, dtype="bfloat16") as llm:
-        assert llm.runner.cache.layer(0).dtype == torch.bfloat16
+        assert llm.workers.worker.cache.layer(0).dtype == torch.bfloat16
         assert len(llm.generate("to", GREEDY, use_tqdm=False)[0].token_ids) == 12
 
 
@@ -390,7 +390,7 @@ def test_exit_ends_requests_frees_memory_and_can_be_repeated(tiny_dir) -> None:
     llm = LLM(tiny_dir, num_kvcache_blocks=8)
     llm.add_request("to", GREEDY)
     llm.step()
-    cache = llm.runner.cache
+    cache = llm.workers.worker.cache
     llm.exit()
     llm.exit()
     assert len(gc.get_referrers(cache)) <= 1, "the engine must let go of its cache"

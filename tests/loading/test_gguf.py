@@ -65,12 +65,23 @@ def test_metadata_and_tensors_equal_the_reference_reader(sample: Path) -> None:
 
 def test_bytes_are_those_of_the_file(sample: Path) -> None:
     file = GGUFFile(sample)
-    tensor = file.tensors["output.weight"]
-    assert file.read_bytes(tensor, 34, 68).tolist() == list(range(34, 68))
+    quantised, plain = file.tensors["output.weight"], file.tensors["token_embd.weight"]
+    assert file.read_blocks(quantised, (1, 0), (1, 1)).tolist() == [[list(range(34, 68))]]
     # Pages were given back; reading again must bring them back too.
-    assert file.read_bytes(tensor, 0, 102).tolist() == list(range(102))
-    with pytest.raises(CheckpointError, match="bytes 0:103"):
-        file.read_bytes(tensor, 0, 103)
+    assert file.read_blocks(quantised, (0, 0), (3, 1)).ravel().tolist() == list(range(102))
+    columns = file.read_blocks(plain, (2, 1), (2, 3))
+    assert columns.shape == (2, 3, 4)
+    assert columns.view("<f4").squeeze(-1).tolist() == [[13, 14, 15], [19, 20, 21]]
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts"), [((0, 0), (4, 1)), ((0, 1), (1, 1)), ((-1, 0), (1, 1)), ((0, 0), (1, 0))]
+)
+def test_blocks_that_are_not_there(starts: tuple[int, int], counts: tuple[int, int], sample: Path) -> None:
+    file = GGUFFile(sample)
+    with pytest.raises(CheckpointError, match=r"blocks from .* of 'output.weight', which has \[3, 1\]"):
+        file.read_blocks(file.tensors["output.weight"], starts, counts)
     file.close()
 
 

@@ -11,6 +11,7 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
 
+from infinilm.distributed.shard import WeightShard
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
@@ -24,13 +25,17 @@ def make_checkpoint(path: Path, tensors: dict[str, torch.Tensor]) -> Safetensors
     return SafetensorsCheckpoint(path)
 
 
+def whole(targets: dict[str, torch.Tensor]) -> dict[str, WeightShard]:
+    return {name: WeightShard.whole(target) for name, target in targets.items()}
+
+
 def test_parameters_and_views_are_filled_in_place(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stored = {"q": torch.randn(4, 3), "k": torch.randn(2, 3), "norm": torch.randn(3)}
     checkpoint = make_checkpoint(tmp_path, stored)
     fused = torch.nn.Parameter(torch.zeros(6, 3, dtype=torch.bfloat16))
     norm = torch.nn.Parameter(torch.zeros(3))
-    load_weights({"q": fused[:4], "k": fused[4:], "norm": norm}, checkpoint, show_progress=False)
+    load_weights(whole({"q": fused[:4], "k": fused[4:], "norm": norm}), checkpoint, show_progress=False)
     assert torch.equal(fused.data, torch.cat((stored["q"], stored["k"])).bfloat16())
     assert torch.equal(norm.data, stored["norm"])
     assert fused.requires_grad
@@ -46,7 +51,7 @@ def test_one_error_lists_everything_and_nothing_is_written(tmp_path: Path) -> No
     good = torch.zeros(2)
     targets = {"good": good, "bad": torch.zeros(3, 2), "flat": torch.zeros(6, 1), "lost": torch.zeros(5, 7)}
     with pytest.raises(CheckpointError) as caught:
-        load_weights(targets, checkpoint, show_progress=False)
+        load_weights(whole(targets), checkpoint, show_progress=False)
     lines = str(caught.value).splitlines()
     assert str(tmp_path) in lines[0]
     assert lines[0].endswith("1 missing:")
@@ -68,7 +73,7 @@ def test_what_may_be_ignored(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 unexpected:\n  head \[1\]$"):
         check_shapes({"w": (2,)}, checkpoint)
     target = torch.zeros(2)
-    load_weights({"w": target}, checkpoint, is_ignorable=lambda name: name != "w", show_progress=False)
+    load_weights(whole({"w": target}), checkpoint, is_ignorable=lambda name: name != "w", show_progress=False)
     assert torch.equal(target, torch.ones(2))
 
 
@@ -76,11 +81,11 @@ def test_progress_is_shown_in_bytes_on_a_terminal_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, {"w": torch.ones(250_000)})
-    load_weights({"w": torch.zeros(250_000)}, checkpoint)
+    load_weights(whole({"w": torch.zeros(250_000)}), checkpoint)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    load_weights({"w": torch.zeros(250_000)}, checkpoint, show_progress=False)
+    load_weights(whole({"w": torch.zeros(250_000)}), checkpoint, show_progress=False)
     assert capsys.readouterr() == ("", "")
-    load_weights({"w": torch.zeros(250_000)}, checkpoint)
+    load_weights(whole({"w": torch.zeros(250_000)}), checkpoint)
     out, err = capsys.readouterr()
     assert out == ""
     assert "1.00M/1.00M" in err
@@ -89,7 +94,7 @@ def test_progress_is_shown_in_bytes_on_a_terminal_only(
 def test_an_error_while_reading_reaches_the_caller(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, {"w": torch.ones(3), "i": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(CheckpointError, match="'i' has type I64"):
-        load_weights({"w": torch.zeros(3), "i": torch.zeros(3)}, checkpoint, show_progress=False)
+        load_weights(whole({"w": torch.zeros(3), "i": torch.zeros(3)}), checkpoint, show_progress=False)
 
 
 def test_the_number_of_torch_threads_is_left_as_it_was(tmp_path: Path) -> None:
@@ -97,7 +102,7 @@ def test_the_number_of_torch_threads_is_left_as_it_was(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        load_weights({"w": torch.zeros(3)}, checkpoint, show_progress=False)
+        load_weights(whole({"w": torch.zeros(3)}), checkpoint, show_progress=False)
         seen = [torch.get_num_threads()]
         thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()
@@ -143,12 +148,12 @@ def test_peak_memory_stays_near_the_weights(name: str, tmp_path: Path) -> None:
     targets = {other: torch.zeros(shape, dtype=torch.float16) for other, shape in checkpoint.shapes().items()}
     num_bytes = sum(target.nbytes for target in targets.values())
     # The first time also pages in code and touches the targets; the second shows what reading itself takes.
-    load_weights(targets, checkpoint, show_progress=False)
+    load_weights(whole(targets), checkpoint, show_progress=False)
     checkpoint.close()
     before = resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     checkpoint = open_checkpoint(tmp_path / name)
-    load_weights(targets, checkpoint, show_progress=False)
+    load_weights(whole(targets), checkpoint, show_progress=False)
     assert resident_bytes("VmHWM") - before < num_bytes / 10
     expected = torch.arange(96 * 1024) % 1000
     assert torch.equal(targets[tensor][:, 0], expected.half())

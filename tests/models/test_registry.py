@@ -7,6 +7,7 @@ import torch
 from checkpoints import make_reference, reference_logits
 from drive import Driver
 
+from infinilm.distributed.group import SINGLE
 from infinilm.errors import CheckpointError, InvalidValueError
 from infinilm.models import CausalLM, LlamaConfig, create_model, register_model
 from infinilm.models.architectures import ARCHITECTURES
@@ -30,8 +31,8 @@ def test_a_registered_architecture_is_read_and_run(llama_clone: str) -> None:
     assert LlamaConfig.from_dict(config.to_dict()) == config
     model = create_model(config, dtype=torch.float32, device="cpu")
     assert isinstance(model, CausalLM)
-    for name, target in model.weight_targets().items():
-        target.copy_(reference.state_dict()[name])
+    for name, shard in model.weight_targets().items():
+        shard.tensor.copy_(reference.state_dict()[name])
     tokens = list(range(40))
     torch.testing.assert_close(Driver(model).run(tokens), reference_logits(reference, tokens), atol=1e-4, rtol=0)
 
@@ -43,7 +44,7 @@ def test_a_builder_of_its_own_is_called(llama_clone: str) -> None:
     register_model(llama_clone, "CloneForCausalLM", builder=lambda config, **options: calls.append((config, options)))
     config = LlamaConfig(model_type=llama_clone)
     create_model(config, max_len=7, dtype=torch.bfloat16, device="meta")
-    assert calls == [(config, {"max_len": 7, "dtype": torch.bfloat16, "device": "meta"})]
+    assert calls == [(config, {"max_len": 7, "dtype": torch.bfloat16, "device": "meta", "group": SINGLE})]
 
 
 def test_a_name_is_taken_once(llama_clone: str) -> None:

@@ -1,0 +1,18 @@
+"""Looking into a running model: hooks on its activations, and tools for the tensors they see."""
+
+from infinilm.debug.hooks import ALIASES, POINTS, Callback, HookRegistry, RequestRows, is_wanted, names_of
+from infinilm.debug.tensors import TensorComparison, TensorStats, compare_tensors, tensor_stats
+
+__all__ = [
+    "ALIASES",
+    "POINTS",
+    "Callback",
+    "HookRegistry",
+    "RequestRows",
+    "TensorComparison",
+    "TensorStats",
+    "compare_tensors",
+    "is_wanted",
+    "names_of",
+    "tensor_stats",
+]

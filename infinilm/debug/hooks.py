@@ -1,0 +1,169 @@
+"""Hooks: functions of the caller's that see a model's activations, and may replace them."""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from infinilm.errors import InvalidTypeError, InvalidValueError
+
+Callback = Callable[[str, Tensor, int], Tensor | None]
+"""Called with the point's name, its tensor and the layer's index, −1 outside layers. Returns a tensor of the same shape
+to put in its place, or None."""
+
+POINTS = {
+    "embed_tokens": "[T, hidden]",
+    "layer{i}_input_layernorm": "[T, hidden]",
+    "layer{i}_attention_q_after_proj": "[T, heads * head_dim]",
+    "layer{i}_attention_k_after_proj": "[T, kv_heads * head_dim]",
+    "layer{i}_attention_v_after_proj": "[T, kv_heads * head_dim]",
+    "layer{i}_attention_q_after_rope": "[T, heads, head_dim]",
+    "layer{i}_attention_k_after_rope": "[T, kv_heads, head_dim]",
+    "layer{i}_attention_output": "[T, hidden], after o_proj, before the residual is added",
+    "layer{i}_after_attention_residual": "[T, hidden]",
+    "layer{i}_post_attention_layernorm": "[T, hidden]",
+    "layer{i}_mlp_gate_proj": "[T, intermediate]",
+    "layer{i}_mlp_up_proj": "[T, intermediate]",
+    "layer{i}_mlp_intermediate": "[T, intermediate]",
+    "layer{i}_mlp_output": "[T, hidden], before the residual is added",
+    "layer{i}_output": "[T, hidden]",
+    "final_norm": "[T, hidden]",
+    "logits": "[n, vocab] float32, a row per request that draws, or per token if all logits were asked for",
+}
+"""Every point of a forward pass and the shape of its tensor, in the order of the pass. `{i}` is the layer's index; T
+counts the step's tokens, requests laid end to end (`HookRegistry.requests` says which are whose)."""
+
+ALIASES = {f"layer{{i}}_attention_{x}_after_proj": f"layer{{i}}_{x}_proj" for x in "qkv"}
+"""Second names of some points."""
+
+
+def names_of(point: str) -> tuple[str, ...]:
+    """The name of a point and, after it, its alias if it has one: `layer3_output` and the like."""
+    index = re.search("[0-9]+", point)
+    if index is None:
+        return (point,)
+    alias = ALIASES.get(point.replace(index[0], "{i}"))
+    return (point,) if alias is None else (point, alias.replace("{i}", index[0]))
+
+
+def is_wanted(patterns: Iterable[str], point: str) -> bool:
+    """Whether any of the names or patterns matches the point, under any of its names."""
+    return any(_match(pattern, point) is not None for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """Where one request is found in the tensors of a step."""
+
+    request_id: str
+    answer: int
+    """Which of the request's answers, 0 unless n > 1."""
+    rows: slice
+    """Its rows in every [T, …] tensor."""
+    start: int
+    """The position of its first token in this step."""
+    logits_row: int | None
+    """Its row in `logits`; None if it draws nothing in this step."""
+
+
+class HookRegistry:
+    """Hooks by the points they want, for `set_hook_registry`.
+
+    A callback gets a tensor that it may keep. To change an activation it returns a tensor; writing into the one it was
+    given changes nothing. What it registers or removes counts from the next point on.
+    """
+
+    def __init__(self) -> None:
+        self.requests: tuple[RequestRows, ...] = ()
+        """Who is in the step that is running: `for r in registry.requests: tensor[r.rows]`. Set by the engine."""
+        # Replaced, never changed: who walks through it is not disturbed.
+        self._hooks: tuple[tuple[str, Callback], ...] = ()
+
+    def register_hook(self, name_or_pattern: str, callback: Callback) -> None:
+        """Call `callback` at the point of that name, or at all that the pattern matches: `*` is any run of characters.
+
+        Hooks of one point are called in the order in which they were registered.
+        """
+        if not isinstance(name_or_pattern, str):
+            raise InvalidTypeError(f"the hook's name {name_or_pattern!r} must be a string")
+        if not callable(callback):
+            raise InvalidTypeError(
+                f"the hook for {name_or_pattern!r} is {type(callback).__name__}; "
+                "it must be a function of (name, tensor, layer_idx)"
+            )
+        if not _can_match(name_or_pattern):
+            raise InvalidValueError(
+                f"no point can match {name_or_pattern!r}; "
+                f"use * or these names, with the layer's index for {{i}}: {', '.join([*POINTS, *ALIASES.values()])}"
+            )
+        self._hooks = (*self._hooks, (name_or_pattern, callback))
+
+    def remove(self, name: str) -> None:
+        """Remove all hooks that were registered under this name or pattern."""
+        if name not in self.patterns():
+            registered = ", ".join(map(repr, self.patterns())) or "none"
+            raise InvalidValueError(f"no hook is registered as {name!r}; those registered: {registered}")
+        self._hooks = tuple(hook for hook in self._hooks if hook[0] != name)
+
+    def clear(self) -> None:
+        """Remove all hooks."""
+        self._hooks = ()
+
+    def has_hooks(self) -> bool:
+        """Whether any hook is registered."""
+        return bool(self._hooks)
+
+    def patterns(self) -> tuple[str, ...]:
+        """The names and patterns that hooks are registered under, in order, each once."""
+        return tuple(dict.fromkeys(pattern for pattern, _ in self._hooks))
+
+    def fire(self, point: str, tensor: Tensor, layer_idx: int) -> Tensor | None:
+        """Call every hook that wants the point, each with what the one before left; None if nothing was replaced.
+
+        A hook that only knows the point by its alias is called with the alias. What a callback raises comes out.
+        """
+        replacement = None
+        for pattern, callback in self._hooks:
+            name = _match(pattern, point)
+            if name is None:
+                continue
+            result = callback(name, tensor if replacement is None else replacement, layer_idx)
+            if result is not None:
+                replacement = _checked(result, tensor, name)
+        return replacement
+
+
+def _checked(result: object, tensor: Tensor, name: str) -> Tensor:
+    """A hook's result, fit to stand in for `tensor`."""
+    remedy = "return None to leave the activation as it is, or a tensor of its shape to replace it"
+    if not isinstance(result, Tensor):
+        raise InvalidTypeError(f"the hook at {name} returned {type(result).__name__}; {remedy}")
+    if result.shape != tensor.shape:
+        raise InvalidValueError(
+            f"the hook at {name} returned shape {list(result.shape)} for {list(tensor.shape)}; {remedy}"
+        )
+    return result.detach().to(tensor)
+
+
+def _match(pattern: str, point: str) -> str | None:
+    """The first of the point's names that the pattern matches."""
+    expression = ".*".join(re.escape(part) for part in re.split(r"\*+", pattern))
+    return next((name for name in names_of(point) if re.fullmatch(expression, name)), None)
+
+
+def _can_match(pattern: str) -> bool:
+    """Whether the pattern matches a point of some layer.
+
+    Names have no digits but their layer's index, so all of a pattern's digits belong to it. They are the index
+    to try: whatever a `*` adds to an index can be left out, but that no index begins with 0 and goes on.
+    """
+    digits = "".join(re.findall("[0-9]", pattern))
+    index = digits if re.fullmatch("0|[1-9][0-9]*", digits) else f"1{digits}"
+    return any(is_wanted([pattern], point.replace("{i}", index)) for point in POINTS)
+
+
+def check_registry(registry: object) -> None:
+    """Refuse anything but a `HookRegistry` or None."""
+    if registry is not None and not isinstance(registry, HookRegistry):
+        raise InvalidTypeError(f"registry={registry!r} must be a HookRegistry, or None for no hooks")

@@ -1,0 +1,69 @@
+"""Where a forward pass lets hooks see its activations, on one rank or many."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infinilm.debug.hooks import HookRegistry, is_wanted
+from infinilm.distributed.group import CommunicationGroup
+
+
+class Taps:
+    """Shows activations to a registry's hooks and puts what they return in their place.
+
+    Every rank has the same `patterns`, so all of them stop at the same points; rank 0 alone has the `registry`.
+    """
+
+    def __init__(self, patterns: Sequence[str], registry: HookRegistry | None, group: CommunicationGroup) -> None:
+        self._patterns = patterns
+        self._registry = registry
+        self._group = group
+
+    def see(
+        self, point: str, tensor: Tensor, layer: int = -1, *, shared_dim: int | None = None, num_copies: int = 1
+    ) -> None:
+        """Show `tensor`; a replacement is written into it.
+
+        If ranks hold pieces of the whole next to each other along `shared_dim`, hooks see the whole;
+        `num_copies` ranks in a row hold the same piece.
+        """
+        name = point if layer < 0 else f"layer{layer}_{point}"
+        if not is_wanted(self._patterns, name):
+            return
+        if self._group.size == 1:
+            replacement = self._fire(name, tensor, layer)
+        else:
+            whole = tensor if shared_dim is None else self._whole(tensor, shared_dim, num_copies)
+            replacement = self._fire(name, whole, layer)
+            replacement = self._tell(replacement, tensor, shared_dim, num_copies)
+        if replacement is not None:
+            tensor.copy_(replacement)
+
+    def _fire(self, name: str, tensor: Tensor, layer: int) -> Tensor | None:
+        if self._registry is None:
+            return None
+        # Hooks keep what they see, and it must stay what it was: a copy, and not bound to inference mode.
+        with torch.inference_mode(False):
+            return self._registry.fire(name, tensor.clone(), layer)
+
+    def _whole(self, piece: Tensor, dim: int, num_copies: int) -> Tensor:
+        """All pieces side by side, on rank 0."""
+        gathered = self._group.gather(piece, dim)
+        if num_copies == 1 or self._group.rank > 0:
+            return gathered
+        return torch.cat(gathered.chunk(self._group.size, dim)[::num_copies], dim)
+
+    def _tell(self, replacement: Tensor | None, piece: Tensor, dim: int | None, num_copies: int) -> Tensor | None:
+        """Let every rank know of rank 0's `replacement`: each gets its own piece of it, or None."""
+        flag = torch.tensor([replacement is not None], dtype=torch.int32, device=piece.device)
+        if not self._group.broadcast(flag).item():
+            return None
+        num_pieces = 1 if dim is None else self._group.size // num_copies
+        if replacement is None:
+            shape = list(piece.shape)
+            if dim is not None:
+                shape[dim] *= num_pieces
+            replacement = piece.new_empty(shape)
+        whole = self._group.broadcast(replacement.contiguous())
+        return whole if dim is None else whole.chunk(num_pieces, dim)[self._group.rank // num_copies]

@@ -1,0 +1,64 @@
+"""Which piece of a weight a rank holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from infinilm.errors import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`length` of `full` rows or columns, from `start` on."""
+
+    start: int
+    length: int
+    full: int
+
+    @classmethod
+    def whole(cls, full: int) -> "Piece":
+        """All of them."""
+        return cls(0, full, full)
+
+    @classmethod
+    def share(cls, name: str, full: int, rank: int, size: int) -> "Piece":
+        """The share of one of `size` ranks; `name` says what is shared out, which must come out even."""
+        if full % size:
+            raise InvalidValueError(
+                f"{name}={full} can't be shared out evenly over {size} ranks; "
+                "use a tensor parallel size that divides it"
+            )
+        length = full // size
+        return cls(rank * length, length, full)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShard:
+    """A rank's piece of a weight: the model's own memory, and where the piece lies in the whole tensor."""
+
+    tensor: Tensor
+    """A view of the model's memory in the shape of the checkpoint; filling it fills the model."""
+    full_shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    """Where the piece begins in each dimension of the whole."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "WeightShard":
+        """A weight that every rank holds whole."""
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @classmethod
+    def of(cls, tensor: Tensor, *pieces: Piece) -> "WeightShard":
+        """A weight of which `tensor` holds one piece in each dimension."""
+        return cls(tensor, tuple(piece.full for piece in pieces), tuple(piece.start for piece in pieces))
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This piece of the `full` tensor, a view of it."""
+        for dim, (start, length) in enumerate(zip(self.starts, self.tensor.shape, strict=True)):
+            full = full.narrow(dim, start, length)
+        return full
+
+
+Weights = Mapping[str, WeightShard]
+"""A model's weights by their names in a Hugging Face checkpoint."""

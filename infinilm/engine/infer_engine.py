@@ -1,0 +1,319 @@
+"""The low-level engine: one forward pass at a time, with the caller in charge of requests, cache and sampling."""
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
+from infinilm.config import DeviceType
+from infinilm.debug import HookRegistry, RequestRows
+from infinilm.debug.hooks import check_registry
+from infinilm.distributed.config import DistConfig
+from infinilm.distributed.shard import Weights
+from infinilm.engine.infer_input import Input as InferInput
+from infinilm.engine.infer_input import Output as InferOutput
+from infinilm.engine.loader import select_devices, start_workers
+from infinilm.engine.lowering import LoweredInput, lower
+from infinilm.engine.memory import free_memory_bytes
+from infinilm.engine.rank_worker import CacheShape, StepInput
+from infinilm.errors import InvalidTypeError, InvalidValueError, PromptTooLongError
+from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
+from infinilm.layers.linear import kv_heads_per_rank
+from infinilm.loading.checkpoint import open_checkpoint
+from infinilm.loading.sources import resolve
+from infinilm.loading.tokenizer import Tokenizer
+from infinilm.models import LlamaConfig
+from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids, outline_model
+from infinilm.sampling import check_uniform, draw_uniform
+
+MEMORY_SHARE = 0.9
+"""How much of the free memory a cache may take."""
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class InferEngine(GenerationMixin):
+    """Runs a model, on one rank or many, as its caller says.
+
+    `config` is a model's configuration, whose weights are then random until `load_param` brings others, or the path
+    of a checkpoint. `cache_config` None: no cache; each forward pass attends to its own input alone.
+
+    One thread at a time may call it. After an error, whatever it was, the next call finds the engine as before.
+    """
+
+    Input: TypeAlias = InferInput
+    Output: TypeAlias = InferOutput
+
+    config: LlamaConfig
+
+    def __init__(
+        self,
+        config: LlamaConfig | str | Path,
+        distributed_config: DistConfig | None = None,
+        device_type: str | torch.device | DeviceType | None = None,
+        cache_config: CacheConfig | None = None,
+    ) -> None:
+        self._dist_config = _check_dist_config(distributed_config)
+        devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config)
+        source: Path | int = 0
+        self.tokenizer: Tokenizer | None = None
+        self._end_ids: tuple[int, ...] | None = None
+        if isinstance(config, LlamaConfig):
+            self.config = config
+            dtype = choose_dtype(config.dtype, config, devices[0])
+        elif isinstance(config, (str, Path)):
+            source = resolve(config)
+            checkpoint = open_checkpoint(source)
+            try:
+                self.config = LlamaConfig.from_dict(checkpoint.config)
+                self.tokenizer = checkpoint.tokenizer()
+                self._end_ids = find_eos_token_ids(checkpoint, self.config, self.tokenizer)
+                dtype = choose_dtype(None, self.config, devices[0])
+                check_fits(checkpoint, self.config, dtype, len(devices))
+            finally:
+                checkpoint.close()
+        else:
+            raise InvalidTypeError(f"config={config!r} must be a LlamaConfig or the path of a checkpoint")
+        outlines = [outline_model(self.config, dtype, len(devices), rank) for rank in range(len(devices))]
+        self._outlines: list[Weights] = [outline.weight_targets() for outline in outlines]
+        self._is_ignorable = outlines[0].is_ignorable
+        self.max_len = self.config.max_context_len()
+        self._registry: HookRegistry | None = None
+        self._cache_config: CacheConfig | None = None
+        self._layout: CacheLayout | None = None
+        self._workers = start_workers(devices, dtype)
+        try:
+            self._workers.load_model(self.config, self.max_len, source)
+            if cache_config is not None:
+                self.reset_cache(cache_config)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- weights ----------------------------------------------------------------------------------------
+
+    def load_param(self, name: str, tensor: Tensor | npt.NDArray[Any]) -> None:
+        """Put a whole weight, by its name in a Hugging Face checkpoint, into the model; every rank takes its piece."""
+        self._load(name, self._check_weight(name, tensor))
+
+    def load_params(self, params: Mapping[str, Tensor | npt.NDArray[Any]], strict: bool = True) -> None:
+        """Put weights into the model; `strict`: every one it has. If one of them is wrong, nothing is loaded."""
+        if strict and (missing := [name for name in self._outlines[0] if name not in params]):
+            raise InvalidValueError(
+                f"{len(missing)} weights are missing: {', '.join(missing[:20])}{', …' if len(missing) > 20 else ''}; "
+                "give them all, or use strict=False"
+            )
+        checked = {
+            name: self._check_weight(name, tensor)
+            for name, tensor in params.items()
+            if name in self._outlines[0] or not self._is_ignorable(name)
+        }
+        for name, tensor in checked.items():
+            self._load(name, tensor)
+
+    def _load(self, name: str, tensor: Tensor) -> None:
+        self._workers.load_pieces([{name: weights[name].cut(tensor)} for weights in self._outlines])
+
+    def _check_weight(self, name: str, tensor: Tensor | npt.NDArray[Any]) -> Tensor:
+        shard = self._outlines[0].get(name)
+        if shard is None:
+            raise InvalidValueError(
+                f"the model has no weight {name!r}; state_dict_keyname() lists the {len(self._outlines[0])} it has"
+            )
+        if isinstance(tensor, np.ndarray):
+            tensor = torch.from_numpy(tensor)
+        if not isinstance(tensor, Tensor):
+            raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; give a torch tensor or a NumPy array")
+        if tensor.dtype not in WEIGHT_DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
+            raise InvalidTypeError(f"{name} has type {tensor.dtype}; weights are one of {names}")
+        if tuple(tensor.shape) != shard.full_shape:
+            raise InvalidValueError(f"{name} has shape {list(tensor.shape)}; the model's is {list(shard.full_shape)}")
+        return tensor
+
+    def state_dict(self) -> list[dict[str, Tensor]]:
+        """Copies of every rank's weights, on the host. Where a rank holds a piece, it has fewer rows (q, k, v, gate,
+        up, embedding and head) or columns (o and down) than the whole."""
+        return self._workers.state_dict()
+
+    def state_dict_keyname(self) -> list[str]:
+        """The names of all weights."""
+        return list(self._outlines[0])
+
+    # --- running ----------------------------------------------------------------------------------------
+
+    def forward(self, given: InferInput | None = None, /, **fields: Any) -> InferOutput:
+        """Compute an `Input`, or one made of its fields given as keywords, and draw each request's next token."""
+        if given is None:
+            given = InferInput(**fields)
+        elif fields or not isinstance(given, InferInput):
+            raise InvalidTypeError("forward takes one InferEngine.Input, or its fields as keywords")
+        lowered = lower(given, self._layout, vocab_size=self.config.vocab_size, max_len=self.max_len)
+        values = check_uniform(lowered.num_requests, given.temperature, given.top_k, given.top_p, given.random_val)
+        ends = np.cumsum(lowered.batch.query_lens)
+        rows = np.arange(ends[-1]) if given.return_logits else ends - 1
+        patterns = self._registry.patterns() if self._registry is not None else ()
+        if self._registry is not None:
+            self._registry.requests = _rows_of(lowered, all_logits=given.return_logits)
+        found: list[Tensor] = []
+        hidden = self._workers.run(
+            StepInput(lowered.batch, (rows,), hook_patterns=patterns),
+            lambda _, logits: found.append(logits),
+            shape=self._shape_of(lowered.layout),
+            registry=self._registry,
+        )
+        (logits,) = found
+        samples = draw_uniform(logits[torch.from_numpy(ends - 1)] if given.return_logits else logits, **values)
+        if error := next((sample.error for sample in samples.to_host() if sample.error), None):
+            raise error
+        return InferOutput(
+            samples.token_ids.cpu(),
+            logits=lowered.restore(logits) if given.return_logits else None,
+            hidden_states=lowered.restore(hidden) if given.return_hidden_states else None,
+        )
+
+    __call__ = forward
+
+    def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:
+        limit = self.max_len
+        if self._layout is not None:
+            if self._layout.max_batch_size is not None and batch_size > self._layout.max_batch_size:
+                raise InvalidValueError(
+                    f"input_ids has {batch_size} rows, but the cache has max_batch_size={self._layout.max_batch_size}; "
+                    "give fewer, or a larger cache with reset_cache"
+                )
+            blocks_each = self._layout.tables(batch_size).shape[1]
+            limit = min(limit, self._layout.max_cache_len or limit, blocks_each * self._layout.block_size)
+        if max_len - 1 > limit:
+            raise PromptTooLongError(
+                f"prompt and max_new_tokens make {max_len} tokens, of which all but the last are computed; the model "
+                f"and its cache take {limit} for each of {batch_size} rows; ask for less, or have a larger cache"
+            )
+
+        def next_tokens(step: GenerationStep) -> list[int]:
+            if self._layout is None:
+                output = self.forward(input_ids=step.text, **step.sampling)
+            else:
+                lengths = [step.num_computed] * batch_size
+                output = self.forward(input_ids=step.new_ids, cache_lengths=lengths, **step.sampling)
+            ids: list[int] = output.output_ids.tolist()
+            return ids
+
+        return next_tokens
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        return super()._eos_token_ids() if self._end_ids is None else self._end_ids
+
+    # --- cache ------------------------------------------------------------------------------------------
+
+    def reset_cache(self, cache_config: CacheConfig | None = None) -> None:
+        """Have an empty cache of this kind and size; None: `StaticKVCacheConfig()`.
+
+        Memory of the cache before is used again where it suffices. A cache that can't be had leaves the one before.
+        """
+        config = StaticKVCacheConfig() if cache_config is None else cache_config
+        if not isinstance(config, CacheConfig):
+            raise InvalidTypeError(f"cache_config={config!r} must be a CacheConfig, such as StaticKVCacheConfig()")
+        layout = layout_of(config, self._cache_limits())
+        if isinstance(config, PagedKVCacheConfig):
+            config = replace(config, num_blocks=layout.num_blocks, max_kv_memory_bytes=None)
+        elif isinstance(config, StaticKVCacheConfig):
+            assert layout.max_cache_len is not None
+            config = replace(config, max_cache_len=layout.max_cache_len)
+        self._cache_config = self._layout = None  # what is true if memory runs out now
+        self._workers.reset_cache(self._shape_of(layout))
+        self._cache_config, self._layout = config, layout
+
+    def get_cache_config(self) -> CacheConfig | None:
+        """The cache in force, with the sizes that were derived filled in; None: there is none."""
+        return copy(self._cache_config)
+
+    def _cache_limits(self) -> CacheLimits:
+        worker = self._workers.worker
+        heads = kv_heads_per_rank(self.config.num_key_value_heads, self._workers.size)
+        token_size = 2 * self.config.num_hidden_layers * heads * self.config.head_dim
+
+        def token_bytes(dtype: str | None) -> int:
+            kind: torch.dtype = getattr(torch, dtype) if dtype else worker.dtype
+            return token_size * kind.itemsize
+
+        free_bytes = free_memory_bytes(worker.device)
+        if worker.device.type == "cpu":
+            free_bytes //= self._workers.size
+        in_use = 0
+        if self._layout is not None:
+            in_use = self._layout.num_blocks * self._layout.block_size * token_bytes(self._layout.dtype)
+        return CacheLimits(self.max_len, token_bytes, int(free_bytes * MEMORY_SHARE) + in_use)
+
+    def _shape_of(self, layout: CacheLayout) -> CacheShape:
+        dtype = layout.dtype or str(self._workers.worker.dtype).removeprefix("torch.")
+        return CacheShape(layout.num_blocks, layout.block_size, dtype)
+
+    # --- the rest ---------------------------------------------------------------------------------------
+
+    def get_dist_config(self) -> DistConfig:
+        """The ranks and their devices, a copy."""
+        return DistConfig(tp_device_ids=self._dist_config.tp_device_ids)
+
+    def set_hook_registry(self, registry: HookRegistry | None) -> None:
+        """Let hooks see, and replace, activations of all passes to come; None: no more."""
+        check_registry(registry)
+        self._registry = registry
+
+    def close(self) -> None:
+        """Stop the ranks and give back the memory. Calling it again does nothing."""
+        self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<InferEngine: {self._dist_config}>"
+
+
+def _check_dist_config(distributed_config: DistConfig | None) -> DistConfig:
+    if distributed_config is None:
+        return DistConfig()
+    if not isinstance(distributed_config, DistConfig):
+        raise InvalidTypeError(f"distributed_config={distributed_config!r} must be a DistConfig")
+    return DistConfig(tp_device_ids=distributed_config.tp_device_ids)
+
+
+def _device_kind(device_type: str | torch.device | DeviceType | None, dist_config: DistConfig) -> str:
+    """`cpu`, `cuda` or `auto`. Which of several devices is the distributed configuration's to say."""
+    if device_type is None:
+        return "auto"
+    if isinstance(device_type, torch.device):
+        index = device_type.index
+        if device_type.type == "cuda" and index is not None and dist_config.tp_device_ids != [index]:
+            raise InvalidValueError(
+                f"device_type={str(device_type)!r} and {dist_config} disagree; "
+                f"use device_type='cuda' and DistConfig(tp_device_ids=[{index}])"
+            )
+        device_type = device_type.type
+    if device_type not in tuple(DeviceType):
+        raise InvalidValueError(f"device_type={device_type!r} is unknown; use one of {', '.join(DeviceType)}")
+    return str(device_type)
+
+
+def _rows_of(lowered: LoweredInput, *, all_logits: bool) -> tuple[RequestRows, ...]:
+    """For hooks: where in the pass's tensors each request is."""
+    batch = lowered.batch
+    ends = np.cumsum(batch.query_lens).tolist()
+    starts = (batch.context_lens - batch.query_lens).tolist()
+    return tuple(
+        RequestRows(str(i), 0, slice(end - int(batch.query_lens[i]), end), starts[i], end - 1 if all_logits else i)
+        for i, end in enumerate(ends)
+    )

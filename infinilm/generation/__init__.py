@@ -1,0 +1,17 @@
+"""Text generation for models and engines: `GenerationMixin.generate` and what it returns."""
+
+from infinilm.generation.arrays import infini_to_numpy
+from infinilm.generation.mixin import GenerationMixin, GenerationStep, NextTokens
+from infinilm.generation.output import GenerationOutput
+from infinilm.generation.streaming import Streamer
+from infinilm.generation.timings import GenerationTimings
+
+__all__ = [
+    "GenerationMixin",
+    "GenerationOutput",
+    "GenerationStep",
+    "GenerationTimings",
+    "NextTokens",
+    "Streamer",
+    "infini_to_numpy",
+]

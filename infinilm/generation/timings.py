@@ -1,0 +1,45 @@
+"""How long generating took."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTimings:
+    """What one call of `generate` did, and how long the model took for it.
+
+    Counts are over all rows. Times leave out what the streamer and the tokenizer take.
+    """
+
+    batch_size: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    """Without what rows that have ended are padded with."""
+    num_steps: int
+    ttft_s: float
+    """Time to first token: the prefill, with drawing the first token of each row."""
+    decode_s: float
+    """All steps after the first."""
+
+    @property
+    def mean_itl_s(self) -> float | None:
+        """Inter-token latency: the mean time of a step after the first; None if there was none."""
+        return self.decode_s / (self.num_steps - 1) if self.num_steps > 1 else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens of all rows per second of prefill."""
+        return self.num_prompt_tokens / self.ttft_s
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """New tokens of all rows, less the first of each, per second of decoding; None if there was none."""
+        return (self.num_new_tokens - self.batch_size) / self.decode_s if self.num_steps > 1 else None
+
+    def __str__(self) -> str:
+        prompt = (
+            f"prompt tokens: {self.num_prompt_tokens}, first new one after {self.ttft_s * 1e3:.1f} ms "
+            f"({self.prefill_tokens_per_s:.1f} tokens/s); new tokens: {self.num_new_tokens}"
+        )
+        if self.mean_itl_s is None:
+            return prompt
+        return f"{prompt}, {self.mean_itl_s * 1e3:.1f} ms per step ({self.decode_tokens_per_s:.1f} tokens/s)"

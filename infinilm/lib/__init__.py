@@ -1,0 +1,1 @@
+"""Where code written against InfiniLM looks for its extension module."""

@@ -1,0 +1,100 @@
+"""What follows from a checkpoint and the machine, so that nobody has to say it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinilm.cache.config import DTYPES
+from infinilm.checks import check_choice
+from infinilm.distributed.group import CommunicationGroup, RankInfo
+from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.loading.checkpoint import Checkpoint
+from infinilm.loading.sources import resolve
+from infinilm.loading.tokenizer import Tokenizer
+from infinilm.loading.weights import check_shapes
+from infinilm.models.base import InfinilmModel
+from infinilm.models.config import LlamaConfig
+from infinilm.models.registry import create_model
+
+
+class AutoConfig:
+    """Reads the configuration of any supported checkpoint."""
+
+    def __init__(self) -> None:
+        raise NotImplementedError("AutoConfig is not built; call AutoConfig.from_pretrained(path)")
+
+    @staticmethod
+    def from_pretrained(path: str | Path | None = None) -> LlamaConfig:
+        """The configuration of a directory, a .gguf file, an alias or a hub id; None: the embedded model's."""
+        return LlamaConfig.from_pretrained(resolve(path))
+
+
+def choose_device(device: str | torch.device | None = None) -> torch.device:
+    """The device asked for; with None or `auto` the GPU if there is one, else the CPU."""
+    if device is None or device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not isinstance(device, (str, torch.device)):
+        raise InvalidTypeError(f"device={device!r} must be a string or a torch.device")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidValueError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidValueError(f"device={str(device)!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if chosen.type == "cuda":
+        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        chosen = torch.device("cuda", chosen.index or 0)
+        if chosen.index >= num_devices:
+            raise InvalidValueError(
+                f"device={str(device)!r}: torch finds {num_devices} CUDA devices here; use another, or auto"
+            )
+    return chosen
+
+
+def choose_dtype(dtype: str | torch.dtype | None, config: LlamaConfig, device: torch.device) -> torch.dtype:
+    """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's."""
+    if dtype is None or dtype == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
+    else:
+        name = str(dtype).removeprefix("torch.")
+        check_choice("dtype", name, DTYPES)
+    chosen: Any = getattr(torch, name)
+    assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
+def check_fits(checkpoint: Checkpoint, config: LlamaConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """Compare the model that the config describes with the tensors there are and with the number of ranks.
+
+    Returns the bytes it will take on each rank. Only headers are read, and no memory is taken.
+    """
+    num_tensors = len(checkpoint.shapes())
+    if config.num_hidden_layers > num_tensors:
+        raise CheckpointError(
+            f"{checkpoint.path}: num_hidden_layers={config.num_hidden_layers}, but there are only "
+            f"{num_tensors} tensors; the config and the weights do not belong together"
+        )
+    outline = outline_model(config, dtype, num_ranks)
+    shapes = {name: target.full_shape for name, target in outline.weight_targets().items()}
+    check_shapes(shapes, checkpoint, is_ignorable=outline.is_ignorable)
+    return outline.num_bytes()
+
+
+def outline_model(config: LlamaConfig, dtype: torch.dtype, num_ranks: int = 1, rank: int = 0) -> InfinilmModel:
+    """A rank's share of the model without any memory: what its weights are called, and their shapes."""
+    meta = torch.device("meta")
+    group = CommunicationGroup(RankInfo(rank, num_ranks, meta))
+    return create_model(config, max_len=1, dtype=dtype, device=meta, group=group)
+
+
+def find_eos_token_ids(checkpoint: Checkpoint, config: LlamaConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends an answer: those of the generation config and the model's config, else the tokenizer's."""
+    found: dict[int, None] = {}
+    for ids in (checkpoint.generation_config.get("eos_token_id"), config.eos_token_id):
+        for token_id in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token_id, int) and 0 <= token_id < config.vocab_size:
+                found[token_id] = None
+    if not found and tokenizer is not None and tokenizer.eos_token_id is not None:
+        found[tokenizer.eos_token_id] = None
+    return tuple(found)

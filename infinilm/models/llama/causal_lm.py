@@ -1,0 +1,220 @@
+"""A model on its own, without an engine: called with tokens it gives logits, and it can generate."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Never, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from infinilm.attention import HostBatch, select_backend
+from infinilm.cache.dynamic import DynamicCache, KVShape
+from infinilm.checks import check_integer
+from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
+from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
+from infinilm.generation.arrays import IntArray, read_rows
+from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
+from infinilm.loading.sources import resolve
+from infinilm.loading.tokenizer import Tokenizer
+from infinilm.loading.weights import load_weights
+from infinilm.models.auto import check_fits, choose_device, choose_dtype, find_eos_token_ids
+from infinilm.models.config import LlamaConfig
+from infinilm.models.cpu import avoid_false_amx
+from infinilm.models.random_weights import fill_randomly
+from infinilm.models.registry import create_model
+from infinilm.sampling import draw_uniform
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LlamaOutput:
+    """What a forward pass gives."""
+
+    logits: Tensor
+    """`[batch, kept, vocab]` float32, on the model's device: for each token, what comes after it."""
+    past_key_values: DynamicCache
+    """Holds the tokens seen so far; pass it on with the tokens that follow."""
+
+
+class LlamaForCausalLM(nn.Module, GenerationMixin):
+    """Any model that the decoder serves, ready to be called: Llama, Mistral, Qwen2, Qwen3 and those registered.
+
+    `device`: None is the GPU if there is one, else the CPU. `dtype`: None is float32 on a CPU, else the checkpoint's.
+    The weights are the `checkpoint`'s, or without one random: normal with a deviation of 0.02, norms 1, biases 0.
+    """
+
+    config: LlamaConfig
+    tokenizer: Tokenizer | None
+    """The checkpoint's, if it has one; `generate` uses it unless it is given another."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, LlamaConfig):
+            raise InvalidTypeError(f"config must be a LlamaConfig, not {type(config).__name__}; read one by AutoConfig")
+        check_integer("seed", seed, low=0, high=2**63 - 1)
+        config.validate()
+        self.config = config
+        self.max_len = config.max_context_len()
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, config, self.device)
+        if self.device.type == "cpu" and self.dtype != torch.float32:
+            avoid_false_amx()
+        self.backend = select_backend("auto", self.device)
+        self._shape = KVShape(
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype, self.device
+        )
+        self.tokenizer = None if checkpoint is None else checkpoint.tokenizer()
+        self._end_ids: tuple[int, ...] | None = None
+        if checkpoint is not None:
+            self._end_ids = find_eos_token_ids(checkpoint, config, self.tokenizer)
+            check_fits(checkpoint, config, self.dtype)
+        self.model = create_model(config, max_len=self.max_len, dtype=self.dtype, device=self.device)
+        if checkpoint is None:
+            fill_randomly(self.model.weight_targets(), seed)
+        else:
+            load_weights(self.model.weight_targets(), checkpoint, is_ignorable=self.model.is_ignorable)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> Self:
+        """Load a directory, a .gguf file, an alias or a hub id; None: the embedded model."""
+        checkpoint = open_checkpoint(resolve(path))
+        try:
+            config = LlamaConfig.from_dict(checkpoint.config)
+            return cls(config, dtype=dtype, device=device, checkpoint=checkpoint)
+        finally:
+            checkpoint.close()
+
+    def forward(
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        past_key_values: DynamicCache | None = None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> LlamaOutput:
+        """Compute the tokens `input_ids` `[batch, seq]` that follow those in `past_key_values`.
+
+        `input_ids` and `position_ids` are tensors, arrays or lists. `position_ids` `[batch, seq]` or `[seq]` are for
+        the rotary embedding and count on from the cache if not given; a token sees all before it, whatever
+        their positions. `logits_to_keep`: for the last so many tokens (0: all), or for those at the indices `[n]`.
+        """
+        ids = read_rows("input_ids", input_ids, self.config.vocab_size)
+        cache = DynamicCache() if past_key_values is None else past_key_values
+        if not isinstance(cache, DynamicCache):
+            raise InvalidTypeError(f"past_key_values must be infinilm's DynamicCache, not {type(cache).__name__}")
+        num_rows, num_new = ids.shape
+        start = cache.get_seq_length()
+        self._check_length(start + num_new)
+        positions = self._read_positions(position_ids, start, ids.shape)
+        kept = _read_kept(logits_to_keep, num_new)
+        # Caches are written to by later calls as well, wherever those are made: only this mode may always do so.
+        with torch.inference_mode():
+            placement, pool = cache.place(self._shape, num_rows, num_new)
+            batch = HostBatch(
+                input_ids=ids.reshape(-1),
+                positions=positions.reshape(-1),
+                slot_mapping=placement.slot_mapping,
+                block_tables=placement.block_tables,
+                query_lens=placement.query_lens,
+                context_lens=placement.context_lens,
+            )
+            hidden = self.model(batch.to_device(self.device), pool, self.backend)
+        cache.advance(num_new)
+        chosen = hidden.view(num_rows, num_new, -1)[:, kept]
+        logits = self.model.compute_logits(chosen.flatten(0, 1))
+        return LlamaOutput(logits.view(num_rows, -1, logits.shape[-1]), cache)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self.max_len:
+            raise PromptTooLongError(
+                f"the text would have {num_tokens} tokens, prompt and answer; the model takes {self.max_len}. "
+                "Shorten the prompt or ask for fewer new tokens"
+            )
+
+    def _read_positions(self, position_ids: Any, start: int, shape: tuple[int, ...]) -> IntArray:
+        """The position of each token: `[batch, seq]`."""
+        if position_ids is None:
+            return np.tile(np.arange(start, start + shape[1]), (shape[0], 1))
+        positions = read_rows("position_ids", position_ids, self.max_len)
+        if positions.shape not in (shape, (1, shape[1])):
+            raise InvalidValueError(
+                f"position_ids has shape {list(positions.shape)}, but input_ids {list(shape)}; give one for each token"
+            )
+        return np.tile(positions, (shape[0] // len(positions), 1))
+
+    def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:  # noqa: ARG002 - any number of rows
+        self._check_length(max_len)
+        cache = DynamicCache()
+
+        def next_tokens(step: GenerationStep) -> Sequence[int]:
+            logits = self.forward(step.new_ids, past_key_values=cache, logits_to_keep=1).logits[:, 0]
+            samples = draw_uniform(logits, **step.sampling).to_host()
+            for sample in samples:
+                if sample.error is not None:
+                    raise sample.error
+            return [sample.token_id for sample in samples]
+
+        return next_tokens
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        return super()._eos_token_ids() if self._end_ids is None else self._end_ids
+
+    def _apply(self, *_: object, **__: object) -> Never:
+        raise EngineError(
+            f"the model was built on {self.device} in {self.dtype} and stays so; "
+            "build or load it with the device and dtype that you want"
+        )
+
+
+class AutoLlamaModel:
+    """Loads any supported checkpoint as a `LlamaForCausalLM`."""
+
+    def __init__(self) -> None:
+        raise NotImplementedError("AutoLlamaModel is not built; call AutoLlamaModel.from_pretrained(path)")
+
+    @staticmethod
+    def from_pretrained(
+        path: str | Path | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> LlamaForCausalLM:
+        """`LlamaForCausalLM.from_pretrained`, with a line in the log: what was loaded, where, and how long it took."""
+        start_time = perf_counter()
+        model = LlamaForCausalLM.from_pretrained(path, device=device, dtype=dtype)
+        logger.info(
+            "%s on %s in %s, loaded in %.1f s",
+            model.config.model_type,
+            model.device,
+            str(model.dtype).removeprefix("torch."),
+            perf_counter() - start_time,
+        )
+        return model
+
+
+def _read_kept(logits_to_keep: int | Tensor, num_new: int) -> slice | Tensor:
+    """Which of the new tokens to compute logits for."""
+    if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.dim() != 1:
+            raise InvalidValueError(f"logits_to_keep has shape {list(logits_to_keep.shape)}; use [n], or a number")
+        return torch.from_numpy(read_rows("logits_to_keep", logits_to_keep, num_new)[0])
+    check_integer("logits_to_keep", logits_to_keep, low=0)
+    return slice(-logits_to_keep if logits_to_keep else None, None)

@@ -1,0 +1,23 @@
+"""Weights for a model that was built from a configuration alone."""
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from infinilm.distributed.shard import Weights
+
+STD = 0.02
+"""The spread of Hugging Face's initial weights."""
+
+
+@torch.no_grad()
+def fill_randomly(weights: Weights, seed: int = 0) -> None:
+    """Norms become 1, biases 0, matrices random. A weight depends on its name and the seed, not on how the model
+    is shared out: every rank makes the whole and takes its piece."""
+    for name, shard in weights.items():
+        if name.endswith("bias"):
+            shard.tensor.zero_()
+        elif len(shard.full_shape) == 1:
+            shard.tensor.fill_(1)
+        else:
+            generator = torch.Generator().manual_seed(xxh3_64_intdigest(f"{seed}/{name}".encode()) % 2**63)
+            shard.tensor.copy_(shard.cut(torch.randn(shard.full_shape, generator=generator)).mul_(STD))
