@@ -19,7 +19,7 @@ class DeviceType(StrEnum):
 
 
 DEVICES = ("auto", *DeviceType)
-ATTENTION_BACKENDS = ("auto", "torch")
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # A laptop: few rows at a time, steps short enough that decoding goes on while a prompt is read.

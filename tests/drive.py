@@ -74,7 +74,7 @@ class Driver:
                 table.append(self.free.pop())
         tables = [self.tables[name] for name in chunks]
         batch = make_batch(list(chunks.values()), starts, tables, self.block_size, self.cache.device)
-        logits = self.model.compute_logits(self.model(batch, self.cache, self.backend))
+        logits = self.model.compute_logits(self.model(batch, self.cache, self.backend)).float()
         parts = torch.split(logits, [len(chunk) for chunk in chunks.values()])
         return dict(zip(chunks, parts, strict=True))
 

@@ -27,9 +27,11 @@ ALLOWED = {
     "generation": LEAVES | {"sampling"},
     "layers": LEAVES | {"attention", "kernels", "distributed"},
     "loading": LEAVES | {"distributed"},
-    "models": LEAVES | {"layers", "attention", "cache", "loading", "distributed", "debug", "generation", "sampling"},
+    "models": LEAVES
+    | {"layers", "attention", "kernels", "cache", "loading", "distributed", "debug", "generation", "sampling"},
     "engine": LEAVES
-    | {"config", "cache", "distributed", "attention", "sampling", "layers", "models", "loading", "debug", "generation"},
+    | {"config", "cache", "distributed", "attention", "kernels", "sampling", "layers", "models"}
+    | {"loading", "debug", "generation"},
     "lib": LEAVES | {"cache", "distributed", "debug", "models", "engine"},
     "cli": LEAVES | {"", "config", "distributed", "engine", "models", "loading", "bench"},
     "bench": LEAVES | {"", "config", "distributed", "engine", "loading"},

@@ -1,28 +1,48 @@
 """Attention over the paged KV cache."""
 
+import logging
+
 import torch
 
 from infinilm.attention.backend import AttentionBackend
 from infinilm.attention.batch import ForwardBatch, HostBatch
 from infinilm.attention.torch_backend import TorchAttention
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.support import why_no_triton
 
 __all__ = ["AttentionBackend", "ForwardBatch", "HostBatch", "TorchAttention", "select_backend"]
+
+logger = logging.getLogger(__name__)
 
 
 def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
     """Make the backend of that name, or with `auto` the best that can serve the device."""
     device = torch.device(device)
-    # Best first: auto takes the first that can serve.
-    backends: list[AttentionBackend] = [TorchAttention()]
-    names = [backend.name for backend in backends]
+    # Best first. Kernels that could run on a CPU would run in Triton's interpreter, which nobody wants by default.
+    names = ["triton", "torch"] if device.type == "cuda" else ["torch", "triton"]
     if name not in ("auto", *names):
         raise InvalidValueError(f"attention_backend={name!r} is unknown; use one of auto, {', '.join(names)}")
-    reasons = []
-    for backend in backends:
-        if name in ("auto", backend.name):
-            reason = backend.why_not(device)
-            if reason is None:
-                return backend
-            reasons.append(f"{backend.name}: {reason}")
+    reasons: list[str] = []
+    for candidate in names if name == "auto" else [name]:
+        reason = _why_not(candidate, device)
+        if reason is None:
+            passed_over = f" ({'; '.join(reasons)})" if reasons else ""
+            logger.log(
+                logging.INFO if reasons else logging.DEBUG, "attention on %s: %s%s", device, candidate, passed_over
+            )
+            return _make(candidate)
+        reasons.append(f"{candidate}: {reason}")
     raise InvalidValueError(f"attention_backend={name!r} can't serve device {device}: {'; '.join(reasons)}")
+
+
+def _why_not(name: str, device: torch.device) -> str | None:
+    """What the backend itself would say, without importing what it takes: Triton is only there where it is of use."""
+    return why_no_triton(device) if name == "triton" else None
+
+
+def _make(name: str) -> AttentionBackend:
+    if name == "triton":
+        from infinilm.attention.triton_backend import TritonAttention
+
+        return TritonAttention()
+    return TorchAttention()

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from infinilm.errors import InvalidValueError
+from infinilm.errors import EngineError, InvalidValueError
 
 
 class CacheMemory:
@@ -16,6 +16,11 @@ class CacheMemory:
         self.device = torch.device(device)
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._mapping: mmap.mmap | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """How much it is; the largest cache decided."""
+        return len(self._bytes)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """`[num_bytes]` uint8, all 0. Whoever had some before must be done with it: it is the same memory if it fits.
@@ -27,7 +32,12 @@ class CacheMemory:
         else:
             # The old memory goes before the new comes.
             self._bytes, self._mapping = self._bytes[:0].clone(), None
-            self._allocate(num_bytes)
+            try:
+                self._allocate(num_bytes)
+            except (OSError, torch.OutOfMemoryError) as error:
+                raise EngineError(
+                    f"{self.device} has no {num_bytes / 2**30:.2f} GiB for a KV cache: {error}; ask for a smaller one"
+                ) from error
         return self._bytes[:num_bytes]
 
     def _allocate(self, num_bytes: int) -> None:

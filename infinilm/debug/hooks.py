@@ -29,7 +29,7 @@ POINTS = {
     "layer{i}_mlp_output": "[T, hidden], before the residual is added",
     "layer{i}_output": "[T, hidden]",
     "final_norm": "[T, hidden]",
-    "logits": "[n, vocab] float32, a row per request that draws, or per token if all logits were asked for",
+    "logits": "[n, vocab] float32, a row per request that draws, if any, or per token if all logits were asked for",
 }
 """Every point of a forward pass and the shape of its tensor, in the order of the pass. `{i}` is the layer's index; T
 counts the step's tokens, requests laid end to end (`HookRegistry.requests` says which are whose)."""
@@ -71,12 +71,15 @@ class HookRegistry:
     """Hooks by the points they want, for `set_hook_registry`.
 
     A callback gets a tensor that it may keep. To change an activation it returns a tensor; writing into the one it was
-    given changes nothing. What it registers or removes counts from the next point on.
+    given changes nothing. It may register and remove hooks: what is removed is not called any more; a point that no
+    hook wanted when the step began is seen from the next step on.
     """
 
     def __init__(self) -> None:
         self.requests: tuple[RequestRows, ...] = ()
         """Who is in the step that is running: `for r in registry.requests: tensor[r.rows]`. Set by the engine."""
+        self.has_replaced = False
+        """Whether a hook has replaced an activation since `begin_step`."""
         # Replaced, never changed: who walks through it is not disturbed.
         self._hooks: tuple[tuple[str, Callback], ...] = ()
 
@@ -118,6 +121,11 @@ class HookRegistry:
         """The names and patterns that hooks are registered under, in order, each once."""
         return tuple(dict.fromkeys(pattern for pattern, _ in self._hooks))
 
+    def begin_step(self, requests: tuple[RequestRows, ...]) -> None:
+        """Note who is in the step that begins; for engines."""
+        self.requests = requests
+        self.has_replaced = False
+
     def fire(self, point: str, tensor: Tensor, layer_idx: int) -> Tensor | None:
         """Call every hook that wants the point, each with what the one before left; None if nothing was replaced.
 
@@ -131,6 +139,7 @@ class HookRegistry:
             result = callback(name, tensor if replacement is None else replacement, layer_idx)
             if result is not None:
                 replacement = _checked(result, tensor, name)
+                self.has_replaced = True
         return replacement
 
 

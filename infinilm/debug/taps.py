@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infinilm.debug.hooks import HookRegistry, is_wanted
-from infinilm.distributed.group import CommunicationGroup
+from infinilm.distributed.group import SINGLE, CommunicationGroup
 
 
 class Taps:
@@ -21,12 +21,12 @@ class Taps:
         self._group = group
 
     def see(
-        self, point: str, tensor: Tensor, layer: int = -1, *, shared_dim: int | None = None, num_copies: int = 1
+        self, point: str, tensor: Tensor, layer: int = -1, *, is_shared_out: bool = False, num_copies: int = 1
     ) -> None:
-        """Show `tensor`; a replacement is written into it.
+        """Show `tensor` `[T, …]`; a replacement is written into it.
 
-        If ranks hold pieces of the whole next to each other along `shared_dim`, hooks see the whole;
-        `num_copies` ranks in a row hold the same piece.
+        If it is shared out, ranks hold pieces of a whole next to each other along dimension 1, and hooks see the
+        whole; `num_copies` ranks in a row hold the same piece.
         """
         name = point if layer < 0 else f"layer{layer}_{point}"
         if not is_wanted(self._patterns, name):
@@ -34,9 +34,9 @@ class Taps:
         if self._group.size == 1:
             replacement = self._fire(name, tensor, layer)
         else:
-            whole = tensor if shared_dim is None else self._whole(tensor, shared_dim, num_copies)
-            replacement = self._fire(name, whole, layer)
-            replacement = self._tell(replacement, tensor, shared_dim, num_copies)
+            num_pieces = self._group.size // num_copies if is_shared_out else 1
+            whole = tensor if num_pieces == 1 else self._whole(tensor, num_copies)
+            replacement = self._tell(self._fire(name, whole, layer), tensor, num_pieces)
         if replacement is not None:
             tensor.copy_(replacement)
 
@@ -47,23 +47,25 @@ class Taps:
         with torch.inference_mode(False):
             return self._registry.fire(name, tensor.clone(), layer)
 
-    def _whole(self, piece: Tensor, dim: int, num_copies: int) -> Tensor:
+    def _whole(self, piece: Tensor, num_copies: int) -> Tensor:
         """All pieces side by side, on rank 0."""
-        gathered = self._group.gather(piece, dim)
+        gathered = self._group.gather(piece, dim=1)
         if num_copies == 1 or self._group.rank > 0:
             return gathered
-        return torch.cat(gathered.chunk(self._group.size, dim)[::num_copies], dim)
+        return torch.cat(gathered.chunk(self._group.size, dim=1)[::num_copies], dim=1)
 
-    def _tell(self, replacement: Tensor | None, piece: Tensor, dim: int | None, num_copies: int) -> Tensor | None:
+    def _tell(self, replacement: Tensor | None, piece: Tensor, num_pieces: int) -> Tensor | None:
         """Let every rank know of rank 0's `replacement`: each gets its own piece of it, or None."""
         flag = torch.tensor([replacement is not None], dtype=torch.int32, device=piece.device)
         if not self._group.broadcast(flag).item():
             return None
-        num_pieces = 1 if dim is None else self._group.size // num_copies
         if replacement is None:
-            shape = list(piece.shape)
-            if dim is not None:
-                shape[dim] *= num_pieces
-            replacement = piece.new_empty(shape)
+            replacement = piece.new_empty(len(piece), num_pieces * piece.shape[1], *piece.shape[2:])
         whole = self._group.broadcast(replacement.contiguous())
-        return whole if dim is None else whole.chunk(num_pieces, dim)[self._group.rank // num_copies]
+        return whole.chunk(num_pieces, dim=1)[self._group.rank * num_pieces // self._group.size]
+
+
+def show_logits(logits: Tensor, registry: HookRegistry | None) -> None:
+    """Show rank 0's logits `[n, vocab]`; a replacement is written into them."""
+    if registry is not None:
+        Taps(registry.patterns(), registry, SINGLE).see("logits", logits)

@@ -5,11 +5,10 @@ unpickled.
 """
 
 import json
-import os
-import select
 import socket
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,22 +53,33 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        header = json.loads(self._read(length))
-        tensors = {}
-        for name, dtype, shape in header["tensors"]:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            self._read_into(_bytes_of(tensors[name]))
+        try:
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            header = json.loads(self._read(length))
+            tensors = {}
+            for name, dtype, shape in header["tensors"]:
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self._read_into(_bytes_of(tensors[name]))
+        except BaseException:
+            self.hang_up()  # what is left of this message would be taken for the next
+            raise
         return Message(header["values"], tensors)
 
-    def wait(self, parent: int) -> None:
-        """Wait for a message to begin, as long as `parent` is this process's parent."""
-        while not select.select([self._socket], [], [], 1.0)[0]:
-            if os.getppid() != parent:
-                raise ChannelClosedError
+    def wait(self) -> None:
+        """Wait for a message to begin. Unlike `receive` it can be interrupted."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            raise ChannelClosedError from error
+
+    def hang_up(self) -> None:
+        """Say that nothing more will be sent or received, in both processes and all threads."""
+        with suppress(OSError):  # it says so already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up for good."""
+        self.hang_up()
         self._socket.close()
 
     def _read(self, num_bytes: int) -> bytes:

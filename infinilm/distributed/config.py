@@ -29,8 +29,8 @@ class DistConfig:
 
     @property
     def tp_device_ids(self) -> list[int]:
-        """The device of each rank."""
-        return self._tp_device_ids
+        """The device of each rank, a copy: assign to it to change it."""
+        return self._tp_device_ids.copy()
 
     @tp_device_ids.setter
     def tp_device_ids(self, ids: Sequence[int]) -> None:

@@ -4,7 +4,6 @@ Groups are objects, not torch's global default group: a process may hold as many
 """
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,8 @@ Store = Any
 """One of torch's stores."""
 
 LOOPBACK = "127.0.0.1"
-JOIN_TIMEOUT = timedelta(minutes=1)
+JOIN_TIMEOUT = timedelta(seconds=3)
+"""Ranks that meet are ready to; one that takes longer is dead or on a very busy machine."""
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -58,45 +58,42 @@ class CommunicationGroup:
     """What the ranks of an engine tell each other. A group of one has nothing to tell and needs no store.
 
     Without a store a group is a description only: a rank's share of a model can be built with it, not run.
-    After an error in a collective a group is of no use any more, on any rank; `rejoin` makes it anew.
+    With one it can talk once it has met the others. After an error in a collective all have to meet again.
     """
 
     def __init__(self, info: RankInfo | None = None, store: Store | None = None) -> None:
         self.info = info or RankInfo()
         self.rank, self.size = self.info.rank, self.info.size
         self._store = store
-        self._num_joins = 0
         self._process_group: Any = None
-        if self.size > 1 and store is not None:
-            self.rejoin()
 
-    def rejoin(self) -> None:
-        """Meet the other ranks, who must be doing the same. Each meeting has a name of its own."""
+    def join(self, meeting: int) -> None:
+        """Meet the other ranks, who must be doing the same. Each meeting has a number of its own."""
         if self._store is None:
             raise EngineError(f"a group of {self.size} ranks needs a store to meet at; use make_store or join_store")
         self.leave()
-        store = dist.PrefixStore(f"join{self._num_joins}", self._store)
-        self._num_joins += 1
+        store = dist.PrefixStore(f"meeting{meeting}", self._store)
         if self.info.device.type == "cuda":
             self._process_group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
             return
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        try:
+            self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise CommunicationError(f"rank {self.rank} could not meet the others: {error}") from error
         self._process_group._set_default_timeout(TIMEOUT)
 
     def leave(self) -> None:
         """Hang up. Ranks that wait for this one in a collective get an error at once."""
         if self._process_group is not None:
             self._process_group.abort()
-        self._process_group = None
+        self._process_group = None  # which is when Gloo hangs up: nothing else may refer to it, not even a traceback
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place of each rank's own `tensor`."""
-        if self.size > 1:
-            self._run(lambda group: group.allreduce([tensor]))
-        return tensor
+        return self._in_place("allreduce", tensor)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Every rank's `tensor`, all of one shape, side by side along `dim`."""
@@ -104,7 +101,7 @@ class CommunicationGroup:
             return tensor
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._run(lambda group: group.allgather([parts], [tensor]))
+        self._run("allgather", [parts], [tensor])
         return torch.cat(parts, dim)
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -115,27 +112,34 @@ class CommunicationGroup:
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._run(lambda group: group.gather([parts] if parts else [], [tensor], options))
+        self._run("gather", [parts] if parts else [], [tensor], options)
         return torch.cat(parts, dim) if parts else tensor.new_empty(0)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """The `root` rank's tensor in place of everybody's."""
-        if self.size > 1:
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            self._run(lambda group: group.broadcast([tensor], options))
-        return tensor
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._in_place("broadcast", tensor, options)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            self._run(lambda group: group.barrier())
+            self._run("barrier")
 
-    def _run(self, start: Callable[[Any], Any]) -> None:
+    def _in_place(self, name: str, tensor: Tensor, *options: Any) -> Tensor:
+        if self.size > 1:
+            packed = tensor.contiguous()  # Gloo takes every tensor to be so, and would write over what lies between
+            self._run(name, [packed], *options)
+            if packed is not tensor:
+                tensor.copy_(packed)
+        return tensor
+
+    def _run(self, name: str, *arguments: Any) -> None:
+        """Do what a method of the process group does, and wait until it is done."""
         if self._process_group is None:
             raise CommunicationError(f"rank {self.rank} is not connected to the other {self.size - 1}")
         try:
-            start(self._process_group).wait()
+            getattr(self._process_group, name)(*arguments).wait()
         except RuntimeError as error:
             raise CommunicationError(f"rank {self.rank} lost its connection to the others: {error}") from error
 

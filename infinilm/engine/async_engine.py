@@ -1,6 +1,8 @@
 """The engine for asyncio programs: steps run in a thread of their own, answers come as async iterators."""
 
 import asyncio
+import atexit
+import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import partial
@@ -10,12 +12,15 @@ from threading import Thread
 from typing import Any, Self, TypeVar
 
 from infinilm.config import Config
+from infinilm.debug import HookRegistry
 from infinilm.engine.llm_engine import LLMEngine
 from infinilm.engine.prompts import Prompt
 from infinilm.engine.stats import EngineStats
 from infinilm.errors import EngineError
 from infinilm.outputs import RequestOutput
 from infinilm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -33,6 +38,7 @@ class AsyncLLM:
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="infinilm-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._stop)  # runs before the engine's own, which is not for a thread in the middle of a step
 
     def _run(self) -> None:
         engine = self.engine
@@ -44,7 +50,10 @@ class AsyncLLM:
                     engine.exit()
                     return
                 letter()
-            engine.step()
+            try:
+                engine.step()
+            except BaseException as error:  # its requests have been told; others have not, and this thread serves them
+                logger.error("a step was broken off: %s: %s", type(error).__name__, error)
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function in the engine's thread."""
@@ -84,6 +93,8 @@ class AsyncLLM:
             while not is_finished:
                 output = await outputs.get()
                 is_finished = output.finished
+                if output.error is not None:
+                    self.engine.workers.check_alive()
                 yield output
         finally:
             if not is_finished:
@@ -101,12 +112,20 @@ class AsyncLLM:
         """The engine's counters."""
         return await asyncio.wrap_future(self._call(self.engine.stats))
 
+    async def set_hook_registry(self, registry: HookRegistry | None) -> None:
+        """Let hooks, called in the engine's thread, see activations of all steps to come: `LLM.set_hook_registry`."""
+        await asyncio.wrap_future(self._call(partial(self.engine.set_hook_registry, registry)))
+
     async def stop(self) -> None:
         """Abort all requests, end the thread and give back the memory. Calling it again does nothing."""
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        atexit.unregister(self._stop)
         if not self._is_stopping:
             self._is_stopping = True
             self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
 
     async def __aenter__(self) -> Self:
         return self

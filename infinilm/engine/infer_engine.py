@@ -1,11 +1,14 @@
 """The low-level engine: one forward pass at a time, with the caller in charge of requests, cache and sampling."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +16,20 @@ import torch
 from torch import Tensor
 
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
+from infinilm.checks import check_flag
 from infinilm.config import DeviceType
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import check_registry
+from infinilm.debug.taps import show_logits
 from infinilm.distributed.config import DistConfig
-from infinilm.distributed.shard import Weights
 from infinilm.engine.infer_input import Input as InferInput
 from infinilm.engine.infer_input import Output as InferOutput
 from infinilm.engine.loader import select_devices, start_workers
 from infinilm.engine.lowering import LoweredInput, lower
 from infinilm.engine.memory import free_memory_bytes
+from infinilm.engine.params import ParamTable
 from infinilm.engine.rank_worker import CacheShape, StepInput
-from infinilm.errors import InvalidTypeError, InvalidValueError, PromptTooLongError
+from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.loading.checkpoint import open_checkpoint
@@ -34,18 +39,41 @@ from infinilm.models import LlamaConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids, outline_model
 from infinilm.sampling import check_uniform, draw_uniform
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MEMORY_SHARE = 0.9
 """How much of the free memory a cache may take."""
-WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _exclusive(method: Callable[Concatenate["InferEngine", P], T]) -> Callable[Concatenate["InferEngine", P], T]:
+    """Have a method refuse to run while the engine is in another call, closed or dead."""
+
+    @wraps(method)
+    def call(engine: "InferEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not engine._lock.acquire(blocking=False):
+            raise EngineError(
+                f"{method.__name__}: the engine is in the middle of another call; call it from one thread at a time, "
+                "and not from a hook or streamer"
+            )
+        try:
+            engine._workers.check_alive()
+            return method(engine, *args, **kwargs)
+        finally:
+            engine._lock.release()
+
+    return call
 
 
 class InferEngine(GenerationMixin):
     """Runs a model, on one rank or many, as its caller says.
 
     `config` is a model's configuration, whose weights are then random until `load_param` brings others, or the path
-    of a checkpoint. `cache_config` None: no cache; each forward pass attends to its own input alone.
+    of a checkpoint. A configuration is computed in its `dtype`, a checkpoint in its own on a GPU and in float32 on a
+    CPU. `cache_config` None: no cache; each forward pass attends to its own input alone.
 
-    One thread at a time may call it. After an error, whatever it was, the next call finds the engine as before.
+    `generate` uses the cache from its beginning, over whatever lies there. One thread at a time may call the engine.
+    After an error, whatever it was, the next call finds the engine as before.
     """
 
     Input: TypeAlias = InferInput
@@ -61,6 +89,8 @@ class InferEngine(GenerationMixin):
         cache_config: CacheConfig | None = None,
     ) -> None:
         self._dist_config = _check_dist_config(distributed_config)
+        if cache_config is not None:
+            _check_cache_config(cache_config)
         devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config)
         source: Path | int = 0
         self.tokenizer: Tokenizer | None = None
@@ -82,15 +112,17 @@ class InferEngine(GenerationMixin):
         else:
             raise InvalidTypeError(f"config={config!r} must be a LlamaConfig or the path of a checkpoint")
         outlines = [outline_model(self.config, dtype, len(devices), rank) for rank in range(len(devices))]
-        self._outlines: list[Weights] = [outline.weight_targets() for outline in outlines]
-        self._is_ignorable = outlines[0].is_ignorable
+        self._params = ParamTable(outlines)
+        self._weight_bytes = max(outline.num_bytes() for outline in outlines)
         self.max_len = self.config.max_context_len()
         self._registry: HookRegistry | None = None
         self._cache_config: CacheConfig | None = None
         self._layout: CacheLayout | None = None
+        self._lock = Lock()
         self._workers = start_workers(devices, dtype)
         try:
-            self._workers.load_model(self.config, self.max_len, source)
+            with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
+                self._workers.load_model(self.config, self.max_len, source)
             if cache_config is not None:
                 self.reset_cache(cache_config)
         except BaseException:
@@ -99,45 +131,26 @@ class InferEngine(GenerationMixin):
 
     # --- weights ----------------------------------------------------------------------------------------
 
+    @_exclusive
     def load_param(self, name: str, tensor: Tensor | npt.NDArray[Any]) -> None:
-        """Put a whole weight, by its name in a Hugging Face checkpoint, into the model; every rank takes its piece."""
-        self._load(name, self._check_weight(name, tensor))
+        """Put a whole weight, by its name in a Hugging Face checkpoint, into the model; every rank takes its piece.
 
+        What a checkpoint may hold though the model has no use for it, as the head of a model that ties it to the
+        embedding, is passed over.
+        """
+        self._load(self._params.check({name: tensor}, is_complete=False))
+
+    @_exclusive
     def load_params(self, params: Mapping[str, Tensor | npt.NDArray[Any]], strict: bool = True) -> None:
         """Put weights into the model; `strict`: every one it has. If one of them is wrong, nothing is loaded."""
-        if strict and (missing := [name for name in self._outlines[0] if name not in params]):
-            raise InvalidValueError(
-                f"{len(missing)} weights are missing: {', '.join(missing[:20])}{', …' if len(missing) > 20 else ''}; "
-                "give them all, or use strict=False"
-            )
-        checked = {
-            name: self._check_weight(name, tensor)
-            for name, tensor in params.items()
-            if name in self._outlines[0] or not self._is_ignorable(name)
-        }
-        for name, tensor in checked.items():
-            self._load(name, tensor)
+        check_flag("strict", strict)
+        self._load(self._params.check(params, is_complete=strict))
 
-    def _load(self, name: str, tensor: Tensor) -> None:
-        self._workers.load_pieces([{name: weights[name].cut(tensor)} for weights in self._outlines])
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            self._workers.load_pieces(self._params.cut(name, weight))
 
-    def _check_weight(self, name: str, tensor: Tensor | npt.NDArray[Any]) -> Tensor:
-        shard = self._outlines[0].get(name)
-        if shard is None:
-            raise InvalidValueError(
-                f"the model has no weight {name!r}; state_dict_keyname() lists the {len(self._outlines[0])} it has"
-            )
-        if isinstance(tensor, np.ndarray):
-            tensor = torch.from_numpy(tensor)
-        if not isinstance(tensor, Tensor):
-            raise InvalidTypeError(f"{name} is a {type(tensor).__name__}; give a torch tensor or a NumPy array")
-        if tensor.dtype not in WEIGHT_DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
-            raise InvalidTypeError(f"{name} has type {tensor.dtype}; weights are one of {names}")
-        if tuple(tensor.shape) != shard.full_shape:
-            raise InvalidValueError(f"{name} has shape {list(tensor.shape)}; the model's is {list(shard.full_shape)}")
-        return tensor
-
+    @_exclusive
     def state_dict(self) -> list[dict[str, Tensor]]:
         """Copies of every rank's weights, on the host. Where a rank holds a piece, it has fewer rows (q, k, v, gate,
         up, embedding and head) or columns (o and down) than the whole."""
@@ -145,29 +158,41 @@ class InferEngine(GenerationMixin):
 
     def state_dict_keyname(self) -> list[str]:
         """The names of all weights."""
-        return list(self._outlines[0])
+        return self._params.names()
 
     # --- running ----------------------------------------------------------------------------------------
 
+    @_exclusive
     def forward(self, given: InferInput | None = None, /, **fields: Any) -> InferOutput:
         """Compute an `Input`, or one made of its fields given as keywords, and draw each request's next token."""
         if given is None:
             given = InferInput(**fields)
         elif fields or not isinstance(given, InferInput):
             raise InvalidTypeError("forward takes one InferEngine.Input, or its fields as keywords")
+        return self._forward(given)
+
+    __call__ = forward
+    generate = _exclusive(GenerationMixin.generate)
+
+    def _forward(self, given: InferInput) -> InferOutput:
         lowered = lower(given, self._layout, vocab_size=self.config.vocab_size, max_len=self.max_len)
         values = check_uniform(lowered.num_requests, given.temperature, given.top_k, given.top_p, given.random_val)
         ends = np.cumsum(lowered.batch.query_lens)
         rows = np.arange(ends[-1]) if given.return_logits else ends - 1
-        patterns = self._registry.patterns() if self._registry is not None else ()
-        if self._registry is not None:
-            self._registry.requests = _rows_of(lowered, all_logits=given.return_logits)
+        registry = self._registry
+        if registry is not None:
+            registry.begin_step(_rows_of(lowered, all_logits=given.return_logits))
         found: list[Tensor] = []
+
+        def take(_: int, logits: Tensor) -> None:
+            show_logits(logits, registry)
+            found.append(logits)
+
         hidden = self._workers.run(
-            StepInput(lowered.batch, (rows,), hook_patterns=patterns),
-            lambda _, logits: found.append(logits),
+            StepInput(lowered.batch, (rows,), hook_patterns=registry.patterns() if registry is not None else ()),
+            take,
             shape=self._shape_of(lowered.layout),
-            registry=self._registry,
+            registry=registry,
         )
         (logits,) = found
         samples = draw_uniform(logits[torch.from_numpy(ends - 1)] if given.return_logits else logits, **values)
@@ -175,11 +200,9 @@ class InferEngine(GenerationMixin):
             raise error
         return InferOutput(
             samples.token_ids.cpu(),
-            logits=lowered.restore(logits) if given.return_logits else None,
-            hidden_states=lowered.restore(hidden) if given.return_hidden_states else None,
+            logits=_ordinary(lowered.restore(logits)) if given.return_logits else None,
+            hidden_states=_ordinary(lowered.restore(hidden)) if given.return_hidden_states else None,
         )
-
-    __call__ = forward
 
     def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:
         limit = self.max_len
@@ -199,10 +222,10 @@ class InferEngine(GenerationMixin):
 
         def next_tokens(step: GenerationStep) -> list[int]:
             if self._layout is None:
-                output = self.forward(input_ids=step.text, **step.sampling)
+                output = self._forward(InferInput(input_ids=step.text, **step.sampling))
             else:
                 lengths = [step.num_computed] * batch_size
-                output = self.forward(input_ids=step.new_ids, cache_lengths=lengths, **step.sampling)
+                output = self._forward(InferInput(input_ids=step.new_ids, cache_lengths=lengths, **step.sampling))
             ids: list[int] = output.output_ids.tolist()
             return ids
 
@@ -213,23 +236,29 @@ class InferEngine(GenerationMixin):
 
     # --- cache ------------------------------------------------------------------------------------------
 
+    @_exclusive
     def reset_cache(self, cache_config: CacheConfig | None = None) -> None:
         """Have an empty cache of this kind and size; None: `StaticKVCacheConfig()`.
 
-        Memory of the cache before is used again where it suffices. A cache that can't be had leaves the one before.
+        Memory of the cache before is used again where it suffices. A cache that is refused leaves the one before,
+        and what is in it; if memory runs out against expectation, there is none afterwards.
         """
         config = StaticKVCacheConfig() if cache_config is None else cache_config
-        if not isinstance(config, CacheConfig):
-            raise InvalidTypeError(f"cache_config={config!r} must be a CacheConfig, such as StaticKVCacheConfig()")
+        _check_cache_config(config)
         layout = layout_of(config, self._cache_limits())
         if isinstance(config, PagedKVCacheConfig):
             config = replace(config, num_blocks=layout.num_blocks, max_kv_memory_bytes=None)
         elif isinstance(config, StaticKVCacheConfig):
             assert layout.max_cache_len is not None
             config = replace(config, max_cache_len=layout.max_cache_len)
-        self._cache_config = self._layout = None  # what is true if memory runs out now
-        self._workers.reset_cache(self._shape_of(layout))
-        self._cache_config, self._layout = config, layout
+        self._cache_config = self._layout = None
+        try:
+            self._workers.reset_cache(self._shape_of(layout))
+        except BaseException:
+            with suppress(EngineError):  # of an engine that is dead, which the first error says already
+                self._workers.reset_cache(None)  # on every rank, whichever of them had no memory
+            raise
+        self._cache_config, self._layout = copy(config), layout
 
     def get_cache_config(self) -> CacheConfig | None:
         """The cache in force, with the sizes that were derived filled in; None: there is none."""
@@ -247,10 +276,12 @@ class InferEngine(GenerationMixin):
         free_bytes = free_memory_bytes(worker.device)
         if worker.device.type == "cpu":
             free_bytes //= self._workers.size
-        in_use = 0
-        if self._layout is not None:
-            in_use = self._layout.num_blocks * self._layout.block_size * token_bytes(self._layout.dtype)
-        return CacheLimits(self.max_len, token_bytes, int(free_bytes * MEMORY_SHARE) + in_use)
+        # The old cache goes before the new comes. Of its memory, a CPU counts as free what was never written to, so
+        # that the sum would be too much; there is never more than at the start, unless it is free for all to see.
+        held_bytes = worker.cache.memory.num_bytes if worker.cache is not None else 0
+        at_start = self._workers.free_bytes - self._weight_bytes
+        available = max(free_bytes, min(free_bytes + held_bytes, at_start))
+        return CacheLimits(self.max_len, token_bytes, max(int(available * MEMORY_SHARE), held_bytes))
 
     def _shape_of(self, layout: CacheLayout) -> CacheShape:
         dtype = layout.dtype or str(self._workers.worker.dtype).removeprefix("torch.")
@@ -291,21 +322,36 @@ def _check_dist_config(distributed_config: DistConfig | None) -> DistConfig:
     return DistConfig(tp_device_ids=distributed_config.tp_device_ids)
 
 
+def _check_cache_config(cache_config: object) -> None:
+    if not isinstance(cache_config, CacheConfig):
+        raise InvalidTypeError(f"cache_config={cache_config!r} must be a CacheConfig, such as StaticKVCacheConfig()")
+
+
 def _device_kind(device_type: str | torch.device | DeviceType | None, dist_config: DistConfig) -> str:
     """`cpu`, `cuda` or `auto`. Which of several devices is the distributed configuration's to say."""
     if device_type is None:
         return "auto"
-    if isinstance(device_type, torch.device):
-        index = device_type.index
-        if device_type.type == "cuda" and index is not None and dist_config.tp_device_ids != [index]:
-            raise InvalidValueError(
-                f"device_type={str(device_type)!r} and {dist_config} disagree; "
-                f"use device_type='cuda' and DistConfig(tp_device_ids=[{index}])"
-            )
-        device_type = device_type.type
-    if device_type not in tuple(DeviceType):
-        raise InvalidValueError(f"device_type={device_type!r} is unknown; use one of {', '.join(DeviceType)}")
-    return str(device_type)
+    if not isinstance(device_type, (str, torch.device)):
+        raise InvalidTypeError(f"device_type={device_type!r} must be a string, a torch.device or a DeviceType")
+    kind = device_type.type if isinstance(device_type, torch.device) else str(device_type)
+    if kind not in tuple(DeviceType):
+        raise InvalidValueError(f"device_type={str(device_type)!r} is unknown; use one of {', '.join(DeviceType)}")
+    if kind == DeviceType.CUDA and not torch.cuda.is_available():
+        raise InvalidValueError(
+            f"device_type={str(device_type)!r}: torch finds no CUDA device here; use 'cpu', or None for what there is"
+        )
+    index = device_type.index if isinstance(device_type, torch.device) else None
+    if kind == DeviceType.CUDA and index is not None and dist_config.tp_device_ids != [index]:
+        raise InvalidValueError(
+            f"device_type={str(device_type)!r} and {dist_config} disagree; "
+            f"use device_type='cuda' and DistConfig(tp_device_ids=[{index}])"
+        )
+    return kind
+
+
+def _ordinary(result: Tensor) -> Tensor:
+    """A tensor that may be written to. One made in inference mode may not, outside of it."""
+    return result.clone() if result.is_inference() else result
 
 
 def _rows_of(lowered: LoweredInput, *, all_logits: bool) -> tuple[RequestRows, ...]:

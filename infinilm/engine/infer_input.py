@@ -167,8 +167,12 @@ def as_tensor(name: str, value: TensorLike) -> Tensor:
 def _from_numpy(name: str, array: npt.NDArray[Any]) -> Tensor:
     if array.dtype.kind not in "iu":
         raise InvalidTypeError(f"{name}={short_repr(array.tolist())} holds {array.dtype}; give integers")
+    return share_array(array)
+
+
+def share_array(array: npt.NDArray[Any]) -> Tensor:
+    """An array of numbers that torch has as a tensor: the same memory, or a copy of what torch can't share."""
     steps = [stride % array.itemsize == 0 and stride >= 0 for stride in array.strides]
     if not (array.flags.writeable and array.dtype.isnative and all(steps)):
-        # What torch can't share.
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return torch.from_numpy(array)

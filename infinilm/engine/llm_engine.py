@@ -68,7 +68,9 @@ class LLMEngine:
             max_model_len=self.max_model_len,
         )
         self._stats = EngineStats()
-        self._max_in_flight = 1
+        # A GPU computes one step while the next is planned and the last one's tokens are looked at.
+        self._max_in_flight = 2 if self.runner.device.type == "cuda" else 1
+        self._is_stepping = False
         self._handles: deque[StepHandle] = deque()
         self._requests: dict[str, Request] = {}
         self._owners: dict[int, tuple[Request, int]] = {}
@@ -183,7 +185,11 @@ class LLMEngine:
 
     def _advance(self) -> None:
         """One step: schedule, submit, and commit the oldest submitted."""
+        if self._is_stepping:
+            raise EngineError("the engine is in the middle of a step; don't call it from a hook or from on_token")
+        self._is_stepping = True
         try:
+            self.workers.check_alive()
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._handles.append(self._submit(plan))
@@ -193,20 +199,27 @@ class LLMEngine:
             self._fail_in_flight(error)
             if isinstance(error, WorkerDiedError) or not isinstance(error, Exception):
                 raise
+        finally:
+            self._is_stepping = False
 
     def _submit(self, plan: StepPlan) -> StepHandle:
         now = perf_counter()
         seqs = self.scheduler.in_flight[-1].seqs
         for seq in seqs:
             self._owners[seq.arrival][0].start(now)
-        if self.runner.registry is not None:
-            self.runner.registry.requests = self._rows_of(plan, seqs)
+        registry = self.runner.registry
+        if registry is not None:
+            registry.begin_step(self._rows_of(plan, seqs))
         self._stats.num_steps += 1
         self._stats.num_decode_tokens += sum(step.draws for step in plan.steps)
         self._stats.num_prefill_tokens += sum(
             len(s.token_ids) for s in plan.steps if s.start == 0 or len(s.token_ids) > 1
         )
-        return self.runner.submit(plan)
+        handle = self.runner.submit(plan)
+        if registry is not None and registry.has_replaced:
+            for seq in seqs:
+                seq.is_patched = True
+        return handle
 
     def _rows_of(self, plan: StepPlan, seqs: Sequence[TokenSequence]) -> tuple[RequestRows, ...]:
         """For hooks: where in the step's tensors each request is."""
@@ -252,10 +265,12 @@ class LLMEngine:
         if isinstance(error, Exception):
             logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
         self._handles.clear()
-        for seq in self.scheduler.fail_in_flight():
-            request, _ = self._owners[seq.arrival]
-            request.error = request.error or f"{type(error).__name__}: {error}"
-            self._end(request)
+        for request in [self._owners[seq.arrival][0] for seq in self.scheduler.fail_in_flight()]:
+            self._end(request, error)
+        if isinstance(error, WorkerDiedError):
+            for request in list(self._requests.values()):
+                self._end(request, error)
+            self._news.clear()  # `step` will raise, and never report them
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -267,6 +282,7 @@ class LLMEngine:
         on_token: OnToken | None = None,
         request_id: str | None = None,
     ) -> Request:
+        self.workers.check_alive()
         vocab_size = self.model_config.vocab_size
         check_params(params, vocab_size)
         token_ids = encode_prompt(prompt, self.tokenizer, vocab_size)
@@ -299,10 +315,12 @@ class LLMEngine:
             self._owners[seq.arrival] = (request, index)
             self.scheduler.add(seq)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, error: BaseException | None = None) -> None:
         """End what is left of a request and tell its end with the next `step`."""
         if request.is_finished and request.request_id not in self._requests:
             return
+        if error is not None and request.error is None:
+            request.error = f"{type(error).__name__}: {error}"
         for seq in request.seqs:
             self.scheduler.finish(seq, "abort")
         self._tell(request)
@@ -327,7 +345,8 @@ class LLMEngine:
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         """Let hooks see, and replace, activations of all steps to come; None: no more.
 
-        A hook that raises ends the requests of its step. `registry.requests` tells whose rows it sees.
+        A hook that raises ends the requests of its step. `registry.requests` tells whose rows it sees. What is found
+        in the prefix cache is not computed, so no hook sees it; what hooks have changed is never found there.
         """
         self._check_open()
         check_registry(registry)
@@ -365,7 +384,6 @@ class LLMEngine:
     def _check_open(self) -> None:
         if not self._is_open:
             raise EngineError("the engine was closed by exit(); make a new one")
-        self.workers.check_alive()
 
     def __enter__(self) -> Self:
         return self

@@ -94,6 +94,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         block_size=memory.block_size,
         max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_model_len=max_model_len,
+        use_graphs=not config.enforce_eager and len(devices) == 1 and workers.worker.backend.name == "triton",
     )
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
     return LoadedModel(workers, runner, model_config, tokenizer, eos_token_ids, max_model_len, memory)

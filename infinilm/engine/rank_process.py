@@ -5,12 +5,14 @@ It takes commands until it is told to stop or the engine's process is gone.
 
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from threading import Thread
+from time import sleep
+from typing import Any
 
 import torch
 
@@ -18,7 +20,11 @@ from infinilm.distributed.channel import Channel, ChannelClosedError, Message
 from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
 from infinilm.engine.memory import free_memory_bytes
 from infinilm.engine.rank_worker import Command, RankWorker
+from infinilm.errors import EngineError
 from infinilm.models.registry import register_described
+
+WATCH_INTERVAL_S = 0.25
+"""How often to look whether another process is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +41,47 @@ class RankSettings:
     num_threads: int
 
 
-def start_worker(settings: RankSettings) -> RankWorker:
-    """Set up the device and meet the other ranks."""
-    torch.set_num_threads(settings.num_threads)
-    device = torch.device(settings.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    group = CommunicationGroup(RankInfo(settings.rank, settings.size, device), join_store(settings.port))
-    return RankWorker(group, getattr(torch, settings.dtype), settings.attention_backend)
-
-
 def serve(channel: Channel) -> None:
     """The command loop. A command that fails is answered with its error, and the loop goes on."""
-    parent = os.getppid()
-    worker: RankWorker | None = None
+    rank: _Rank | None = None
     while True:
-        channel.wait(parent)
         message = channel.receive()
         command = Command(message.values.pop("command"))
         if command is Command.STOP:
             return
         try:
             if command is Command.INIT:
-                free_bytes = free_memory_bytes(torch.device(message.values["device"]))
-                channel.send(Message({"free_bytes": free_bytes}))  # before it waits for the others
-                worker = start_worker(RankSettings(**message.values))
-                reply = Message()
+                rank = _Rank(RankSettings(**message.values))
+                reply = Message({"free_bytes": rank.free_bytes})
             else:
-                assert worker is not None
-                if registration := message.values.pop("registration", None):
-                    register_described(registration)
-                reply = worker.execute(command, message)
-        except Exception as error:
-            if worker is not None:
-                worker.group.leave()  # whoever waits for this rank must not wait any longer
+                assert rank is not None
+                reply = rank.execute(command, message)
+        except BaseException as error:
+            if rank is not None:
+                rank.worker.group.leave()  # whoever waits for this rank must not wait any longer
             reply = Message({"error": asdict(WireError.of(error))})
         channel.send(reply)
+
+
+class _Rank:
+    """A worker, and what it takes to get it going."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        torch.set_num_threads(settings.num_threads)
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.free_bytes = free_memory_bytes(device)
+        group = CommunicationGroup(RankInfo(settings.rank, settings.size, device), join_store(settings.port))
+        self.worker = RankWorker(group, getattr(torch, settings.dtype), settings.attention_backend)
+
+    def execute(self, command: Command, message: Message) -> Message:
+        if command is Command.JOIN:
+            self.worker.group.join(message.values["meeting"])
+            return Message()
+        if registration := message.values.pop("registration", None):
+            register_described(registration)
+        return self.worker.execute(command, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,44 +90,65 @@ class WireError:
 
     module: str
     name: str
+    arguments: list[Any]
+    """Those it was made with, if they can be sent."""
     message: str
     trace: str
 
     @classmethod
-    def of(cls, error: Exception) -> "WireError":
+    def of(cls, error: BaseException) -> "WireError":
         """Describe an exception."""
+        kind = type(error)
+        arguments = [value for value in error.args if value is None or isinstance(value, str | int | float)]
         trace = "".join(traceback.format_exception(error))
-        return cls(type(error).__module__, type(error).__qualname__, str(error), trace)
+        return cls(kind.__module__, kind.__qualname__, arguments, str(error), trace)
 
     def to_exception(self, rank: int) -> Exception:
         """The exception again, with a note where it came from.
 
-        It has its own type if that is one of ours, of Python's or of a module that is loaded here; else it becomes
-        an `EngineError` that names the type.
+        It has its own type if that is known here and can be made to say the same; else it is an `EngineError` that
+        names the type.
         """
-        from infinilm.errors import EngineError
-
-        kind = getattr(sys.modules.get(self.module), self.name, None)
-        error: Exception
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            error = kind.__new__(kind)
-            error.args = (self.message,)
-        else:
-            error = EngineError(f"{self.name}: {self.message}")
+        error = self._remake() or EngineError(f"{self.name}: {self.message}")
         error.add_note(f"on rank {rank}:\n{self.trace}")
         return error
 
+    def _remake(self) -> Exception | None:
+        kind = getattr(sys.modules.get(self.module), self.name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            for arguments in (self.arguments, [self.message]):
+                with suppress(Exception):  # a type may want other arguments than it shows
+                    error = kind(*arguments)
+                    if str(error) == self.message:
+                        return error
+        return None
+
 
 def main() -> None:
-    """Serve the socket whose number is the first argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's business; it stops its ranks itself
+    """Serve the socket whose number is the first argument, for the process whose number is the second."""
+    Thread(target=_exit_after, args=[int(sys.argv[2])], daemon=True).start()
     logging.getLogger("infinilm").setLevel(logging.WARNING)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    with suppress(ChannelClosedError):  # which says that the engine's process is gone: nothing is left to do
-        serve(channel)
+    exit_code = 0
+    try:
+        serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    except ChannelClosedError:  # the engine's process is gone: nothing is left to do
+        pass
+    except BaseException:
+        traceback.print_exc()
+        exit_code = 1
     # Threads of the collectives may still wait for ranks that are gone; they must not keep this process.
     sys.stdout.flush()
     sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _exit_after(parent: int) -> None:
+    """End this process, whatever it is doing, when its parent has ended.
+
+    A closed socket would not tell if the parent has children that hold copies of its end.
+    """
+    while os.getppid() == parent:
+        sleep(WATCH_INTERVAL_S)
     os._exit(0)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from infinilm.attention import HostBatch, select_backend
-from infinilm.attention.batch import IntArray
+from infinilm.attention.batch import IntArray, send
 from infinilm.cache.paged import CacheMemory, PagedKVCache
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import Taps
 from infinilm.distributed.channel import Message
-from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.distributed.group import CommunicationGroup
 from infinilm.errors import EngineError
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.loading.checkpoint import open_checkpoint
@@ -36,7 +36,9 @@ class Command(StrEnum):
     """What a rank can be told to do."""
 
     INIT = "init"
-    """Set up the device and meet the other ranks."""
+    """Set up the device."""
+    JOIN = "join"
+    """Meet the other ranks, at first and after a step that failed on one of them."""
     LOAD = "load"
     """Build the model, or put a tensor into it."""
     RUN = "run"
@@ -44,8 +46,6 @@ class Command(StrEnum):
     RESET_CACHE = "reset_cache"
     STATE = "state"
     """Send back the weights."""
-    REJOIN = "rejoin"
-    """Meet the other ranks again, after a step that failed on one of them."""
     STOP = "stop"
 
 
@@ -139,7 +139,10 @@ class RankWorker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's weights, on the host, by their names in a checkpoint."""
-        return {name: shard.tensor.detach().cpu().clone() for name, shard in self.model.weight_targets().items()}
+        return {
+            name: shard.tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, shard in self.model.weight_targets().items()
+        }
 
     def reset_cache(self, shape: CacheShape | None) -> None:
         """Have an empty cache of this shape, or none. Memory that was taken before is used again if it suffices."""
@@ -173,7 +176,7 @@ class RankWorker:
         """Compute a step: the hidden states `[T, hidden]` after the final norm.
 
         `on_logits` gets the logits piece by piece, on rank 0. Without a cache one of the given `shape` serves this
-        step alone. `input_ids` are rank 0's, where they are pending.
+        step alone. `input_ids` are rank 0's, where they are pending, and so is the `registry`, if there is one.
         """
         cache = self.cache
         if cache is None:
@@ -187,10 +190,8 @@ class RankWorker:
         taps = Taps(step.hook_patterns, registry, self.group) if step.hook_patterns else None
         hidden = self.model(step.batch.to_device(self.device, input_ids), cache, self.backend, taps)
         for index, rows in enumerate(step.logit_rows):
-            logits = self.model.compute_logits(hidden[torch.from_numpy(rows).to(self.device)])
+            logits = self.model.compute_logits(hidden[send(self.device, rows)[0]]).float()
             if self.group.rank == 0:
-                if step.hook_patterns:
-                    Taps(step.hook_patterns, registry, SINGLE).see("logits", logits)
                 on_logits(index, logits)
         return hidden
 
@@ -212,8 +213,6 @@ class RankWorker:
                 self.reset_cache(CacheShape(**values) if values else None)
             case Command.STATE:
                 reply = Message(tensors=self.state_dict())
-            case Command.REJOIN:
-                self.group.rejoin()
             case _:
                 raise EngineError(f"rank {self.group.rank} got the command {command!r}, which it does not know")
         return reply

@@ -215,7 +215,7 @@ class Scheduler:
             if index in result.errors:
                 self.finish(seq, "abort")
                 continue
-            if seq.num_preemptions == flight.num_preemptions[index]:
+            if seq.num_preemptions == flight.num_preemptions[index] and seq.may_publish:
                 self.blocks.publish(seq, step.start, step.start + len(step.token_ids))
             if step.draws:
                 self._append(seq, result.token_ids[index])

@@ -36,6 +36,7 @@ class Sequence:
         "arrival",
         "block_table",
         "finish_reason",
+        "is_patched",
         "leader",
         "num_cached_tokens",
         "num_computed",
@@ -80,6 +81,8 @@ class Sequence:
         self.num_cached_tokens = 0
         """Prompt tokens that the first admission found in the prefix cache."""
         self.num_preemptions = 0
+        self.is_patched = False
+        """Whether hooks have changed what was computed for it."""
         self._block_keys: list[BlockKey] = []
 
     @property
@@ -111,6 +114,11 @@ class Sequence:
     def may_reuse_prefix(self) -> bool:
         """Prompt log-probabilities need every prompt position computed, once per request."""
         return self.params.prompt_logprobs is None or self.leader is not None
+
+    @property
+    def may_publish(self) -> bool:
+        """Whether its blocks hold what its tokens make of them, so that others may use them."""
+        return not self.is_patched and (self.leader is None or self.leader.may_publish)
 
     @property
     def is_held(self) -> bool:

@@ -1,11 +1,8 @@
 """All ranks of an engine, driven as one: rank 0 in this process, the others in processes of their own."""
 
-import os
-import socket
-import subprocess
-import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -15,9 +12,10 @@ import torch
 from torch import Tensor
 
 from infinilm.debug import HookRegistry
-from infinilm.distributed.channel import Channel, ChannelClosedError, Message
+from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
 from infinilm.engine.memory import free_memory_bytes
+from infinilm.engine.peers import Peers
 from infinilm.engine.rank_process import RankSettings, WireError
 from infinilm.engine.rank_worker import CacheShape, Command, OnLogits, RankWorker, StepInput
 from infinilm.errors import EngineError, WorkerDiedError
@@ -26,8 +24,7 @@ from infinilm.models.registry import describe_registration
 
 T = TypeVar("T")
 
-EXIT_TIMEOUT_S = 5.0
-"""How long a rank that is told to stop may take before it is killed."""
+JOIN_ATTEMPTS = 20
 
 
 class WorkerGroup:
@@ -39,34 +36,33 @@ class WorkerGroup:
 
     def __init__(self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto") -> None:
         self.size = len(devices)
-        self._lock = Lock()
-        self._failure: WorkerDiedError | None = None
-        self._peers: list[_Peer] = []
-        num_threads = torch.get_num_threads()
-        # Ranks on CPUs share the cores.
-        threads_each = max(1, num_threads // self.size) if devices[0].type == "cpu" else num_threads
-        self._finalizer = weakref.finalize(self, _close, self._peers, num_threads)
         self.free_bytes = free_memory_bytes(devices[0])
         """What the rank with the least memory had before the model was loaded."""
-        try:
-            store = None
-            if self.size > 1:
-                torch.set_num_threads(threads_each)
-                store, port = make_store()
-                self._start_peers(devices, dtype, attention_backend, port, threads_each)
-            group = CommunicationGroup(RankInfo(0, self.size, devices[0]), store)
-            self.worker = RankWorker(group, dtype, attention_backend)
-            self._raise_first(self._receive_all())
-        except BaseException:
-            self.close()
-            raise
+        self._lock = Lock()
+        self._is_whole = True
+        """Whether all ranks have done the same so far, and none of them owes a reply."""
+        self._num_meetings = 0
+        self._num_threads = torch.get_num_threads()
+        if devices[0].type == "cpu":  # which all ranks share
+            self._num_threads = max(1, self._num_threads // self.size)
+        store, port = make_store() if self.size > 1 else (None, 0)
+        group = CommunicationGroup(RankInfo(0, self.size, devices[0]), store)
+        self._worker: RankWorker | None = RankWorker(group, dtype, attention_backend)
+        self._peers = Peers()
+        self._finalizer = weakref.finalize(self, self._peers.close)
+        if self.size > 1:
+            try:
+                self._start_peers(devices, dtype, attention_backend, port)
+            except BaseException:
+                self._peers.kill()
+                self.close()
+                raise
 
     def _start_peers(
-        self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str, port: int, num_threads: int
+        self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str, port: int
     ) -> None:
-        for rank in range(1, self.size):
-            self._peers.append(_Peer(rank))
-        for peer in self._peers:
+        self._peers.start(self.size - 1)
+        for peer in self._peers.all:
             settings = RankSettings(
                 peer.rank,
                 self.size,
@@ -74,13 +70,23 @@ class WorkerGroup:
                 str(dtype).removeprefix("torch."),
                 attention_backend,
                 port,
-                num_threads,
+                self._num_threads,
             )
             peer.send(Command.INIT, Message(asdict(settings)))
-        free_bytes = [reply.values["free_bytes"] for reply in self._receive_all()]
-        self.free_bytes = min([self.free_bytes, *free_bytes])
+        replies = self._peers.receive()
+        _raise_first(replies)
+        self.free_bytes = min([self.free_bytes, *(reply.values["free_bytes"] for reply in replies)])
         if devices[0].type == "cpu":
             self.free_bytes //= self.size
+        self._join()
+
+    @property
+    def worker(self) -> RankWorker:
+        """Rank 0."""
+        if self._worker is None:
+            self._peers.check()
+            raise EngineError("the engine was closed; make a new one")
+        return self._worker
 
     # --- commands ---------------------------------------------------------------------------------------
 
@@ -135,20 +141,15 @@ class WorkerGroup:
 
     def check_alive(self) -> None:
         """Raise if a rank has died or the engine was closed."""
-        if self._failure is None and not self._finalizer.alive:
+        self._peers.check()
+        if self._worker is None:
             raise EngineError("the engine was closed; make a new one")
-        if self._failure is None:
-            for peer in self._peers:
-                if peer.process.poll() is not None:
-                    self._fail(peer)
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
 
     def close(self) -> None:
         """Stop all ranks and give back what they hold. Calling it again does nothing."""
-        if hasattr(self, "worker"):
-            self.worker.group.leave()
-            del self.worker
+        if self._worker is not None and not self._peers.is_fork:
+            self._worker.group.leave()
+            self._worker = None
         self._finalizer()
 
     # --- how a command is carried out -------------------------------------------------------------------
@@ -166,114 +167,80 @@ class WorkerGroup:
             self.check_alive()
             if self.size == 1:
                 return own(), []
+            if not self._is_whole:
+                self._recover()
             return self._on_many(command, make, own)
+        except WorkerDiedError:
+            self.close()
+            raise
         finally:
             self._lock.release()
 
     def _on_many(self, command: Command, make: Callable[[], Message], own: Callable[[], T]) -> tuple[T, list[Message]]:
+        self._is_whole = False
         try:
-            for peer in self._peers:
+            for peer in self._peers.all:
                 peer.send(command, make())
-            result = own()
-        except BaseException as error:
-            # Whoever waits for this rank must not wait any longer; then all can meet again.
-            self.worker.group.leave()
-            replies = self._receive_all()
-            self._rejoin()
-            if isinstance(error, CommunicationError):
-                self._raise_first(replies)
+            with _threads_limited(self._num_threads):
+                result = own()
+            replies = self._peers.receive()
+            _raise_first(replies)
+        except WorkerDiedError:
             raise
-        replies = self._receive_all()
-        if any("error" in reply.values for reply in replies):
-            self._rejoin()
-            self._raise_first(replies)
+        except BaseException as error:
+            replies = self._recover()
+            if isinstance(error, CommunicationError):
+                _raise_first(replies)  # which are nearer to the cause
+            raise
+        self._is_whole = True
         return result, replies
 
-    def _rejoin(self) -> None:
-        for peer in self._peers:
-            peer.send(Command.REJOIN, Message())
-        self.worker.group.rejoin()
-        self._raise_first(self._receive_all())
+    def _recover(self) -> list[Message]:
+        """After an error: have all ranks meet again. Returns how the command that failed ended on each.
 
-    def _receive_all(self) -> list[Message]:
-        replies = []
-        for peer in self._peers:
-            try:
-                replies.append(peer.receive())
-            except ChannelClosedError:
-                self._fail(peer)
-        if self._failure is not None:
-            self.close()
-            raise self._failure
+        If this is broken off, the next command begins with it.
+        """
+        self.worker.group.leave()  # whoever waits for this rank must not wait any longer
+        replies = self._peers.receive()
+        self._join()
         return replies
 
-    def _raise_first(self, replies: list[Message]) -> None:
-        """Raise what went wrong first: a lost connection is only what came of it on another rank."""
-        errors = [
-            WireError(**reply.values["error"]).to_exception(rank)
-            for rank, reply in enumerate(replies, start=1)
-            if "error" in reply.values
-        ]
-        errors.sort(key=lambda error: isinstance(error, CommunicationError))
-        if errors:
-            raise errors[0]
-
-    def _fail(self, peer: "_Peer") -> None:
-        """Note that a rank has died."""
-        if self._failure is None:
-            self._failure = WorkerDiedError(
-                f"rank {peer.rank} (process {peer.process.pid}) died with exit code {peer.exit_code()}; "
-                "the engine can't go on without it, make a new one"
-            )
+    def _join(self) -> None:
+        """Have all ranks meet."""
+        for attempt in range(JOIN_ATTEMPTS):
+            self._num_meetings += 1
+            for peer in self._peers.all:
+                peer.send(Command.JOIN, Message({"meeting": self._num_meetings}))
+            try:
+                self.worker.group.join(self._num_meetings)
+                _raise_first(self._peers.receive())
+            except CommunicationError:
+                self._peers.receive()
+                if attempt == JOIN_ATTEMPTS - 1:
+                    raise
+            else:
+                self._is_whole = True
+                return
 
 
-class _Peer:
-    """Another rank's process, seen from this one."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        ours, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "infinilm.engine.rank_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )
-        self._channel = Channel(ours)
-
-    def send(self, command: Command, message: Message) -> None:
-        """Give a command. If the process is gone, `receive` will tell."""
-        try:
-            self._channel.send(Message({"command": command, **message.values}, message.tensors))
-        except ChannelClosedError:
-            return
-
-    def receive(self) -> Message:
-        """Wait for the answer to a command."""
-        return self._channel.receive()
-
-    def exit_code(self) -> int:
-        """The exit code of a process that has closed its channel; minus the signal's number if one killed it."""
-        try:
-            return self.process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
-    def stop(self) -> None:
-        """Let the process end."""
-        self.send(Command.STOP, Message())
-        self._channel.close()
+def _raise_first(replies: Sequence[Message]) -> None:
+    """Raise what went wrong first: a lost connection is only what came of it on another rank."""
+    errors = [
+        WireError(**reply.values["error"]).to_exception(rank)
+        for rank, reply in enumerate(replies, start=1)
+        if "error" in reply.values
+    ]
+    errors.sort(key=lambda error: isinstance(error, CommunicationError))
+    if errors:
+        raise errors[0]
 
 
-def _close(peers: list[_Peer], num_threads: int) -> None:
-    """Stop the processes and wait for them; runs at the interpreter's exit at the latest."""
-    for peer in peers:
-        peer.stop()
-    for peer in peers:
-        peer.exit_code()
-    if peers:
-        torch.set_num_threads(num_threads)
-    peers.clear()
+@contextmanager
+def _threads_limited(num_threads: int) -> Iterator[None]:
+    """Compute with this many threads: ranks on CPUs share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Piece, WeightShard
-from infinilm.layers.linear import Linear
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.linear import MAX_KERNEL_ROWS, Linear
 
 # For these numbers of rows a CPU's float32 product with a table of this layout first copies the whole table, which
 # takes longer than multiplying by it. A batch of products with narrow strips of the table does without.
@@ -31,6 +32,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.rows, num_rows = share_vocabulary(vocab_size, group)
+        self._has_kernels = has_kernels(device)
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.group = group
 
@@ -49,6 +51,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def _product(self, hidden: Tensor) -> Tensor:
         num_rows, hidden_size = self.weight.shape
+        if self._has_kernels and len(hidden) <= MAX_KERNEL_ROWS:
+            from infinilm.kernels.gemv import gemv
+
+            return gemv(hidden, self.weight)
         if self.weight.device.type != "cpu" or len(hidden) not in COPIED_ROWS or num_rows % STRIP:
             return F.linear(hidden, self.weight)
         strips = self.weight.view(-1, STRIP, hidden_size).transpose(1, 2)
@@ -84,7 +90,7 @@ class ParallelLMHead(nn.Module):
 
     def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
         """The head's own part, `{prefix}weight`."""
-        own = self.product.weight.t()[: self.rows.length]
+        own = self.product.weight_targets()[".weight"].tensor[: self.rows.length]
         return {f"{prefix}weight": WeightShard.of(own, self.rows, Piece.whole(own.shape[1]))}
 
 

@@ -8,11 +8,17 @@ So a column-parallel layer followed by a row-parallel one takes one exchange bet
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Piece, WeightShard
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.norm import RMSNorm
+
+MAX_KERNEL_ROWS = 8
+"""Up to so many rows our own products are faster than the libraries'."""
 
 
 class Linear(nn.Module):
@@ -39,21 +45,37 @@ class Linear(nn.Module):
         self.columns = _as_piece(in_features)
         self.outputs = {name: _as_piece(rows) for name, rows in outputs.items()}
         num_rows = sum(piece.length for piece in self.outputs.values())
-        # Input first, the other way round than checkpoints have it: a CPU multiplies few rows faster this way.
-        self.weight = nn.Parameter(
-            torch.empty(self.columns.length, num_rows, dtype=dtype, device=device), requires_grad=False
-        )
+        self._has_kernels = has_kernels(device)
+        # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
+        is_input_first = torch.device(device).type == "cpu"
+        shape = (self.columns.length, num_rows) if is_input_first else (num_rows, self.columns.length)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self._matrix = self.weight if is_input_first else self.weight.t()  # [in, out]
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(num_rows, dtype=dtype, device=device), requires_grad=False)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`x` `[T, in]` to `[T, out]`, added to the `residual` `[T, out]` if there is one."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """`x` `[T, in]`, after the `norm` if there is one, to `[T, out]`.
+
+        A `residual` `[T, out]` is added; its memory may become the result's.
+        """
+        if self._has_kernels and len(x) <= MAX_KERNEL_ROWS:
+            return self._few_rows(x, residual, norm)
+        if norm is not None:
+            x = norm(x)
         if residual is None:
-            return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+            return torch.mm(x, self._matrix) if self.bias is None else torch.addmm(self.bias, x, self._matrix)
         if self.bias is not None:
             residual = residual + self.bias
-        return torch.addmm(residual, x, self.weight)
+        return residual.addmm_(x, self._matrix)
+
+    def _few_rows(self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
+        from infinilm.kernels.gemv import gemv, norm_gemv
+
+        if norm is None:
+            return gemv(x, self.weight, bias=self.bias, residual=residual)
+        return norm_gemv(x, norm.weight, norm.eps, self.weight, bias=self.bias, residual=residual)
 
     def weight_targets(self, prefix: str = "") -> dict[str, WeightShard]:
         """Views to load into, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""
@@ -62,7 +84,7 @@ class Linear(nn.Module):
         for name, rows in self.outputs.items():
             own = slice(first, first + rows.length)
             first += rows.length
-            targets[f"{prefix}{name}.weight"] = WeightShard.of(self.weight.t()[own], rows, self.columns)
+            targets[f"{prefix}{name}.weight"] = WeightShard.of(self._matrix.t()[own], rows, self.columns)
             if self.bias is not None:
                 targets[f"{prefix}{name}.bias"] = WeightShard.of(self.bias[own], rows)
         return targets
@@ -85,7 +107,7 @@ class ColumnParallelLinear(Linear):
         super().__init__(in_features, shares, bias=bias, dtype=dtype, device=device)
 
 
-class GateUpParallelLinear(ColumnParallelLinear):
+class GateUpParallelLinear(Linear):
     """The two matrices that an MLP begins with: `[T, hidden]` to this rank's `[T, gate and up]`."""
 
     def __init__(
@@ -98,8 +120,20 @@ class GateUpParallelLinear(ColumnParallelLinear):
         device: torch.device | str,
         group: CommunicationGroup = SINGLE,
     ) -> None:
-        outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, group=group)
+        share = Piece.share("intermediate_size", intermediate_size, group.rank, group.size)
+        super().__init__(hidden_size, {"gate_proj": share, "up_proj": share}, bias=bias, dtype=dtype, device=device)
+
+    def activated(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """`silu(gate) * up` of the normed `x`: this rank's `[T, intermediate]`."""
+        if not self._has_kernels:
+            gate, up = self(x, norm=norm).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+        from infinilm.kernels.activation import silu_mul
+        from infinilm.kernels.gemv import norm_gemv_silu
+
+        if len(x) <= MAX_KERNEL_ROWS and self.bias is None:
+            return norm_gemv_silu(x, norm.weight, norm.eps, self.weight)
+        return silu_mul(self(x, norm=norm))
 
 
 class QKVParallelLinear(Linear):
@@ -149,11 +183,11 @@ class RowParallelLinear(Linear):
         super().__init__(columns, outputs, bias=bias, dtype=dtype, device=device)
         self.group = group
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """This rank's `x` `[T, share of in]` to the whole `[T, out]`, added to the `residual` if there is one."""
         if self.group.rank > 0:  # the sum holds bias and residual once
-            return self.group.all_reduce(torch.mm(x, self.weight))
-        return self.group.all_reduce(super().forward(x, residual))
+            return self.group.all_reduce(torch.mm(x, self._matrix))
+        return self.group.all_reduce(super().forward(x, residual, norm))
 
 
 def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:

@@ -67,7 +67,7 @@ def load_weights(
 
     def read(name: str) -> int:
         target = targets[name]
-        with torch.no_grad():  # which holds for one thread only
+        with torch.inference_mode():  # which holds for one thread only; weights may have been made in it
             checkpoint.read_into(name, target.tensor, target.starts)
         return target.tensor.nbytes
 

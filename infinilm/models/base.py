@@ -42,7 +42,7 @@ class InfinilmModel(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]` float32.
+        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]`.
 
         With several ranks, all must call this; rank 0 alone gets the logits.
         """

@@ -1,6 +1,7 @@
 """The decoder that all supported architectures share: Llama, and with a flag here and there its relatives."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from infinilm.cache.paged import PagedKVCache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import WeightShard
+from infinilm.kernels.support import has_kernels
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from infinilm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from infinilm.layers.norm import RMSNorm
@@ -19,16 +21,22 @@ from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
 from infinilm.models.config import LlamaConfig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Step:
     """What all layers of one forward pass share."""
 
-    cos: Tensor  # [T, 1, head_dim]
-    sin: Tensor  # [T, 1, head_dim]
+    batch: ForwardBatch
+    rotary: RotaryEmbedding
     cache: PagedKVCache
     backend: AttentionBackend
     plan: Any  # the backend's own, of this batch
     taps: Taps | None  # None: no hook is to see anything
+
+    @cached_property
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the batch's positions, `[T, 1, head_dim]` each."""
+        angles: tuple[Tensor, Tensor] = self.rotary(self.batch.positions)
+        return angles
 
 
 class Attention(nn.Module):
@@ -59,6 +67,7 @@ class Attention(nn.Module):
             group=group,
         )
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
+        self._has_kernels = has_kernels(device)
         self.out = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             {"o_proj": config.hidden_size},
@@ -72,28 +81,54 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor, step: _Step) -> Tensor:
-        """`residual` `[T, hidden]` plus what attention makes of `x` `[T, hidden]`."""
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
-        if step.taps is not None:
-            self._show(step.taps, heads, "after_proj")
+    def forward(self, hidden: Tensor, norm: RMSNorm, step: _Step) -> Tensor:
+        """`hidden` `[T, hidden]` plus what attention makes of it after the `norm`."""
+        taps, cache = step.taps, step.cache.layer(self.layer)
+        if taps is None:
+            qkv = self.qkv(hidden, norm=norm)
+        else:
+            normed = norm(hidden)
+            taps.see("input_layernorm", normed, self.layer)
+            qkv = self.qkv(normed)
+        heads = qkv.view(len(hidden), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
+        if taps is not None:
+            self._show(taps, heads, "after_proj")
+        q = self._turn_and_store(heads, cache, step)
+        attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window).flatten(1)
+        if taps is None:
+            added: Tensor = self.out(attended, hidden)
+            return added
+        output: Tensor = self.out(attended)
+        taps.see("attention_output", output, self.layer)
+        return output.add_(hidden)
+
+    def _turn_and_store(self, heads: Tensor, cache: Tensor, step: _Step) -> Tensor:
+        """Turn queries and keys by their positions and store keys and values: the queries `[T, heads, head_dim]`."""
+        if self._has_kernels and step.taps is None:
+            from infinilm.kernels.rope_store import rope_store
+
+            return rope_store(
+                heads,
+                step.batch.positions,
+                step.rotary.table,
+                step.batch.slot_mapping,
+                cache,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                q_norm=None if self.q_norm is None else self.q_norm.weight,
+                k_norm=None if self.k_norm is None else self.k_norm.weight,
+                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            )
         qk = heads[:, : -self.num_kv_heads]
         normed = qk
         if self.q_norm is not None and self.k_norm is not None:
             normed = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
-        apply_rotary(normed, step.cos, step.sin, out=qk)
+        apply_rotary(normed, *step.angles, out=qk)
         if step.taps is not None:
             self._show(step.taps, heads, "after_rope")
-        q, kv = heads[:, : self.num_heads], heads[:, self.num_heads :]
-        cache = step.cache.layer(self.layer)
-        step.backend.store(kv.view(len(x), 2, self.num_kv_heads, self.head_dim), cache, step.plan)
-        attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window)
-        if step.taps is None:
-            added: Tensor = self.out(attended.flatten(1), residual)
-            return added
-        output: Tensor = self.out(attended.flatten(1))
-        step.taps.see("attention_output", output, self.layer)
-        return output.add_(residual)
+        kv = heads[:, self.num_heads :].view(len(heads), 2, self.num_kv_heads, self.head_dim)
+        step.backend.store(kv, cache, step.plan)
+        return heads[:, : self.num_heads]
 
     def _show(self, taps: Taps, heads: Tensor, stage: str) -> None:
         """Let hooks see queries and keys and, before they are turned, values."""
@@ -105,7 +140,7 @@ class Attention(nn.Module):
             # A projection is seen as the matrix's outputs, what is turned as heads; both are views of `heads`.
             view = tensor.view(len(tensor), -1) if stage == "after_proj" else tensor
             point = f"attention_{name}_{stage}"
-            taps.see(point, view, self.layer, shared_dim=1, num_copies=num_copies)
+            taps.see(point, view, self.layer, is_shared_out=True, num_copies=num_copies)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
         """The weights to load, by name."""
@@ -138,20 +173,22 @@ class MLP(nn.Module):
             inner, {"down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device, group=group
         )
 
-    def forward(self, x: Tensor, residual: Tensor, step: _Step) -> Tensor:
-        """`residual` `[T, hidden]` plus what the MLP makes of `x` `[T, hidden]`."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        if step.taps is not None:
-            step.taps.see("mlp_gate_proj", gate, self.layer, shared_dim=1)
-            step.taps.see("mlp_up_proj", up, self.layer, shared_dim=1)
-        inner = F.silu(gate).mul_(up)
-        if step.taps is None:
-            added: Tensor = self.down(inner, residual)
+    def forward(self, hidden: Tensor, norm: RMSNorm, step: _Step) -> Tensor:
+        """`hidden` `[T, hidden]` plus what the MLP makes of it after the `norm`."""
+        taps = step.taps
+        if taps is None:
+            added: Tensor = self.down(self.gate_up.activated(hidden, norm), hidden)
             return added
-        step.taps.see("mlp_intermediate", inner, self.layer, shared_dim=1)
+        normed = norm(hidden)
+        taps.see("post_attention_layernorm", normed, self.layer)
+        gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        taps.see("mlp_gate_proj", gate, self.layer, is_shared_out=True)
+        taps.see("mlp_up_proj", up, self.layer, is_shared_out=True)
+        inner = F.silu(gate).mul_(up)
+        taps.see("mlp_intermediate", inner, self.layer, is_shared_out=True)
         output: Tensor = self.down(inner)
-        step.taps.see("mlp_output", output, self.layer)
-        return output.add_(residual)
+        taps.see("mlp_output", output, self.layer)
+        return output.add_(hidden)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
         """The weights to load, by name."""
@@ -179,16 +216,10 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, step: _Step) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
-        normed = self.input_layernorm(hidden)
-        if step.taps is not None:
-            step.taps.see("input_layernorm", normed, self.layer)
-        hidden = self.self_attn(normed, hidden, step)
+        hidden = self.self_attn(hidden, self.input_layernorm, step)
         if step.taps is not None:
             step.taps.see("after_attention_residual", hidden, self.layer)
-        normed = self.post_attention_layernorm(hidden)
-        if step.taps is not None:
-            step.taps.see("post_attention_layernorm", normed, self.layer)
-        hidden = self.mlp(normed, hidden, step)
+        hidden = self.mlp(hidden, self.post_attention_layernorm, step)
         if step.taps is not None:
             step.taps.see("output", hidden, self.layer)
         return hidden
@@ -248,8 +279,7 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
         plan = backend.prepare(batch, block_size=cache.block_size, windows=self._windows, dtype=self.dtype)
-        cos, sin = self.rotary(batch.positions)
-        step = _Step(cos, sin, cache, backend, plan, taps)
+        step = _Step(batch, self.rotary, cache, backend, plan, taps)
         hidden: Tensor = self.embed_tokens(batch.input_ids)
         if taps is not None:
             taps.see("embed_tokens", hidden)
@@ -261,12 +291,12 @@ class CausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]` float32.
+        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]`.
 
         With several ranks, all must call this; rank 0 alone gets the logits.
         """
         logits: Tensor = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return logits.float()
+        return logits
 
     def weight_targets(self) -> dict[str, WeightShard]:
         """The weights to load, by their names in a Hugging Face checkpoint."""

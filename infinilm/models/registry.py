@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from infinilm.models.architectures import ARCHITECTURES, Architecture
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import LlamaConfig
 from infinilm.models.decoder import CausalLM
+from infinilm.models.rope_parameters import ROPE_SETTINGS
 
 ModelBuilder = Callable[..., InfinilmModel]
 """Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
@@ -40,6 +42,12 @@ def register_model(
     if model_type in ARCHITECTURES:
         raise InvalidValueError(f"model_type={model_type!r} is registered already; choose another name")
     windows = {"use_sliding_window": False, "max_window_layers": 0}
+    known = [*(item.name for item in fields(LlamaConfig)), *ROPE_SETTINGS, *windows]
+    if unknown := (defaults or {}).keys() - set(known):
+        raise InvalidValueError(
+            f"defaults of model_type={model_type!r}: LlamaConfig has no setting {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(known)}"
+        )
     ARCHITECTURES[model_type] = Architecture(class_name, {**windows, **(defaults or {})})
     _BUILDERS[model_type] = builder
 

@@ -19,6 +19,11 @@ class Logprobs:
     top_ids: torch.Tensor  # [n, k] int64, best first
     top_logprobs: torch.Tensor  # [n, k] float32
 
+    def to_pinned(self) -> "Logprobs":
+        """The same on the host, once the device has come to it: copies that are under way."""
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return Logprobs(*map(pinned, columns))
+
     def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
         """One entry per position, with its `num_top` most likely tokens (None: all k). Waits for the device."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
@@ -28,6 +33,12 @@ class Logprobs:
             TokenLogprobs(token_id, logprob, rank, dict(zip(ids[:limit], values[:limit], strict=True)))
             for (token_id, logprob, rank, ids, values), limit in zip(entries, limits, strict=True)
         ]
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which the device fills when it comes to it."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:

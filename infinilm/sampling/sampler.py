@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from infinilm.errors import EngineError, InvalidValueError
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling.edits import RowEdits
 from infinilm.sampling.leading import first_max, leading
-from infinilm.sampling.logprobs import Logprobs, logprobs_of
+from infinilm.sampling.logprobs import Logprobs, logprobs_of, pinned
 from infinilm.sampling.noise import draw_keys, race, scrambled_seed, token_parts
 from infinilm.sampling.scale import Scale
 from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
@@ -43,6 +43,9 @@ SETTINGS = np.dtype(
     ]
 )
 
+NUM_DEVICE_SETTINGS = 5
+"""What `infinilm.kernels.sampling` reads of a row, 64 bits each."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
@@ -64,6 +67,11 @@ class Samples:
     processor_errors: dict[int, Exception]
     """By index in this batch; the other rows are unharmed."""
 
+    def to_pinned(self) -> "Samples":
+        """The same on the host, once the device has come to it: copies that are under way."""
+        logprobs = self.logprobs and self.logprobs.to_pinned()
+        return replace(self, token_ids=pinned(self.token_ids), is_sound=pinned(self.is_sound), logprobs=logprobs)
+
     def to_host(self) -> list[SampledToken]:
         """One entry per row. Waits for the device."""
         logprobs: dict[int, TokenLogprobs] = {}
@@ -84,12 +92,18 @@ class Samples:
 
 
 class Sampler:
-    """Draws tokens for rows that come and go. `infinilm.sampling` lists the rules and their order."""
+    """Draws tokens for rows that come and go. `infinilm.sampling` lists the rules and their order.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    On a GPU a row's settings are there, too, for kernels that a captured graph can hold (`sample_rows`). A graph stays
+    valid while all rows ever started are below `max_rows`; with others the sampler makes room by moving them.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, max_rows: int = 16) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._settings = np.zeros(16, dtype=SETTINGS)  # by row
+        self._settings = np.zeros(max_rows, dtype=SETTINGS)  # by row
+        self._device_settings = self._empty_device_settings()
+        self._changed: set[int] = set()  # the rows whose settings the device does not know
         self._edits: dict[int, RowEdits] = {}  # by row, only those that have any
         self._token_parts = token_parts(vocab_size, device)
 
@@ -98,6 +112,8 @@ class Sampler:
         row, params = start.row, start.params
         while row >= len(self._settings):
             self._settings = np.concatenate([self._settings, np.zeros_like(self._settings)])
+            self._device_settings = self._empty_device_settings()
+            self._changed.update(range(len(self._settings)))
         if self._settings[row]["is_live"]:
             raise EngineError(f"row {row} is taken; end it before starting it again")
         edits = RowEdits.of(start, self._vocab_size, self._device)
@@ -115,6 +131,7 @@ class Sampler:
         settings["log_min_p"] = math.log(params.min_p) if params.min_p > 0 else -math.inf
         settings["scrambled_seed"] = scrambled_seed(start.seed)
         settings["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+        self._changed.add(row)
 
     def end_row(self, row: int) -> None:
         """Forget a row's request, if it has one; the row may be started again."""
@@ -144,7 +161,12 @@ class Sampler:
                 self._edits[rows[i]].apply(logits[i], positions[i])
             except Exception as error:  # whatever the request's own code raises is that request's error
                 errors[i] = error
-        token_ids, is_sound = self._choose(logits, settings, np.asarray(positions, dtype=np.int64))
+        if self._device.type == "cuda":
+            self.upload()
+            places = self._on_device(np.array([rows, positions], dtype=np.int64))
+            token_ids, is_sound = self.sample_rows(logits, *places)
+        else:
+            token_ids, is_sound = self._choose(logits, settings, np.asarray(positions, dtype=np.int64))
         for i in edited:
             self._edits[rows[i]].record(token_ids[i : i + 1])
         logprobs = None
@@ -153,6 +175,42 @@ class Sampler:
             num_top = int(settings["num_logprobs"].max())
             logprobs = logprobs_of(raw_logits[asked], token_ids[asked], num_top)
         return Samples(token_ids, is_sound, logprobs, tuple(settings["num_logprobs"].tolist()), errors)
+
+    def needs_host(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> bool:
+        """Whether any of these live rows has edits or asks for log-probabilities, which is work for `sample`."""
+        settings = self._settings[np.asarray(rows, dtype=np.int64)]
+        return bool((settings["is_edited"] | (settings["num_logprobs"] >= 0)).any())
+
+    def upload(self) -> None:
+        """Tell the device, in one copy and without waiting for it, the settings of rows started since the last time."""
+        if not self._changed:
+            return
+        changed = slice(min(self._changed), max(self._changed) + 1)
+        settings = self._settings[changed]
+        temperature = np.where(settings["is_greedy"], 0, settings["temperature"])
+        columns = (
+            settings["scrambled_seed"],
+            temperature.astype(np.float64),
+            settings["top_k"],
+            settings["top_p"],
+            settings["log_min_p"].astype(np.float64),
+        )
+        packed = np.stack([column.view(np.int64) for column in columns], axis=1)
+        self._device_settings[changed].copy_(self._on_host(packed), non_blocking=True)
+        self._changed.clear()
+
+    def sample_rows(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sample` in a form that a CUDA graph can hold, for rows that don't need the host: all is on the device.
+
+        `logits` are [n, vocab] of any floating type, `rows` and `positions` [n] of any integer type; row -1 is padding.
+        Returns the token ids [n] int64, and whether each row's greatest logit was finite, [n] bool. Settings are those
+        at the last `upload`.
+        """
+        from infinilm.kernels.sampling import draw  # Triton is for GPUs
+
+        return draw(logits, self._device_settings, rows, positions)
 
     def _settings_of(self, rows: Sequence[int]) -> Settings:
         """The settings of live rows, [n]."""
@@ -207,8 +265,6 @@ class Sampler:
         keys = self._on_device(draw_keys(settings["scrambled_seed"], positions))
         scale = Scale.of(logits, self._column(settings["temperature"]))
         limits = self._limits_of(settings)
-        if self._device.type != "cpu":  # on others, asking whether the leaders suffice means waiting
-            return self._draw_from_sorted(logits, scale, limits, keys)
         leaders, leader_ids = leading(logits, min(NUM_LEADERS, self._vocab_size))
         totals = self._totals_of(logits, scale, settings)
         cutoffs, is_enough = find_cutoffs(leaders, self._vocab_size, scale, limits, totals)
@@ -251,9 +307,15 @@ class Sampler:
         """`values` [n] as [n, 1] on the device."""
         return self._on_device(values).unsqueeze(1)
 
+    def _empty_device_settings(self) -> torch.Tensor:
+        """Room for all rows, [rows, 5] int64."""
+        return torch.zeros(len(self._settings), NUM_DEVICE_SETTINGS, dtype=torch.int64, device=self._device)
+
     def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         """The same values on the device, without waiting for it."""
+        return self._on_host(values).to(self._device, non_blocking=True)
+
+    def _on_host(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        """The same values as a tensor on the host that the device can copy when it comes to it."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from infinilm.layers.embedding import Embedding
+from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from infinilm.layers.linear import Linear
 from infinilm.layers.norm import RMSNorm
 
@@ -12,26 +12,35 @@ from infinilm.layers.norm import RMSNorm
 @pytest.mark.parametrize("vocab_size", [128, 100])
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 8, 15, 16, 40])
 def test_the_tied_head_is_a_product_with_the_table(num_rows: int, vocab_size: int) -> None:
-    embedding = Embedding(vocab_size, 24, dtype=torch.float32, device="cpu")
+    embedding = VocabParallelEmbedding(vocab_size, 24, dtype=torch.float32, device="cpu")
     embedding.weight.copy_(torch.randn(vocab_size, 24))
     hidden = torch.randn(num_rows, 24)
     torch.testing.assert_close(embedding.logits(hidden), F.linear(hidden, embedding.weight))
 
 
+def test_embedding_and_head_of_one_rank() -> None:
+    table, matrix, ids = torch.randn(10, 6), torch.randn(10, 6), torch.tensor([0, 9, 9, 3])
+    embedding = VocabParallelEmbedding(10, 6, dtype=torch.float32, device="cpu")
+    head = ParallelLMHead(10, 6, dtype=torch.float32, device="cpu")
+    embedding.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"].tensor.copy_(table)
+    head.weight_targets("lm_head.")["lm_head.weight"].tensor.copy_(matrix)
+    assert embedding(ids).equal(table[ids])
+    torch.testing.assert_close(head(embedding(ids)), table[ids] @ matrix.T)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_matrices_are_loaded_through_views_and_multiplied_as_one(bias: bool) -> None:
     linear = Linear(8, {"q_proj": 6, "k_proj": 4}, bias=bias, dtype=torch.float32, device="cpu")
-    targets = linear.weight_targets("attn.")
-    assert {name: tuple(t.shape) for name, t in targets.items() if name.endswith("weight")} == {
+    shards = linear.weight_targets("attn.")
+    assert {name: shard.full_shape for name, shard in shards.items() if name.endswith("weight")} == {
         "attn.q_proj.weight": (6, 8),
         "attn.k_proj.weight": (4, 8),
     }
-    for target in targets.values():
-        target.copy_(torch.randn(target.shape))
+    weights = {name: shard.tensor.copy_(torch.randn(shard.full_shape)).clone() for name, shard in shards.items()}
     x, residual = torch.randn(5, 8), torch.randn(5, 10)
-    parts = [F.linear(x, targets[f"attn.{p}.weight"], targets.get(f"attn.{p}.bias")) for p in ("q_proj", "k_proj")]
+    parts = [F.linear(x, weights[f"attn.{p}.weight"], weights.get(f"attn.{p}.bias")) for p in ("q_proj", "k_proj")]
     torch.testing.assert_close(linear(x), torch.cat(parts, dim=-1))
-    torch.testing.assert_close(linear(x, residual), residual + torch.cat(parts, dim=-1))
+    torch.testing.assert_close(linear(x, residual.clone()), residual + torch.cat(parts, dim=-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -139,7 +139,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
             hidden = self.model(batch.to_device(self.device), pool, self.backend)
         cache.advance(num_new)
         chosen = hidden.view(num_rows, num_new, -1)[:, kept]
-        logits = self.model.compute_logits(chosen.flatten(0, 1))
+        logits = self.model.compute_logits(chosen.flatten(0, 1)).float()
         return LlamaOutput(logits.view(num_rows, -1, logits.shape[-1]), cache)
 
     def _check_length(self, num_tokens: int) -> None:

@@ -1,0 +1,199 @@
+"""Attention through Triton kernels, and cuDNN for long prompts.
+
+A batch may mix requests with one new token (decoding), which `kernels/decode_attention.py` takes, with requests that
+have more (prefill): long ones go to cuDNN where that pays (`long_prefill.py`), all others to
+`kernels/prefill_attention.py`. Everything the layers need is on the device before the first of them, after one copy,
+and nothing here ever waits for the device.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinilm.attention.batch import ForwardBatch, IntArray, send
+from infinilm.attention.long_prefill import Cover, LongPrefill
+from infinilm.kernels.decode_attention import DecodeWorkspace, SharedPrefix, decode_attention
+from infinilm.kernels.prefill_attention import prefill_attention
+from infinilm.kernels.store_kv import store_kv
+from infinilm.kernels.support import why_no_triton
+
+# Rows of the smallest decode workspace: they are cheap, and growing is not.
+_MIN_WORKSPACE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One new token per row. Rows of context length 0 and slot -1 are padding. All of it is on the device."""
+
+    tables: Tensor  # [B, max_blocks] int32
+    context_lens: Tensor  # [B] int32
+    slots: Tensor  # [B] int32 or int64, where keys and values go
+    workspace: DecodeWorkspace | None = None  # None: the backend's own
+    shared: SharedPrefix | None = None  # what all rows begin with
+
+
+@dataclass(frozen=True, slots=True)
+class LongRow:
+    """One request that is long enough for `LongPrefill`."""
+
+    tokens: slice  # its places in the batch
+    table: Tensor  # [max_blocks] int32
+    context_len: int
+    cover: Cover
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPlan:
+    """A batch with at least one request of several new tokens."""
+
+    slots: Tensor  # [T] int64, where keys and values go
+    tables: Tensor  # [N, max_blocks] int32
+    query_starts: Tensor  # [N + 1] int32
+    context_lens: Tensor  # [N] int32, 0 for decoding requests
+    short_context_lens: Tensor  # [N] int32, 0 for long requests too
+    has_short: bool
+    long: tuple[LongRow, ...]
+    decode: DecodePlan | None
+    decode_tokens: slice | Tensor  # the decoding requests' places in the batch
+
+
+class TritonAttention:
+    """Attention through Triton kernels."""
+
+    name = "triton"
+
+    def __init__(self, long_prefill: LongPrefill | None = None) -> None:
+        self._long_prefill = long_prefill or LongPrefill()
+        # All that were ever needed: a captured graph goes on to use the one it was captured with.
+        self._workspaces: list[DecodeWorkspace] = []
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why the device can't run the kernels; None if it can."""
+        return why_no_triton(device)
+
+    def workspace(self, num_rows: int, heads: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
+        """A workspace for decoding `num_rows` rows or more; the same one as long as it is large enough."""
+        if self._workspaces:
+            last = self._workspaces[-1]
+            if num_rows <= last.max_rows and heads <= last.heads and head_dim <= last.head_dim:
+                return last
+        max_rows = max(_MIN_WORKSPACE_ROWS, 1 << (num_rows - 1).bit_length())
+        self._workspaces.append(DecodeWorkspace(max_rows, heads, head_dim, device))
+        return self._workspaces[-1]
+
+    def prepare(
+        self,
+        batch: ForwardBatch,
+        *,
+        block_size: int,  # noqa: ARG002 - the kernels see it in the cache
+        windows: Collection[int | None],  # noqa: ARG002 - no plan depends on them
+        dtype: torch.dtype,  # noqa: ARG002 - nor on it
+    ) -> DecodePlan | MixedPlan:
+        """Lay out the batch: whose token is where, and which kernel takes it."""
+        tables = batch.block_tables.to(torch.int32)
+        is_decode = batch.query_lens == 1
+        if is_decode.all():
+            (context_lens,) = _send(tables.device, batch.context_lens)
+            return DecodePlan(tables, context_lens, batch.slot_mapping)
+        covers = self._long_prefill.covers(batch.query_lens, batch.context_lens)
+        is_short = ~is_decode
+        is_short[list(covers)] = False
+        decoding = np.flatnonzero(is_decode)
+        ends = np.cumsum(batch.query_lens)
+        decode_lens, query_starts, context_lens, short_context_lens, requests, tokens = _send(
+            tables.device,
+            batch.context_lens[decoding],
+            np.concatenate(([0], ends)),
+            np.where(is_decode, 0, batch.context_lens),
+            np.where(is_short, batch.context_lens, 0),
+            decoding,
+            ends[decoding] - 1,
+        )
+        decode: DecodePlan | None = None
+        decode_tokens: slice | Tensor = tokens
+        if len(decoding) > 0:
+            first, last = int(decoding[0]), int(decoding[-1])
+            if last - first + 1 == len(decoding):  # side by side, as they come from the scheduler
+                decode_tables = tables[first : last + 1]
+                decode_tokens = slice(int(ends[first]) - 1, int(ends[last]))
+            else:
+                decode_tables = tables.index_select(0, requests)
+            decode = DecodePlan(decode_tables, decode_lens, batch.slot_mapping[decode_tokens])
+        return MixedPlan(
+            slots=batch.slot_mapping,
+            tables=tables,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            short_context_lens=short_context_lens,
+            has_short=bool(is_short.any()),
+            long=tuple(_long_row(batch, tables, request, cover) for request, cover in covers.items()),
+            decode=decode,
+            decode_tokens=decode_tokens,
+        )
+
+    def store(self, new: Tensor, cache: Tensor, plan: DecodePlan | MixedPlan) -> None:
+        """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
+        store_kv(new, cache, plan.slots)
+
+    def attend(
+        self, query: Tensor, cache: Tensor, plan: DecodePlan | MixedPlan, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
+        if isinstance(plan, DecodePlan):
+            return self._decode(query, cache, plan, scale, window)
+        output = query.new_empty(query.shape)
+        has_short, context_lens = True, plan.context_lens
+        if plan.long and self._attend_long(query, cache, plan, output, scale=scale, window=window):
+            has_short, context_lens = plan.has_short, plan.short_context_lens
+        if has_short:
+            prefill_attention(
+                query, cache, plan.tables, plan.query_starts, context_lens, scale=scale, window=window, out=output
+            )
+        if plan.decode is not None:
+            tokens = plan.decode_tokens
+            output[tokens] = self._decode(query[tokens], cache, plan.decode, scale, window)
+        return output
+
+    def _decode(self, query: Tensor, cache: Tensor, plan: DecodePlan, scale: float, window: int | None) -> Tensor:
+        num_rows, heads, head_dim = query.shape
+        return decode_attention(
+            query,
+            cache,
+            plan.tables,
+            plan.context_lens,
+            scale=scale,
+            window=window,
+            workspace=plan.workspace or self.workspace(num_rows, heads, head_dim, query.device),
+            shared=plan.shared if window is None else None,
+        )
+
+    def _attend_long(
+        self, query: Tensor, cache: Tensor, plan: MixedPlan, output: Tensor, *, scale: float, window: int | None
+    ) -> bool:
+        """Write the long requests' rows of the output; False if they have to be attended like short ones."""
+        is_windowed = window is not None and any(row.context_len > window for row in plan.long)
+        if is_windowed or self._long_prefill.why_not(query) is not None:
+            return False
+        for row in plan.long:
+            attended = self._long_prefill.attend(
+                query[row.tokens], cache, row.table, row.cover, context_len=row.context_len, scale=scale
+            )
+            if attended is None:
+                return False
+            output[row.tokens] = attended
+        return True
+
+
+def _long_row(batch: ForwardBatch, tables: Tensor, request: int, cover: Cover) -> LongRow:
+    end = int(batch.query_lens[: request + 1].sum())
+    tokens = slice(end - int(batch.query_lens[request]), end)
+    return LongRow(tokens, tables[request], int(batch.context_lens[request]), cover)
+
+
+def _send(device: torch.device, *arrays: IntArray) -> tuple[Tensor, ...]:
+    """The arrays as int32 on the device, in one copy."""
+    (packed,) = send(device, np.concatenate(arrays))
+    return torch.split(packed.to(torch.int32), [len(array) for array in arrays])

@@ -1,0 +1,75 @@
+"""Weights that a caller brings, one by one or all at once, checked and cut into the ranks' pieces."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infinilm.engine.infer_input import share_array
+from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.models import InfinilmModel
+
+Param = Tensor | npt.NDArray[Any]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+_MAX_LISTED = 20
+
+
+class ParamTable:
+    """The weights of a model, by their names in a Hugging Face checkpoint, and which piece of each a rank holds."""
+
+    def __init__(self, outlines: Sequence[InfinilmModel]) -> None:
+        """`outlines` are every rank's share of the model; they need no memory."""
+        self._shards = [outline.weight_targets() for outline in outlines]
+        self._is_ignorable = outlines[0].is_ignorable
+
+    def names(self) -> list[str]:
+        """Of all weights."""
+        return list(self._shards[0])
+
+    def check(self, params: Mapping[str, Param], *, is_complete: bool) -> dict[str, Tensor]:
+        """The weights among `params`, whole. What a checkpoint may hold without need is left out.
+
+        Anything else is refused, and if they are to be complete, so is a set with one missing.
+        """
+        if not isinstance(params, Mapping):
+            raise InvalidTypeError(f"params is a {type(params).__name__}; give a mapping of names to tensors")
+        missing = [name for name in self._shards[0] if name not in params]
+        if is_complete and missing:
+            listed = ", ".join(missing[:_MAX_LISTED]) + (", …" if len(missing) > _MAX_LISTED else "")
+            raise InvalidValueError(f"{len(missing)} weights are missing: {listed}; give them all, or use strict=False")
+        return {name: self._check(name, param) for name, param in params.items() if self._has(name)}
+
+    def cut(self, name: str, whole: Tensor) -> list[dict[str, Tensor]]:
+        """Each rank's piece of a weight, views of the whole."""
+        return [{name: shards[name].cut(whole)} for shards in self._shards]
+
+    def _has(self, name: str) -> bool:
+        if name in self._shards[0]:
+            return True
+        if isinstance(name, str) and self._is_ignorable(name):
+            return False
+        raise InvalidValueError(
+            f"the model has no weight {name!r}; state_dict_keyname() lists the {len(self._shards[0])} it has"
+        )
+
+    def _check(self, name: str, param: Param) -> Tensor:
+        if isinstance(param, np.ndarray):
+            if param.dtype.kind != "f" or param.itemsize > 8:
+                raise InvalidTypeError(f"{name} is an array of {param.dtype}; weights are one of {_DTYPE_NAMES}")
+            param = share_array(param)
+        if not isinstance(param, Tensor):
+            raise InvalidTypeError(f"{name} is a {type(param).__name__}; give a torch tensor or a NumPy array")
+        if param.dtype not in DTYPES or param.layout is not torch.strided or param.is_meta:
+            raise InvalidTypeError(
+                f"{name} is a tensor of {param.dtype} ({param.layout}, {param.device}); weights are dense, and one of "
+                f"{_DTYPE_NAMES}"
+            )
+        full_shape = self._shards[0][name].full_shape
+        if tuple(param.shape) != full_shape:
+            raise InvalidValueError(f"{name} has shape {list(param.shape)}; the model's is {list(full_shape)}")
+        return param

@@ -1,0 +1,215 @@
+"""Attention of one new token per row over a paged KV cache: what a decode step does in each layer."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from infinilm.errors import InvalidValueError
+from infinilm.kernels.decode_attention_kernels import FEW_CHUNKS, MAX_CHUNKS, decode_kernel, shared_kernel
+from infinilm.kernels.early_launch import launches_early
+
+_RESULTS: int = MAX_CHUNKS.value
+_SHARED_RESULTS: int = MAX_CHUNKS.value - FEW_CHUNKS.value
+
+# A tile of keys, and one of values, has 16 KiB: 64 tokens of 128 bfloat16. Two of both are under way in each of the
+# three programs that fit on a multiprocessor of Hopper's, several times the bytes that hide its memory's latency.
+_TILE_BYTES = 16384
+_MAX_TILE = 64
+# Query heads that a program attends to a shared prefix: 64 is the least Hopper's tensor cores are fast with; float32
+# does without them, and would run out of registers.
+_SHARED_QUERIES = 64
+_SHARED_QUERIES_FLOAT32 = 16
+# Heads whose results are added up at a time: as many as fit in the registers the loop before has.
+_COMBINED_HEADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The blocks all rows begin with. Both are on the device: one captured graph serves with and without."""
+
+    num_tokens: Tensor  # [1] int32, a multiple of the block size, below every context length but 0; 0: none are shared
+    table: Tensor  # [max_blocks] int32, the first num_tokens / block_size of them valid
+
+
+class DecodeWorkspace:
+    """What the programs of one call leave for the last of them to add up.
+
+    One serves all layers and graphs that run one after another; two streams need one each.
+    """
+
+    def __init__(self, max_rows: int, heads: int, head_dim: int, device: torch.device | str) -> None:
+        self.max_rows, self.heads, self.head_dim = max_rows, heads, head_dim
+        shape = (max_rows, heads, _RESULTS)
+        self.results = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
+        self.log_sums = torch.empty(shape, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros((max_rows, heads), dtype=torch.int32, device=device)  # all 0 between calls
+
+    @staticmethod
+    def num_bytes(max_rows: int, heads: int, head_dim: int) -> int:
+        """What a workspace of this size takes on the device."""
+        return max_rows * heads * 4 * (_RESULTS * (head_dim + 1) + 1)
+
+    def check(self, rows: int, heads: int, head_dim: int) -> None:
+        """Raise unless it is large enough for these queries."""
+        if rows > self.max_rows or heads > self.heads or head_dim > self.head_dim:
+            raise InvalidValueError(
+                f"workspace is for {self.max_rows} rows of {self.heads} heads of {self.head_dim}, query has "
+                f"{rows} of {heads} of {head_dim}; make a DecodeWorkspace of that size"
+            )
+
+
+def decode_attention(
+    query: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    workspace: DecodeWorkspace,
+    shared: SharedPrefix | None = None,
+) -> Tensor:
+    """Attend one new token per row to the row's tokens in the cache, its own key and value included.
+
+    `query` is `[B, heads, head_dim]` (rows may be apart), `cache` `[blocks, block_size, 2, kv_heads, head_dim]`.
+    `tables` `[B, max_blocks]` int32 names the blocks of each row, `context_lens` `[B]` int32 the tokens in them; a row
+    of 0 tokens gives zeros. With a `window` only the last `window` tokens are seen, and read. Returns
+    `[B, heads, head_dim]` of the query's type.
+
+    The tokens of a `shared` prefix are read through its own table, all others through `tables`. Windows don't go
+    with it: what they see is soon a row's own.
+    """
+    _check_layout(query, cache, tables)
+    workspace.check(*query.shape)
+    if shared is not None and window is not None:
+        raise InvalidValueError(f"window is {window} and a prefix is shared; pass shared=None where there is a window")
+    rows, heads, _ = query.shape
+    kv_heads = cache.shape[3]
+    output = query.new_empty(query.shape)
+    if rows == 0:
+        return output
+    options = _options(query, cache)
+    scale *= math.log2(math.e)
+    if shared is not None:
+        _attend_shared(query, cache, shared, workspace, scale, options)
+    pad_group = triton.next_power_of_2(heads // kv_heads)
+    decode_kernel[kv_heads, rows, _num_parts(rows * kv_heads)](
+        query,
+        cache,
+        tables,
+        context_lens,
+        None if shared is None else shared.num_tokens,
+        workspace.results,
+        workspace.log_sums,
+        workspace.arrivals,
+        output,
+        scale,
+        torch.iinfo(torch.int32).max if window is None else window,
+        query.stride(0),
+        tables.stride(0),
+        PAD_GROUP=max(16, pad_group),
+        COMBINED_HEADS=min(_COMBINED_HEADS, pad_group),
+        num_stages=3,
+        **options,
+    )
+    return output
+
+
+def _attend_shared(
+    query: Tensor,
+    cache: Tensor,
+    shared: SharedPrefix,
+    workspace: DecodeWorkspace,
+    scale: float,
+    options: dict[str, Any],
+) -> None:
+    """Leave in the workspace what the queries make of the shared prefix."""
+    rows, heads, _ = query.shape
+    kv_heads = cache.shape[3]
+    pad_group = triton.next_power_of_2(heads // kv_heads)
+    queries = _SHARED_QUERIES_FLOAT32 if query.dtype == torch.float32 else _SHARED_QUERIES
+    shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _SHARED_RESULTS](
+        query,
+        cache,
+        shared.table,
+        shared.num_tokens,
+        workspace.results,
+        workspace.log_sums,
+        rows,
+        scale,
+        query.stride(0),
+        PAD_GROUP=pad_group,
+        QUERIES=queries,
+        num_stages=2,  # with three, only one program would fit on a multiprocessor
+        **options,
+    )
+
+
+def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
+    """What both kernels are compiled for. Nothing of it depends on the number of rows: no row's result may."""
+    _, heads, head_dim = query.shape
+    block_size, _, kv_heads, _ = cache.shape[1:]
+    pad_dim = max(16, triton.next_power_of_2(head_dim))
+    early = launches_early(query.device)
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAD_DIM": pad_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE": min(_MAX_TILE, max(16, _TILE_BYTES // (pad_dim * cache.element_size()))),
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "EARLY": early,
+        "num_warps": 4,
+        "launch_pdl": early,
+    }
+
+
+def _num_parts(pairs: int) -> int:
+    """How many programs share the chunks of each of `pairs` rows and kv heads.
+
+    A row of usual length has 4 to 8 chunks, and a program without one still takes its turn: more than 8 for very few
+    rows only, whose chunks could not occupy the device otherwise. Fewer for many rows, as long as that leaves some
+    thousand programs: the more there are, the less the longest of them is waited for.
+    """
+    for parts, limit in ((16, 32), (8, 512), (4, 2048), (2, 8192)):
+        if pairs <= limit:
+            return parts
+    return 1
+
+
+def _check_layout(query: Tensor, cache: Tensor, tables: Tensor) -> None:
+    _, heads, head_dim = query.shape
+    if heads % cache.shape[3] != 0 or head_dim != cache.shape[4] or query.dtype != cache.dtype:
+        raise InvalidValueError(
+            f"query is {list(query.shape)} of {query.dtype}, cache {list(cache.shape)} of {cache.dtype}; their types "
+            "and head_dim must agree, and heads be a multiple of kv_heads"
+        )
+    if query.stride()[1:] != (head_dim, 1) or not cache.is_contiguous() or tables.stride(1) != 1:
+        raise InvalidValueError(
+            f"query, cache and tables have strides {query.stride()}, {cache.stride()} and {tables.stride()}; "
+            "make them contiguous (rows of query and tables may be apart)"
+        )
+
+
+def decode_attention_torch(
+    query: Tensor, cache: Tensor, tables: Tensor, context_lens: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """`decode_attention` in plain torch, which needs no workspace and reads a shared prefix once for each row."""
+    rows, heads, head_dim = query.shape
+    kv_heads = cache.shape[3]
+    tokens = cache[tables.clamp(min=0)].flatten(1, 2)  # [B, tokens, 2, kv_heads, head_dim]
+    position = torch.arange(tokens.shape[1], device=cache.device)
+    visible = position < context_lens[:, None]
+    if window is not None:
+        visible &= position >= context_lens[:, None] - window
+    # Beyond a row's end there may be anything, and a weight of 0 does not hide infinities.
+    key, value = tokens.float().masked_fill(~visible[:, :, None, None, None], 0.0).unbind(2)
+    score = torch.einsum("bkgd,btkd->bkgt", query.float().view(rows, kv_heads, -1, head_dim), key) * scale
+    score = score.masked_fill(~visible[:, None, None, :], float("-inf"))
+    weight = score.softmax(-1).nan_to_num(0.0)  # not a number where a row has no tokens
+    return torch.einsum("bkgt,btkd->bkgd", weight, value).reshape(rows, heads, head_dim).to(query.dtype)

@@ -1,0 +1,285 @@
+"""Products of a few rows with a matrix: what decoding a single stream, or a few, is made of.
+
+Such a product takes as long as reading the matrix, if enough of it is under way at any time: to read 4.2 TB/s at
+0.8 µs latency, 3.4 MB, or 26 KB on each of the 132 multiprocessors of an H200. So a program asks for all its rows
+of the matrix, 16 bytes per thread and load, before it looks at anything else; being launched early (`early_launch`),
+it does so while the kernel before it still computes the input. With the norm, the activation and the residual taken
+in, a layer is left with four such kernels.
+
+One row is multiplied and added in float32 on the plain units. More are padded to 8 or 16 and multiplied on the tensor
+cores, for which the matrix has to pass through shared memory. Either way the columns are added in an order that the
+matrix alone decides: among 2 to `MAX_ROWS` rows a row's result does not depend on their number. A row on its own is
+added up in another order.
+
+Sums are float32; bias and residual are added to them before they are rounded, once, to the type of the input. Where
+a norm or an activation comes in between, the rounding is that of the kernels it stands for (`norm`, `activation`).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinilm.errors import InvalidValueError
+from infinilm.kernels.activation import gated, silu_mul_torch
+from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
+from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
+
+MAX_ROWS = 16
+
+# Bytes of a matrix that a warp reads with one load, 16 of them per thread.
+_WARP_BYTES = 512
+# Bytes of a program's tile, if it need not be more: in at least 4 lines, to share the inputs' loads and norm among.
+_TILE_BYTES = 16384
+_MIN_LINES = 4
+# Two programs for almost each of 132 multiprocessors. Matrices with few rows are cut finer to have as many.
+_MIN_PROGRAMS = 256
+_MAX_WARPS = 16
+# Lines that the tensor cores take at least.
+_DOT_LINES = 16
+
+
+class Tile(NamedTuple):
+    """How a product is cut up: a program computes `block_out` outputs from `block_in` inputs at a time."""
+
+    block_out: int
+    block_in: int
+    num_warps: int
+    padded_rows: int = 1  # 1: on the plain units; 8 or 16: on the tensor cores
+
+
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`x` `[M, in]` times `weight` `[out, in]`, plus `bias` `[out]` and `residual` `[M, out]`: `[M, out]`, contiguous.
+
+    M is at most `MAX_ROWS`. `tile` is for measuring others than `choose_tile`'s.
+    """
+    return _launch(x, weight, None, 0.0, bias=bias, residual=residual, tile=tile)
+
+
+def gemv_torch(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """`gemv` in plain torch."""
+    wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return (wide if residual is None else wide + residual).to(x.dtype)
+
+
+def norm_gemv(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`gemv` of `rms_norm(x, norm_weight, eps)`, `norm_weight` being `[in]`."""
+    return _launch(x, weight, norm_weight, eps, bias=bias, residual=residual, tile=tile)
+
+
+def norm_gemv_torch(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`norm_gemv` in plain torch."""
+    return gemv_torch(rms_norm_torch(x, norm_weight, eps), weight, bias=bias, residual=residual)
+
+
+def norm_gemv_silu(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, *, tile: Tile | None = None
+) -> Tensor:
+    """`silu_mul` of `norm_gemv` with `gate_up_weight` `[2n, in]`, the gate's rows first: `[M, n]`, contiguous."""
+    return _launch(x, gate_up_weight, norm_weight, eps, tile=tile, num_matrices=2)
+
+
+def norm_gemv_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
+    """`norm_gemv_silu` in plain torch."""
+    return silu_mul_torch(norm_gemv_torch(x, norm_weight, eps, gate_up_weight))
+
+
+def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matrices: int = 1) -> Tile:
+    """The tile for so many rows and so large a matrix, or two that are read side by side.
+
+    All inputs at once, if 16 warps can hold them with one load per thread, so that everything is under way from the
+    start; longer rows are read in steps, with two of them under way.
+    """
+    warp_in = _WARP_BYTES // itemsize
+    if rows > 1:
+        block_in = (8 if 4 * warp_in < in_size <= 8 * warp_in else 4) * warp_in
+        return Tile(_DOT_LINES // num_matrices, block_in, num_warps=8, padded_rows=8 if rows <= 8 else MAX_ROWS)
+    block_in = triton.next_power_of_2(in_size)
+    if block_in > _MAX_WARPS * warp_in:
+        block_in = 8 * warp_in
+    block_out = max(_MIN_LINES, _TILE_BYTES // (block_in * itemsize)) // num_matrices
+    while block_out > 1 and triton.cdiv(out_size, block_out) < _MIN_PROGRAMS:
+        block_out //= 2
+    return Tile(block_out, block_in, num_warps=max(4, block_in // warp_in))
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    tile: Tile | None,
+    num_matrices: int = 1,
+) -> Tensor:
+    num_rows, in_size = x.shape
+    out_size = len(weight) // num_matrices
+    tile = tile or choose_tile(num_rows, out_size, in_size, weight.element_size(), num_matrices)
+    if num_rows > tile.padded_rows:
+        raise InvalidValueError(f"x has {num_rows} rows; multiply more than {tile.padded_rows} with torch.mm")
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    early = launches_early(x.device)
+    _gemv_kernel[(triton.cdiv(out_size, tile.block_out),)](
+        x,
+        norm_weight,
+        weight,
+        bias,
+        residual,
+        out,
+        num_rows,
+        out_size,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        IN=in_size,
+        WEIGHT_STRIDE=weight.stride(0),
+        MATRICES=num_matrices,
+        ROWS=tile.padded_rows,
+        BLOCK_OUT=tile.block_out,
+        STEP=tile.block_in,
+        # One row is summed over all warps at once; the tensor cores' sums are each of one warp.
+        SPLITS=1 if tile.padded_rows == 1 else tile.num_warps,
+        STAGES=3,
+        # Triton's interpreter has no products of bfloat16 matrices.
+        WIDEN=x.device.type == "cpu",
+        EARLY=early,
+        num_warps=tile.num_warps,
+        launch_pdl=early,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gemv_kernel(
+    x,
+    norm_weight,  # or None: no norm
+    weight,
+    bias,  # or None
+    residual,  # or None
+    out,
+    num_rows,
+    out_size,
+    x_stride,
+    residual_stride,
+    eps,
+    IN: tl.constexpr,
+    WEIGHT_STRIDE: tl.constexpr,
+    MATRICES: tl.constexpr,  # 2: gate and up
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program i: outputs i · `BLOCK_OUT` and on.
+
+    An output takes one line of the tile, or two next to each other, its gate's and its up's. The dimensions are
+    `[SPLITS, LINES or ROWS, BLOCK_IN]`: the inputs of a step are split over the first and the last.
+    """
+    let_next_start(EARLY)
+    LINES: tl.constexpr = BLOCK_OUT * MATRICES
+    BLOCK_IN: tl.constexpr = STEP // SPLITS
+    first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
+    lines = tl.arange(0, LINES)[None, :, None]
+    inputs = (tl.arange(0, SPLITS)[:, None] * BLOCK_IN + tl.arange(0, BLOCK_IN)[None, :])[:, None, :]
+    has_line = first + lines // MATRICES < out_size
+    weight += first * WEIGHT_STRIDE + (lines % MATRICES).to(tl.int64) * out_size * WEIGHT_STRIDE
+    weight += lines // MATRICES * WEIGHT_STRIDE + inputs
+    outputs = first + tl.arange(0, BLOCK_OUT)[:, None]
+    rows = tl.arange(0, ROWS)[None, :]
+    inside = (outputs < out_size) & (rows < num_rows)
+
+    # What no kernel writes is asked for before the wait. Nobody reads a matrix again before much else has been read.
+    tile = tl.load(weight, mask=has_line & (inputs < IN), other=0.0, eviction_policy="evict_first")
+    if norm_weight is not None:
+        factor = tl.load(norm_weight + inputs, mask=inputs < IN, other=0.0)
+    if bias is not None:
+        added = tl.load(bias + outputs, mask=outputs < out_size, other=0.0)
+    wait_for_inputs(EARLY)
+    x += rows[:, :, None] * x_stride + inputs
+    has_row = rows[:, :, None] < num_rows
+    values = tl.load(x, mask=has_row & (inputs < IN), other=0.0)
+    if residual is not None:
+        kept = tl.load(residual + rows * residual_stride + outputs, mask=inside, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        squares = _squares(values)
+        for start in range(STEP, IN, STEP):
+            squares += _squares(tl.load(x + start, mask=has_row & (start + inputs < IN), other=0.0))
+        scale = inverse_rms(tl.sum(squares, axis=0), IN, eps)[None, :, None]
+        values = scale_and_weigh(values.to(tl.float32), scale, loaded_ahead(factor, EARLY), x.dtype.element_ty)
+
+    sums = _products(loaded_ahead(tile, EARLY), values, ROWS, WIDEN)
+    for start in tl.range(STEP, IN, STEP, num_stages=STAGES):
+        ahead = start + inputs < IN
+        tile = tl.load(weight + start, mask=has_line & ahead, other=0.0, eviction_policy="evict_first")
+        values = tl.load(x + start, mask=has_row & ahead, other=0.0)
+        if norm_weight is not None:
+            factor = tl.load(norm_weight + start + inputs, mask=ahead, other=0.0)
+            values = scale_and_weigh(values.to(tl.float32), scale, factor, x.dtype.element_ty)
+        sums += _products(tile, values, ROWS, WIDEN)
+
+    if ROWS == 1:
+        sums = tl.sum(sums, axis=2, keep_dims=True)
+    result = tl.sum(sums, axis=0)  # [LINES, ROWS]
+    if bias is not None:
+        result += loaded_ahead(added, EARLY).to(tl.float32)
+    if residual is not None:
+        result += kept
+    result = result.to(out.dtype.element_ty)
+    if MATRICES == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(result, (BLOCK_OUT, 2, ROWS)), (0, 2, 1)))
+        result = gated(gate, up)
+    tl.store(out + rows * out_size + outputs, result, mask=inside)
+
+
+@triton.jit
+def _squares(values):
+    """The sums of the squares over the last dimension."""
+    wide = values.to(tl.float32)
+    return tl.sum(wide * wide, axis=2)
+
+
+@triton.jit
+def _products(weights, values, ROWS: tl.constexpr, WIDEN: tl.constexpr):
+    """The products of `weights` and `values`; those of one row are still to be summed over the last dimension."""
+    if ROWS == 1:
+        products = weights.to(tl.float32) * values.to(tl.float32)
+    else:
+        if WIDEN:
+            weights, values = weights.to(tl.float32), values.to(tl.float32)
+        products = tl.dot(weights, tl.permute(values, (0, 2, 1)), input_precision="ieee")
+    return products

@@ -1,0 +1,113 @@
+"""Root-mean-square normalisation, alone and with the addition that comes before it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
+
+# Numbers a thread holds of a row: of 16 bits each, one load of 16 bytes, the widest there is.
+_PER_THREAD = 8
+# Numbers a program normalises at least, so that it has 4 warps: rows shorter than this share one.
+_MIN_TILE = 32 * 4 * _PER_THREAD
+_MAX_WARPS = 16
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` `[T, n]` over its rows' root mean square, times `weight` `[n]`: `[T, n]`, contiguous.
+
+    Computed in float32 and rounded to the input's type before it is multiplied by the weight.
+    """
+    return _launch(x, None, weight, eps)
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain torch."""
+    return _normalise(x.float(), weight, eps, x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `x` `[T, n]` to `residual` `[T, n]` in place; the norm of the sum, as stored: `[T, n]` of `x`'s type."""
+    return _launch(x, residual, weight, eps)
+
+
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`add_rms_norm` in plain torch."""
+    return _normalise(residual.add_(x).float(), weight, eps, x.dtype)
+
+
+def _normalise(wide: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale).to(dtype) * weight
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, size = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    columns = triton.next_power_of_2(size)
+    rows = max(1, _MIN_TILE // columns)
+    early = launches_early(x.device)
+    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        residual,
+        weight,
+        out,
+        num_rows,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        SIZE=size,
+        ROWS=rows,
+        COLUMNS=columns,
+        EARLY=early,
+        num_warps=min(rows * columns // (32 * _PER_THREAD), _MAX_WARPS),
+        launch_pdl=early,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x,
+    residual,  # or None
+    weight,
+    out,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program i: rows i · `ROWS` and on."""
+    let_next_start(EARLY)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    factor = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
+    wait_for_inputs(EARLY)
+    inside = (rows < num_rows) & (columns < SIZE)
+    wide = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        places = residual + rows * residual_stride + columns
+        total = (tl.load(places, mask=inside, other=0.0).to(tl.float32) + wide).to(residual.dtype.element_ty)
+        tl.store(places, total, mask=inside)
+        wide = total.to(tl.float32)
+    scale = inverse_rms(tl.sum(wide * wide, axis=1), SIZE, eps)
+    normed = scale_and_weigh(wide, scale[:, None], loaded_ahead(factor, EARLY), out.dtype.element_ty)
+    tl.store(out + rows * SIZE + columns, normed, mask=inside)
+
+
+@triton.jit
+def inverse_rms(square_sum, SIZE: tl.constexpr, eps):
+    """What rows with these sums of squares of `SIZE` numbers are multiplied by."""
+    return tl.rsqrt(square_sum * (1.0 / SIZE) + eps)
+
+
+@triton.jit
+def scale_and_weigh(wide, scale, factor, DTYPE: tl.constexpr):
+    """`wide` float32 times `scale`, rounded, times the norm's weight `factor`, rounded: `DTYPE`."""
+    return ((wide * scale).to(DTYPE).to(tl.float32) * factor.to(tl.float32)).to(DTYPE)

@@ -1,0 +1,163 @@
+"""What lies between the qkv projection and attention, in one kernel: norms of the heads, rotation, and the KV cache."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
+from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
+
+# Numbers a program turns: with 4 warps, one load of 16 bytes per thread for each half of the heads. One token's
+# heads are then spread over a few programs, and a long prefill makes programs that are worth their start.
+_TILE = 2048
+_WARPS = 4
+
+
+def rope_store(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm and turn queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
+
+    - `qkv` `[T, heads + 2 * kv_heads, head_dim]`: queries, keys, values of each token; only the stride over tokens
+      is free.
+    - `positions` `[T]` int64: rows of `table` `[max_len, head_dim]` float32, cosines and then sines, half a head each.
+      Number i of a head is turned with number i + head_dim / 2.
+    - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
+      over all blocks; negative: its key and value are not stored.
+    - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
+
+    Cosines, sines and what comes out of each norm, product and sum are rounded to the type of `qkv`.
+    """
+    num_tokens, _, head_dim = qkv.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    pairs = triton.next_power_of_2(head_dim // 2)
+    heads = max(1, _TILE // (2 * pairs))
+    early = launches_early(qkv.device)
+    _rope_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
+        qkv,
+        positions,
+        table,
+        slots,
+        cache,
+        q_norm,
+        k_norm,
+        out,
+        qkv.stride(0),
+        eps,
+        Q_HEADS=num_heads,
+        KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HEADS=heads,
+        PAIRS=pairs,
+        EARLY=early,
+        num_warps=_WARPS,
+        launch_pdl=early,
+    )
+    return out
+
+
+def rope_store_torch(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """`rope_store` in plain torch."""
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm_torch(q, q_norm, eps), rms_norm_torch(k, k_norm, eps)
+    cos, sin = table[positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim / 2]
+
+    def turned(heads: Tensor) -> Tensor:
+        first, second = heads.chunk(2, dim=-1)
+        return torch.cat(
+            (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)), dim=-1
+        )
+
+    is_stored = slots >= 0
+    tokens = torch.stack((turned(k), v), dim=1)[is_stored]  # [S, 2, kv_heads, head_dim]
+    cache.view(-1, *tokens.shape[1:])[slots[is_stored]] = tokens.to(cache.dtype)
+    return turned(q)
+
+
+@triton.jit
+def _rope_store_kernel(
+    qkv,
+    positions,
+    table,
+    slots,
+    cache,
+    q_norm,  # or None
+    k_norm,  # or None
+    out,
+    stride,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (token, group): `HEADS` of a token's heads, each as its first and its second half."""
+    let_next_start(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pairs = tl.arange(0, PAIRS)[None, :]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
+    is_query = heads < Q_HEADS
+    is_value = heads >= Q_HEADS + KV_HEADS
+    in_half = pairs < HALF
+    inside = (heads < Q_HEADS + 2 * KV_HEADS) & in_half
+    wait_for_inputs(EARLY)
+    position, slot = tl.load(positions + token, volatile=True), tl.load(slots + token, volatile=True)
+    own = qkv + token * stride + heads * HEAD_DIM + pairs
+    first = tl.load(own, mask=inside, other=0.0, volatile=True)
+    second = tl.load(own + HALF, mask=inside, other=0.0, volatile=True)
+    cos, sin = _halves(table + position * HEAD_DIM + pairs, in_half, HALF)
+    cos, sin = cos.to(DTYPE).to(tl.float32), sin.to(DTYPE).to(tl.float32)
+
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if q_norm is not None:
+        scale = inverse_rms(tl.sum(a * a + b * b, axis=1), HEAD_DIM, eps)[:, None]
+        q_first, q_second = _halves(q_norm + pairs, in_half, HALF)
+        k_first, k_second = _halves(k_norm + pairs, in_half, HALF)
+        first_factor, second_factor = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
+        a = scale_and_weigh(a, scale, first_factor, DTYPE).to(tl.float32)
+        b = scale_and_weigh(b, scale, second_factor, DTYPE).to(tl.float32)
+    turned_first = ((a * cos).to(DTYPE).to(tl.float32) - b * sin).to(DTYPE)
+    turned_second = ((b * cos).to(DTYPE).to(tl.float32) + a * sin).to(DTYPE)
+
+    query = out + (token * Q_HEADS + heads) * HEAD_DIM + pairs
+    tl.store(query, turned_first, mask=is_query & in_half)
+    tl.store(query + HALF, turned_second, mask=is_query & in_half)
+    # In the cache a token's keys are followed by its values, as they are here.
+    kept = cache + (slot * 2 * KV_HEADS + heads - Q_HEADS) * HEAD_DIM + pairs
+    is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
+    tl.store(kept, tl.where(is_value, first, turned_first).to(cache.dtype.element_ty), mask=is_kept)
+    tl.store(kept + HALF, tl.where(is_value, second, turned_second).to(cache.dtype.element_ty), mask=is_kept)
+
+
+@triton.jit
+def _halves(places, mask, HALF: tl.constexpr):
+    """What is at these places and half a head further."""
+    return tl.load(places, mask=mask, other=0.0), tl.load(places + HALF, mask=mask, other=0.0)

@@ -1,0 +1,89 @@
+"""Tokens' keys and values into the paged KV cache, and out of it again.
+
+Both kernels move rows of `kv_heads * head_dim` numbers that lie together in the cache, one row per program: a few
+16-byte accesses for each thread, all of them under way at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _store_kernel(new, cache, slots, token_stride, part_stride, SIZE: tl.constexpr, PAD_SIZE: tl.constexpr):
+    """Program (token, part): its keys (part 0) or its values (part 1), `SIZE` numbers."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    places = tl.arange(0, PAD_SIZE)
+    row = tl.load(new + token * token_stride + part * part_stride + places, mask=places < SIZE)
+    tl.store(cache + (slot * 2 + part) * SIZE + places, row.to(cache.dtype.element_ty), mask=places < SIZE)
+
+
+def store_kv(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write tokens' keys and values into one layer's cache.
+
+    `new` is `[T, 2, kv_heads, head_dim]`, its last two dimensions contiguous; `cache` `[blocks, block_size, 2,
+    kv_heads, head_dim]`, contiguous; `slots` `[T]` int32 or int64 is where each token goes, counted in tokens from
+    the start of the cache, or negative for nowhere.
+    """
+    num_tokens = len(new)
+    size = new.shape[2] * new.shape[3]
+    if num_tokens == 0:
+        return
+    if new.stride()[2:] != (new.shape[3], 1):
+        new = new.contiguous()
+    _store_kernel[num_tokens, 2](
+        new, cache, slots, new.stride(0), new.stride(1), SIZE=size, PAD_SIZE=triton.next_power_of_2(size)
+    )
+
+
+def store_kv_torch(new: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """`store_kv` in plain torch."""
+    stored = (slots >= 0).nonzero().squeeze(1)
+    cache.flatten(0, 1).index_copy_(0, slots[stored].long(), new[stored].to(cache.dtype))
+
+
+@triton.jit(do_not_specialize=["context_len"], do_not_specialize_on_alignment=["table"])
+def _gather_kernel(
+    cache, table, target, context_len, SIZE: tl.constexpr, PAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Program (token, part): as in `_store_kernel`, the other way."""
+    token = tl.program_id(0)
+    part = tl.program_id(1)
+    is_known = token < context_len
+    block = tl.load(table + token // BLOCK_SIZE, mask=is_known, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + token % BLOCK_SIZE
+    places = tl.arange(0, PAD_SIZE)
+    inside = places < SIZE
+    row = tl.load(cache + (slot * 2 + part) * SIZE + places, mask=inside & is_known, other=0.0)
+    tl.store(target + (token.to(tl.int64) * 2 + part) * SIZE + places, row, mask=inside)
+
+
+def gather_kv(cache: Tensor, table: Tensor, *, context_len: int, num_tokens: int) -> Tensor:
+    """One request's keys and values in the order of its tokens, `[num_tokens, 2, kv_heads, head_dim]`.
+
+    `cache` is `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, `table` `[max_blocks]` int32 or int64 names
+    the request's blocks. From token `context_len` on it is zeros: unused places of the cache may hold anything.
+    """
+    block_size, _, kv_heads, head_dim = cache.shape[1:]
+    size = kv_heads * head_dim
+    target = cache.new_empty(num_tokens, 2, kv_heads, head_dim)
+    if num_tokens == 0:
+        return target
+    _gather_kernel[num_tokens, 2](
+        cache, table, target, context_len, SIZE=size, PAD_SIZE=triton.next_power_of_2(size), BLOCK_SIZE=block_size
+    )
+    return target
+
+
+def gather_kv_torch(cache: Tensor, table: Tensor, *, context_len: int, num_tokens: int) -> Tensor:
+    """`gather_kv` in plain torch."""
+    tokens = torch.arange(min(context_len, num_tokens), device=cache.device)
+    slots = table.long()[tokens // cache.shape[1]] * cache.shape[1] + tokens % cache.shape[1]
+    target = cache.new_zeros(num_tokens, *cache.shape[2:])
+    target[: len(tokens)] = cache.flatten(0, 1)[slots]
+    return target

@@ -1,0 +1,37 @@
+"""Where Triton kernels can run; asking does not import Triton."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+# bfloat16 matrix instructions, and copies to shared memory that don't hold up the program.
+_LEAST_CAPABILITY = (8, 0)
+
+
+def has_kernels(device: torch.device | str) -> bool:
+    """Whether layers on this device are computed by our kernels."""
+    device = torch.device(device)
+    return device.type == "cuda" and why_no_triton(device) is None
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels can't run on the device; None if they can.
+
+    With `TRITON_INTERPRET=1` in the environment a CPU can run them too: slowly, to check them.
+    """
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA device, not {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {_dotted(capability)}, and {_dotted(_LEAST_CAPABILITY)} is needed"
+    return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

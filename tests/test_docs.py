@@ -1,0 +1,199 @@
+"""The documents are true: their code runs and prints what they say, their tables are complete, their links lead on.
+
+The Python blocks of a document make one script. A block that begins with a file name in a comment is that file.
+"""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from infinilm.debug import ALIASES, POINTS
+from infinilm.engine.infer_input import TENSOR_FIELDS
+from infinilm.errors import InvalidValueError
+from infinilm.models import LlamaConfig, register_model
+from infinilm.models.architectures import ARCHITECTURES
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def run_python(script: str, directory: Path) -> str:
+    """What a script in that directory prints."""
+    (directory / "main.py").write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "main.py"],
+        check=False,
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # busy cores make threads wait for each other
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_blocks(document: str, directory: Path) -> tuple[str, list[str]]:
+    """What a document's code prints, and the lines that it says will be among them, in order."""
+    script, expected = "", []
+    for block in re.findall(r"^```python\n(.*?)^```$", read(document), re.MULTILINE | re.DOTALL):
+        if file := re.match(r"# (\w+\.py)\n", block):
+            (directory / file[1]).write_text(block, encoding="utf-8")
+            continue
+        script += f"{block}print()\n"  # a block may leave its line open
+        for comment in re.findall(r"^ *print\(.*\)  # (.*)$|# prints: (.*)$", block, re.MULTILINE):
+            expected.append("".join(comment))
+    assert script, f"{document} has no Python blocks"
+    return run_python(script, directory), expected
+
+
+def check_printed(output: str, expected: list[str]) -> None:
+    lines = iter(output.splitlines())
+    missing = [line for line in expected if line not in lines]  # `in` moves on: the order counts
+    assert not missing, f"not printed, or not in this order: {missing}\nprinted:\n{output}"
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
+    """The directory in which docs/extending.md has run, with its module and its checkpoint."""
+    directory = tmp_path_factory.mktemp("extending")
+    return directory, *run_blocks("docs/extending.md", directory)
+
+
+def test_extending_prints_what_it_says(extended: tuple[Path, str, list[str]]) -> None:
+    _, output, expected = extended
+    assert len(expected) == 4
+    check_printed(output, expected)
+
+
+def test_low_level_prints_what_it_says(tmp_path: Path) -> None:
+    output, expected = run_blocks("docs/low-level.md", tmp_path)
+    assert len(expected) == 12
+    check_printed(output, expected)
+
+
+def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
+    output, expected = run_blocks("README.md", tmp_path)
+    assert len(expected) == 2
+    check_printed(output, expected)
+    assert output.startswith(" Paris.\n")  # generate
+    assert "sky" in output  # chat
+    assert " four\n four,\n four, five\n" in output  # step by step
+
+
+def test_the_added_architecture_computes_what_plain_torch_does(extended: tuple[Path, str, list[str]]) -> None:
+    directory = extended[0]
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    run_python(
+        f"""
+import torch, my_model
+from safetensors.torch import save_file
+from infinilm import InferEngine
+from infinilm.cache import StaticKVCacheConfig
+from infinilm.distributed import DistConfig
+
+tokens = torch.tensor({tokens.tolist()})
+logits = {{}}
+for tp_size in (1, 2):
+    with InferEngine("parallel-llama", DistConfig(tp_size), "cpu") as engine:
+        logits[f"whole{{tp_size}}"] = engine(input_ids=tokens, return_logits=True).logits
+        engine.reset_cache(StaticKVCacheConfig(2, 64))
+        chunks = [(0, 23), (23, 24), (24, 40)]
+        parts = [
+            engine(input_ids=tokens[:, start:end], cache_lengths=[start] * 2, return_logits=True).logits
+            for start, end in chunks
+        ]
+        logits[f"chunks{{tp_size}}"] = torch.cat(parts, dim=1)
+save_file(logits, "logits.safetensors")
+""",
+        directory,
+    )
+    config = LlamaConfig(  # what the document's is but for the name, which this process does not know
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    weights = load_file(directory / "parallel-llama/model.safetensors")
+    expected = torch.stack([parallel_llama(row, weights, config) for row in tokens])
+    assert expected.std() > 0.5
+    found = load_file(directory / "logits.safetensors")
+    assert sorted(found) == ["chunks1", "chunks2", "whole1", "whole2"]
+    for logits in found.values():
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def parallel_llama(tokens: Tensor, weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
+    """Logits `[T, vocab]` of the document's model, computed the plain way."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * weights[f"{name}.weight"]
+
+    def rotate(x: Tensor) -> Tensor:  # [heads, T, head_dim]
+        half = config.head_dim // 2
+        angles = torch.outer(torch.arange(len(tokens)), 10000.0 ** -(torch.arange(half) / half))
+        first, second = x.split(half, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for layer in range(config.num_hidden_layers):
+        own = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in PARALLEL_NAMES}
+        h = norm(x, f"model.layers.{layer}.input_layernorm")
+        q, k, v = (
+            (h @ own[f"self_attn.{each}_proj"].T).unflatten(1, (-1, config.head_dim)).transpose(0, 1) for each in "qkv"
+        )
+        copies = config.num_attention_heads // config.num_key_value_heads
+        k, v = (each.repeat_interleave(copies, dim=0) for each in (rotate(k), v))
+        scores = rotate(q) @ k.transpose(1, 2) / math.sqrt(config.head_dim)
+        scores += torch.full(scores.shape[1:], -math.inf).triu(1)
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        inner = F.silu(h @ own["mlp.gate_proj"].T) * (h @ own["mlp.up_proj"].T)
+        x = x + attended @ own["self_attn.o_proj"].T + inner @ own["mlp.down_proj"].T
+    return norm(x, "model.norm") @ weights["lm_head.weight"].T
+
+
+PARALLEL_NAMES = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def test_a_default_that_is_no_setting_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"'other'.*no setting qk_nrom; it has model_type, vocab_size"):
+        register_model("other", "OtherForCausalLM", defaults={"qk_norm": True, "qk_nrom": True})
+    assert "other" not in ARCHITECTURES
+
+
+def table_after(document: str, heading: str) -> list[list[str]]:
+    """The cells of the table under its first column's heading."""
+    _, table = re.split(rf"^\| {heading} \|.*\n\|[-|]+\|\n", read(document), flags=re.MULTILINE)
+    rows = re.match(r"(\|.*\n)+", table)[0].splitlines()
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def test_the_table_of_points_is_the_hooks_own() -> None:
+    expected = []
+    for point, shape in POINTS.items():
+        names = [point, ALIASES[point]] if point in ALIASES else [point]
+        array, end, rest = shape.partition("]")
+        expected.append([", ".join(f"`{name}`" for name in names), f"`{array}{end}`{rest}"])
+    assert table_after("docs/low-level.md", "point") == expected
+
+
+def test_the_table_of_inputs_has_every_field() -> None:
+    assert sorted(row[0].strip("`") for row in table_after("docs/low-level.md", "field")) == sorted(TENSOR_FIELDS)
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_links_lead_to_files(document: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", read(document)):
+        if "://" not in link:
+            assert ((ROOT / document).parent / link).exists(), link
