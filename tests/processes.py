@@ -1,5 +1,6 @@
 """What a process has: children, ranks, files, threads, sockets. And scripts to have them in."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -9,20 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 
 TESTS = Path(__file__).parent
+TIME_LIMIT_S = 90.0
+"""What runs longer hangs."""
 
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that have not ended, in the order of their start."""
-    return sorted(
-        (
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ),
-        key=lambda child: int(_stat(child)[19]) if _stat(child) else 0,
-    )
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            for child in (task / "children").read_text().split():
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                found[int(child)] = int(fields[19])  # its start time
+    return sorted(found, key=lambda child: (found[child], child))
 
 
 def ranks(pid: int | None = None) -> list[int]:
@@ -34,15 +37,8 @@ def is_rank(pid: int) -> bool:
     """Whether a process is there and is a rank's."""
     try:
         return b"infinilm.engine.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        return []
 
 
 def listening() -> dict[str, str]:
@@ -103,6 +99,16 @@ def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     return True
 
 
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """End this process, saying where it hangs, if the block does."""
+    faulthandler.dump_traceback_later(TIME_LIMIT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 class Script:
     """Python code in a process of its own, in a process group of its own as a shell would give it."""
 
@@ -118,6 +124,8 @@ class Script:
             env=environment,
             process_group=0,
         )
+        self._timer = Timer(TIME_LIMIT_S, self.process.kill)
+        self._timer.start()
 
     @property
     def pid(self) -> int:
@@ -136,10 +144,16 @@ class Script:
         """What Ctrl-C in a terminal does."""
         os.killpg(self.pid, signal.SIGINT)
 
-    def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
+    def end(self) -> tuple[int, str, str]:
         """Exit code, output and errors, once it and all that hold its output have ended."""
-        out, errors = self.process.communicate(timeout=seconds)
+        out, errors = self.process.communicate(timeout=TIME_LIMIT_S)
         return self.process.returncode, out, errors
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        self._timer.cancel()
+        self.process.kill()
+        self.process.communicate()
 
 
 @contextmanager
@@ -149,5 +163,4 @@ def script(code: str, *arguments: object, temporary: Path | None = None) -> Iter
     try:
         yield running
     finally:
-        running.process.kill()
-        running.process.communicate()
+        running.kill()

@@ -2,9 +2,9 @@
 
 import json
 import os
-import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -51,15 +51,18 @@ def _be_slow() -> None:
 
 def _make_joining_slow() -> NoReturn:
     """The next meeting comes too early for this rank, the one after it does not."""
-    join = CommunicationGroup.join
+    join, timeout = CommunicationGroup.join, group.JOIN_TIMEOUT
 
     def come_late(self: CommunicationGroup, meeting: int) -> None:
         CommunicationGroup.join = join  # type: ignore[method-assign]
-        time.sleep(0.5)
-        join(self, meeting)
+        time.sleep(0.6)
+        try:
+            join(self, meeting)
+        finally:
+            group.JOIN_TIMEOUT = timeout
 
     CommunicationGroup.join = come_late  # type: ignore[method-assign]
-    group.JOIN_TIMEOUT = timedelta(seconds=0.2)
+    group.JOIN_TIMEOUT = timedelta(seconds=0.1)
     raise ValueError("a bad value")
 
 
@@ -78,7 +81,6 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "device memory": lambda: _raise(torch.OutOfMemoryError("tried to allocate 7 GiB")),
     "leave": lambda: _raise(SystemExit(5)),
     "exit": lambda: os._exit(3),
-    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "sleep": _be_slow,
     "nap": lambda: time.sleep(0.05),
     "join late": _make_joining_slow,
@@ -100,7 +102,8 @@ class TroubledModel(CausalLM):
             raise TroubleError("it won't be loaded")
         self._rank = group.rank
         self._order: Sequence[int] = ()
-        self.layers[1].register_forward_pre_hook(lambda *_: self._act("between"))
+        model = weakref.proxy(self)  # a cycle would keep the weights until they are searched for
+        self.layers[1].register_forward_pre_hook(lambda *_: model._act("between"))
 
     def forward(self, batch: Any, *args: Any) -> Tensor:
         ids = batch.input_ids.tolist()

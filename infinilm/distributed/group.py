@@ -85,11 +85,20 @@ class CommunicationGroup:
             raise CommunicationError(f"rank {self.rank} could not meet the others: {error}") from error
         self._process_group._set_default_timeout(TIMEOUT)
 
-    def leave(self) -> None:
-        """Hang up. Ranks that wait for this one in a collective get an error at once."""
+    def abort(self) -> None:
+        """Have a GPU that waits for another rank wait no longer. Gloo does so by itself when a rank dies."""
         if self._process_group is not None:
             self._process_group.abort()
+
+    def leave(self) -> None:
+        """Hang up. Ranks that wait for this one in a collective get an error at once."""
+        self.abort()
         self._process_group = None  # which is when Gloo hangs up: nothing else may refer to it, not even a traceback
+
+    def close(self) -> None:
+        """Leave for good."""
+        self.leave()
+        self._store = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place of each rank's own `tensor`."""

@@ -5,6 +5,7 @@ import atexit
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -83,7 +84,8 @@ class AsyncLLM:
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
         def listen(output: RequestOutput) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
+            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         add = partial(self.engine.add_request, prompt, sampling_params, on_token=listen, request_id=request_id)
         adding = self._call(add)

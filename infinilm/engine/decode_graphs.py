@@ -147,7 +147,7 @@ class DecodeGraphs:
         plan = DecodePlan(inputs.tables, inputs.context_lens, inputs.slots, self._workspace, shared)
         hidden = worker.model(batch, worker.cache, _Prepared(self._backend, plan))
         logits = worker.model.compute_logits(hidden)
-        token_ids, is_sound = self._sampler.sample_rows(logits, inputs.rows, inputs.positions + 1)
+        token_ids, is_sound = self._sampler.sample_rows(logits, inputs.rows, inputs.context_lens)
         self._last_token[inputs.rows] = token_ids  # padding's row -1 is the spare last one
         return token_ids, is_sound
 

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread, current_thread, main_thread
 from typing import Any
@@ -74,9 +74,13 @@ class Peer:
 
 
 class Peers:
-    """All other ranks. If one dies, the rest is killed: rank 0 must wait for none of them any more."""
+    """All other ranks. If one dies, the rest is killed: rank 0 must wait for none of them any more.
 
-    def __init__(self) -> None:
+    `on_death` is called then, in a thread of its own.
+    """
+
+    def __init__(self, on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
         self.all: list[Peer] = []
         self.failure: str | None = None
         """Which rank died, and how."""
@@ -104,6 +108,7 @@ class Peers:
             except ChannelClosedError:
                 self._fail(peer)
                 self.check()
+                raise EngineError("the engine was closed in the middle of a call") from None
         return [peer.reply for peer in self.all]
 
     def check(self) -> None:
@@ -149,6 +154,7 @@ class Peers:
             for peer in list(self.all):
                 if peer.process.poll() is not None:
                     self._fail(peer)
+                    self._on_death()
                     return
 
 

@@ -1,4 +1,4 @@
-"""The process of one rank other than 0: `python -m infinilm.engine.rank_process <socket>`.
+"""The process of one rank other than 0: `python -m infinilm.engine.rank_process <socket> <parent>`.
 
 It takes commands until it is told to stop or the engine's process is gone.
 """
@@ -125,7 +125,7 @@ class WireError:
 
 
 def main() -> None:
-    """Serve the socket whose number is the first argument, for the process whose number is the second."""
+    """Serve the socket of the first argument, a file descriptor, for the process of the second, its id."""
     Thread(target=_exit_after, args=[int(sys.argv[2])], daemon=True).start()
     logging.getLogger("infinilm").setLevel(logging.WARNING)
     exit_code = 0

@@ -129,6 +129,7 @@ class RankWorker:
             finally:
                 checkpoint.close()
         self._model = model
+        self._settle_weights()
 
     @torch.inference_mode()
     def load_pieces(self, pieces: Mapping[str, Tensor]) -> None:
@@ -136,6 +137,12 @@ class RankWorker:
         targets = self.model.weight_targets()
         for name, piece in pieces.items():
             targets[name].tensor.copy_(piece)
+        self._settle_weights()
+
+    def _settle_weights(self) -> None:
+        """Wait until weights are where they belong: kernels may read them before those launched earlier are done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of this rank's weights, on the host, by their names in a checkpoint."""

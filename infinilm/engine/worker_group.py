@@ -25,6 +25,7 @@ from infinilm.models.registry import describe_registration
 T = TypeVar("T")
 
 JOIN_ATTEMPTS = 20
+"""How often ranks try to meet, on a machine too busy for them to do so in time."""
 
 
 class WorkerGroup:
@@ -48,7 +49,7 @@ class WorkerGroup:
         store, port = make_store() if self.size > 1 else (None, 0)
         group = CommunicationGroup(RankInfo(0, self.size, devices[0]), store)
         self._worker: RankWorker | None = RankWorker(group, dtype, attention_backend)
-        self._peers = Peers()
+        self._peers = Peers(on_death=group.abort)
         self._finalizer = weakref.finalize(self, self._peers.close)
         if self.size > 1:
             try:
@@ -148,7 +149,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Stop all ranks and give back what they hold. Calling it again does nothing."""
         if self._worker is not None and not self._peers.is_fork:
-            self._worker.group.leave()
+            self._worker.group.close()
             self._worker = None
         self._finalizer()
 

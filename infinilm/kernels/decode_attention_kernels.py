@@ -25,7 +25,7 @@ at a time to them, so that they come from memory once, and leaves its results am
 import triton
 import triton.language as tl
 
-from infinilm.kernels.early_launch import wait_for_inputs
+from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
 
 # Results per row and query head. With a shared prefix, those from FEW_CHUNKS on are the prefix's.
 MAX_CHUNKS = tl.constexpr(16)
@@ -188,8 +188,8 @@ def decode_kernel(
     mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     first_head = (row * KV_HEADS + head).to(tl.int64) * GROUP
     target_places = (first_head + group)[:, None] * HEAD_DIM + dims[None, :]
-    if EARLY:
-        wait_for_inputs()
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     end = tl.load(context_lens + row)
     # Started before the length is known: one wait for both.
     query += row.to(tl.int64) * query_stride + head * GROUP * HEAD_DIM
@@ -258,8 +258,8 @@ def shared_kernel(
     """Program (head, i, chunk): one chunk of the prefix for `QUERIES` query heads of consecutive rows and a kv head."""
     head = tl.program_id(0)
     index = tl.program_id(2)
-    if EARLY:
-        wait_for_inputs()
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     tokens = tl.load(num_tokens)
     chunk, num_chunks = _shared_chunking(tokens)
     if index >= num_chunks:

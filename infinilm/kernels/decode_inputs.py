@@ -75,13 +75,13 @@ class DecodeInputs:
             self.tables,
             self.num_shared,
             self.tables.stride(0),
-            SIZE=self.size,
+            self.size,
             BLOCK_SIZE=block_size,
             COLUMNS=256,
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "table_stride"])  # or every graph would compile one of its own
 def _unpack(
     packed,
     last_token,
@@ -93,7 +93,7 @@ def _unpack(
     tables,
     num_shared,
     table_stride,
-    SIZE: tl.constexpr,
+    size,
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -103,15 +103,15 @@ def _unpack(
         tl.store(num_shared, tl.load(packed + 1))
     fields = packed + 2 + index
     token = tl.load(fields).to(tl.int64)
-    row = tl.load(fields + SIZE).to(tl.int64)
-    context_len = tl.load(fields + 2 * SIZE)
+    row = tl.load(fields + size).to(tl.int64)
+    context_len = tl.load(fields + 2 * size)
     token = tl.where(token < 0, tl.load(last_token + tl.maximum(row, 0)), token)
     tl.store(ids + index, token)
     tl.store(rows + index, row)
     tl.store(context_lens + index, context_len)
     position = tl.maximum(context_len - 1, 0)
     tl.store(positions + index, position.to(tl.int64))
-    own = packed + 2 + 3 * SIZE + index * num_columns
+    own = packed + 2 + 3 * size + index * num_columns
     block = tl.load(own + position // BLOCK_SIZE, mask=row >= 0, other=0).to(tl.int64)
     slot = block * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(slots + index, tl.where(row >= 0, slot, -1))

@@ -41,7 +41,8 @@ def wait_for_inputs(EARLY: tl.constexpr):
 def loaded_ahead(values, EARLY: tl.constexpr):
     """The `values` of a load before the wait, to be used from here on.
 
-    Otherwise the compiler begins to unpack 16-bit numbers right after their load, and so waits for them there.
+    Otherwise the compiler begins to unpack 16-bit numbers right after their load, and so waits for them there. They
+    must come to a thread in pairs, as they do from rows of a multiple of 16.
     """
     if EARLY:
         values = tl.inline_asm_elementwise(

@@ -211,6 +211,7 @@ def _gemv_kernel(
     `[SPLITS, LINES or ROWS, BLOCK_IN]`: the inputs of a step are split over the first and the last.
     """
     let_next_start(EARLY)
+    AHEAD: tl.constexpr = EARLY and IN % 16 == 0
     LINES: tl.constexpr = BLOCK_OUT * MATRICES
     BLOCK_IN: tl.constexpr = STEP // SPLITS
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
@@ -240,9 +241,9 @@ def _gemv_kernel(
         for start in range(STEP, IN, STEP):
             squares += _squares(tl.load(x + start, mask=has_row & (start + inputs < IN), other=0.0))
         scale = inverse_rms(tl.sum(squares, axis=0), IN, eps)[None, :, None]
-        values = scale_and_weigh(values.to(tl.float32), scale, loaded_ahead(factor, EARLY), x.dtype.element_ty)
+        values = scale_and_weigh(values.to(tl.float32), scale, loaded_ahead(factor, AHEAD), x.dtype.element_ty)
 
-    sums = _products(loaded_ahead(tile, EARLY), values, ROWS, WIDEN)
+    sums = _products(loaded_ahead(tile, AHEAD), values, ROWS, WIDEN)
     for start in tl.range(STEP, IN, STEP, num_stages=STAGES):
         ahead = start + inputs < IN
         tile = tl.load(weight + start, mask=has_line & ahead, other=0.0, eviction_policy="evict_first")
@@ -256,7 +257,7 @@ def _gemv_kernel(
         sums = tl.sum(sums, axis=2, keep_dims=True)
     result = tl.sum(sums, axis=0)  # [LINES, ROWS]
     if bias is not None:
-        result += loaded_ahead(added, EARLY).to(tl.float32)
+        result += loaded_ahead(added, AHEAD).to(tl.float32)
     if residual is not None:
         result += kept
     result = result.to(out.dtype.element_ty)

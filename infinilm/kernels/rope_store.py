@@ -129,6 +129,7 @@ def _rope_store_kernel(
     in_half = pairs < HALF
     inside = (heads < Q_HEADS + 2 * KV_HEADS) & in_half
     wait_for_inputs(EARLY)
+    # Volatile, so that all are under way at once: the compiler would ask for each of them only when it is needed.
     position, slot = tl.load(positions + token, volatile=True), tl.load(slots + token, volatile=True)
     own = qkv + token * stride + heads * HEAD_DIM + pairs
     first = tl.load(own, mask=inside, other=0.0, volatile=True)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from processes import (
     Belongings,
-    Script,
     eventually,
     is_rank,
     listening,
@@ -95,8 +94,7 @@ def test_a_program_that_closes_nothing_ends(checkpoint: Path, tmp_path: Path) ->
 
 ENDINGS = {
     "error": (INFER + "raise RuntimeError('the program is wrong')", 1, "RuntimeError: the program is wrong"),
-    "exit": (INFER + "sys.exit(7)", 7, None),
-    "death": (INFER + "os.kill(processes.ranks()[0], signal.SIGKILL)", 0, None),
+    "death and exit": (INFER + "os.kill(processes.ranks()[0], signal.SIGKILL); sys.exit(7)", 7, None),
     "death in a pass": (
         LANGUAGE + "llm.generate(troubled_model.trouble('exit', 1), use_tqdm=False)",
         1,
@@ -145,7 +143,7 @@ while True:
 
 
 def test_interrupted_programs_go_on_as_they_like(checkpoint: Path) -> None:
-    num_times = 12
+    num_times = 10
     with script(INTERRUPTED, checkpoint, num_times) as program:
         for number in range(num_times):
             assert program.read() == "running"
@@ -167,56 +165,47 @@ def test_interrupted_programs_go_on_as_they_like(checkpoint: Path) -> None:
 # --- the end of the engine's process -------------------------------------------------------------------------
 
 LEFT = (
-    INFER
+    BEGINNING
     + """
-child = 0
-if "fork" in sys.argv[2]:
-    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
-    forked.start()
-    child = forked.pid
-say(child)
-if "rank 0 sleeps" in sys.argv[2]:
-    engine(input_ids=[troubled_model.trouble("sleep", 0)])
-if "rank 1 sleeps" in sys.argv[2]:
-    engine(input_ids=[troubled_model.trouble("sleep", 1)])
+engines = [InferEngine(path, DistConfig(2)) for _ in sys.argv[2:]]
+# A child that holds copies of all sockets: they stay open when this process is gone.
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+child.start()
+for engine, sleeper in zip(engines, sys.argv[2:]):
+    if sleeper != "none":
+        request = {"input_ids": [troubled_model.trouble("sleep", int(sleeper))]}
+        threading.Thread(target=engine, kwargs=request, daemon=True).start()
+say(child.pid)
 time.sleep(60)
 """
 )
-SITUATIONS = {
-    "idle": signal.SIGTERM,
-    "idle, fork": signal.SIGKILL,
-    "rank 0 sleeps, fork": signal.SIGKILL,
-    "rank 1 sleeps, fork": signal.SIGKILL,
-}
 
 
-def test_ranks_end_with_the_process_of_their_engine(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cause", "sleepers"),
+    [(signal.SIGKILL, ("none", "0", "1")), (signal.SIGTERM, ("none",))],
+    ids=["killed in the middle of a pass", "terminated"],
+)
+def test_ranks_end_with_the_process_of_their_engine(
+    checkpoint: Path, tmp_path: Path, cause: signal.Signals, sleepers: tuple[str, ...]
+) -> None:
     memory_before = shared_memory()
-    with ExitStack() as stack:
-        running = {
-            situation: stack.enter_context(script(LEFT, checkpoint, situation, temporary=tmp_path))
-            for situation in SITUATIONS
-        }
-        for situation, program in running.items():
-            child = int(program.read())
-            time.sleep(0.3)  # it is in the middle of its pass
-            _assert_all_ends(program, child, SITUATIONS[situation])
-    assert shared_memory() == memory_before
-    assert list(tmp_path.iterdir()) == []
-
-
-def _assert_all_ends(program: Script, child: int, cause: signal.Signals) -> None:
-    (rank,) = ranks(program.pid)
-    ports = ports_of(program.pid) | ports_of(rank)
-    assert len(ports) == 3  # the store's, and one of Gloo in each process
-    os.kill(program.pid, cause)
-    try:
+    with script(LEFT, checkpoint, *sleepers, temporary=tmp_path) as program:
+        child = int(program.read())
+        time.sleep(0.3)  # they are in the middle of their passes
+        processes = ranks(program.pid)
+        ports = ports_of(program.pid).union(*map(ports_of, processes))
+        assert len(processes) == len(sleepers)
+        assert len(ports) == 3 * len(sleepers)  # the store's, and one of Gloo in each process
+        os.kill(program.pid, cause)
         assert program.process.wait(5) == -cause
-        assert eventually(lambda: not is_rank(rank))
-    finally:
-        if child:
+        try:
+            assert eventually(lambda: not any(map(is_rank, processes)))
+        finally:
             os.kill(child, signal.SIGKILL)
     assert eventually(lambda: not ports & set(listening().values()))
+    assert shared_memory() == memory_before
+    assert list(tmp_path.iterdir()) == []
 
 
 FORKED = (
@@ -264,10 +253,9 @@ def test_opening_and_closing_leaves_nothing_behind(
         engine.close()
 
     before = Belongings.now()
-    for _ in range(2):
-        open_and_close()
+    open_and_close()  # what stays after the first time stays for good
     memory_before = resident_bytes()
-    assert eventually(lambda: Belongings.now().threads <= before.threads + 4)
+    assert eventually(lambda: Belongings.now().children == 0)
     before = Belongings.now()
     for _ in range(num_cycles):
         open_and_close()
