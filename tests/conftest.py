@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker, before anybody imports torch
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from infinilm.models.cpu import avoid_false_amx
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may wait for a network it does not need

@@ -109,7 +109,7 @@ class DecodeGraphs:
         overwritten by the next step.
         """
         size = self._sizes[bisect_left(self._sizes, len(rows))]
-        graph = self._graphs.get(size) or self._capture(size)
+        graph = self._graphs.get(size) or self.capture(size)
         slot = self._num_steps % NUM_STAGING
         self._num_steps += 1
         num_shared = count_shared(tables, context_lens, self._block_size)
@@ -118,7 +118,15 @@ class DecodeGraphs:
         graph.graph.replay()
         return graph.token_ids[: len(rows)], graph.is_sound[: len(rows)]
 
-    def _capture(self, size: int) -> _Graph:
+    def capture_first(self) -> None:
+        """Capture the smallest step, and the smallest that is computed by the kernels for many rows."""
+        large = [size for size in self._sizes if size >= MIN_SHARED_ROWS]
+        for size in (1, *large[:1]):
+            self.capture(size)
+
+    @torch.inference_mode()
+    def capture(self, size: int) -> _Graph:
+        """Make the graph of a step of `size` rows."""
         start_time = perf_counter()
         inputs = DecodeInputs(size, self._max_blocks, self._worker.device)
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -96,6 +96,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         max_model_len=max_model_len,
         use_graphs=not config.enforce_eager and len(devices) == 1 and workers.worker.backend.name == "triton",
     )
+    if devices[0].type == "cuda":
+        runner.warm_up(min(config.max_num_batched_tokens, max_model_len))
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
     return LoadedModel(workers, runner, model_config, tokenizer, eos_token_ids, max_model_len, memory)
 

@@ -83,6 +83,21 @@ class ModelRunner:
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self.device)
         self._graphs = self._make_graphs(max_num_rows) if use_graphs else None
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Compute steps of up to `num_tokens` of all kinds that leave nothing in the cache, and capture two graphs.
+
+        On a GPU the first steps would otherwise wait for kernels to be compiled or read from disk.
+        """
+        for query_lens in ([num_tokens], [64, 64, 1, 1], [1, 1]):  # one long prompt, a mixture, decoding
+            lengths = np.minimum(query_lens, num_tokens)
+            places = np.concatenate([np.arange(length) for length in lengths])
+            tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)
+            batch = HostBatch(np.zeros_like(places), places, np.full_like(places, -1), tables, lengths, lengths)
+            rows = np.cumsum(lengths) - 1
+            self.workers.run(StepInput(batch, (rows,)), lambda _, logits: self.sampler.warm_up(logits))
+        if self._graphs is not None:
+            self._graphs.capture_first()
+
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step. On a GPU this returns while the device still works."""
         self._update_rows(plan)

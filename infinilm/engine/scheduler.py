@@ -13,6 +13,9 @@ from infinilm.errors import PromptTooLongError
 from infinilm.outputs import FinishReason
 from infinilm.sampling_params import RowStart
 
+MIN_AWAITED_TOKENS = 256
+"""A beginning in common that is shorter is computed twice rather than waited for."""
+
 
 @dataclass(slots=True)
 class InFlight:
@@ -57,6 +60,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
+        self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -129,6 +133,9 @@ class Scheduler:
                 held.append(self.waiting.popleft())
                 continue
             shared = self._shared_blocks(seq)
+            if self._is_being_computed(seq, len(shared)):
+                held.append(self.waiting.popleft())
+                continue
             num_new = self.blocks.blocks_for(seq.num_tokens) - len(shared)
             # Room for one block more per running sequence: else the next steps would preempt this one again.
             num_spare = len(self.running)
@@ -165,6 +172,25 @@ class Scheduler:
             num_tokens = min(leader.num_computed, seq.num_prompt_tokens - 1)
             return leader.block_table[: num_tokens // self.blocks.block_size]
         return self.blocks.find_prefix(seq)
+
+    def _is_being_computed(self, seq: Sequence, num_found: int) -> bool:
+        """Whether a running sequence is at work on much of what comes after the blocks found: worth waiting for.
+
+        Sequences that come together with a long beginning in common then share its blocks, too.
+        """
+        block_size = self.blocks.block_size
+        index = num_found + self.blocks.blocks_for(self.min_awaited_tokens) - 1
+        end = (index + 1) * block_size
+        if not self.blocks.enable_prefix_caching or not seq.may_reuse_prefix or end >= seq.num_tokens:
+            return False
+        key = seq.block_key(index, block_size)
+        return any(
+            other.num_output_tokens == 0
+            and other.num_prompt_tokens >= end
+            and other.may_publish
+            and other.block_key(index, block_size) == key
+            for other in self.running
+        )
 
     def _plan_step(self, draft: Draft, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
         start, end = seq.num_computed, seq.num_computed + num_tokens

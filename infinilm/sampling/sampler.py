@@ -212,6 +212,11 @@ class Sampler:
 
         return draw(logits, self._device_settings, rows, positions)
 
+    def warm_up(self, logits: torch.Tensor) -> None:
+        """Have the kernels for such `logits` ready."""
+        padding = torch.full((len(logits),), -1, dtype=torch.int64, device=self._device)
+        self.sample_rows(logits, padding, padding)
+
     def _settings_of(self, rows: Sequence[int]) -> Settings:
         """The settings of live rows, [n]."""
         indices = np.asarray(rows, dtype=np.int64)

@@ -33,6 +33,7 @@ class World:
     max_num_batched_tokens: int
     depth: int
     enable_prefix_caching: bool
+    min_awaited_tokens: int
 
 
 @st.composite
@@ -58,6 +59,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_num_batched_tokens=draw(st.integers(1, 40)),
         depth=draw(st.integers(1, 3)),
         enable_prefix_caching=draw(st.booleans()),
+        min_awaited_tokens=draw(st.sampled_from([4, 1000])),
     )
 
 
@@ -76,6 +78,7 @@ class Simulation:
             max_num_batched_tokens=world.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
+        self.scheduler.min_awaited_tokens = world.min_awaited_tokens
         self.runner = FakeRunner(world.num_blocks, world.block_size)
         self.seqs: list[Sequence] = []
         self.refused = 0
@@ -124,10 +127,11 @@ class Simulation:
         assert len({s.row for s in plan.steps}) == len(plan.steps) <= world.max_num_seqs
         assert all(len(s.token_ids) >= 1 for s in plan.steps)
         # Nobody starves: the oldest sequence alive is in the plan, unless its own tokens are in flight.
-        # (One that waited for its leader lets others pass meanwhile, but is then the first to be admitted.)
+        # (One that waited for another's prompt lets others pass meanwhile, but is then the first to be admitted.)
         oldest = next(seq for seq in self.seqs if not seq.is_finished)
         planned = self.scheduler.in_flight[-1].seqs
-        assert oldest in planned or oldest.num_pending > 0 or oldest.leader is not None
+        may_have_waited = oldest.leader is not None or world.min_awaited_tokens == 4
+        assert oldest in planned or oldest.num_pending > 0 or may_have_waited
         # Nothing is drawn beyond an answer's end.
         for seq, step in zip(planned, plan.steps, strict=True):
             if step.draws:
