@@ -88,5 +88,5 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 def test_the_engine_imports_with_the_core_dependencies_alone() -> None:
-    extras = {"transformers", "gguf", "typer", "rich", "hypothesis", "pytest"}
+    extras = {"transformers", "gguf", "typer", "rich", "hypothesis", "pytest", "triton"}
     assert not extras & modules_after("from infinilm import LLM, AsyncLLM")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinilm.config import DEVICES, PRESETS, Config
+from infinilm.config import ATTENTION_BACKENDS, DEVICES, PRESETS, Config
 from infinilm.sampling_params import SamplingParams
 
 Command = Callable[..., None]
@@ -38,6 +38,10 @@ _ENGINE_OPTIONS = {
     "preset": _engine_option(str, f"Ready-made settings: {', '.join(PRESETS)}."),
     "dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float32 on a CPU."),
     "device": _engine_option(str, f"{', '.join(DEVICES)}."),
+    "tensor_parallel_size": _engine_option(
+        int, "GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp"
+    ),
+    "attention_backend": _engine_option(str, f"{', '.join(ATTENTION_BACKENDS)}."),
     "max_model_len": _engine_option(int, "Tokens of prompt and answer together. Default: the checkpoint's."),
     "max_num_seqs": _engine_option(int, f"Requests in one step. Default: {Config.max_num_seqs}."),
     "max_num_batched_tokens": _engine_option(int, f"Tokens in one step. Default: {Config.max_num_batched_tokens}."),

@@ -56,6 +56,14 @@ def test_json_has_what_the_api_answers(cli: Cli, tiny_dir: Path, llm: LLM) -> No
         assert record["metrics"]["tokens_per_second"] > 0
 
 
+def test_ranks_share_the_model(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
+    expected = llm.generate("hello there", GREEDY, use_tqdm=False)[0].text
+    assert cli("generate", "-m", tiny_dir, "--tp", "2", "-n", "12", "hello there").out == expected + "\n"
+    refused = cli("generate", "-m", tiny_dir, "--tensor-parallel-size", "3", "hello there")
+    assert refused.code != 0
+    assert "use a tensor parallel size of 1, 2, 4" in refused.err
+
+
 def test_sampling_options_reach_the_sampler(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     params = SamplingParams(
         temperature=0.9,
