@@ -172,7 +172,15 @@ def _can_match(pattern: str) -> bool:
     return any(is_wanted([pattern], point.replace("{i}", index)) for point in POINTS)
 
 
-def check_registry(registry: object) -> None:
-    """Refuse anything but a `HookRegistry` or None."""
-    if registry is not None and not isinstance(registry, HookRegistry):
+def check_registry(registry: object, num_layers: int) -> None:
+    """Refuse anything but None or a `HookRegistry` all of whose hooks a model of `num_layers` has a point for."""
+    if registry is None:
+        return
+    if not isinstance(registry, HookRegistry):
         raise InvalidTypeError(f"registry={registry!r} must be a HookRegistry, or None for no hooks")
+    points = [point.replace("{i}", str(layer)) for point in POINTS for layer in range(num_layers)]
+    for pattern in registry.patterns():
+        if not any(is_wanted([pattern], point) for point in points):
+            raise InvalidValueError(
+                f"the hook {pattern!r} matches nothing in this model, whose layers are 0 to {num_layers - 1}"
+            )

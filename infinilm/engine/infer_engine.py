@@ -295,7 +295,7 @@ class InferEngine(GenerationMixin):
 
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         """Let hooks see, and replace, activations of all passes to come; None: no more."""
-        check_registry(registry)
+        check_registry(registry, self.config.num_hidden_layers)
         self._registry = registry
 
     def close(self) -> None:

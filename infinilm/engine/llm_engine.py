@@ -349,7 +349,7 @@ class LLMEngine:
         in the prefix cache is not computed, so no hook sees it; what hooks have changed is never found there.
         """
         self._check_open()
-        check_registry(registry)
+        check_registry(registry, self.model_config.num_hidden_layers)
         self.runner.registry = registry
 
     def is_finished(self) -> bool:

@@ -16,7 +16,7 @@ from infinilm.cache import PagedKVCacheConfig, StaticKVCacheConfig
 from infinilm.debug import ALIASES, POINTS, HookRegistry, RequestRows
 from infinilm.distributed import DistConfig
 from infinilm.engine import InferEngine
-from infinilm.errors import InvalidTypeError
+from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.models import LlamaConfig, decoder
 
 KINDS = ["llama-gqa", "llama-bias", "qwen3", "mistral"]
@@ -156,7 +156,6 @@ def test_aliases_and_patterns(engine) -> None:
         "layer*_output": layers_output,
         "layer1*": [name for name in names_of_pass() if name.startswith("layer1")],
         "*norm": [name for name in names_of_pass() if name.endswith("norm")],
-        "layer7_output": [],
     }
     for pattern in expected:
         keep(pattern)
@@ -375,3 +374,14 @@ def test_a_registry_that_is_gone_or_empty_costs_nothing(engine) -> None:
     engine.set_hook_registry(registry)
     registry.clear()
     assert operations_of(engine) == never
+
+
+@pytest.mark.parametrize("pattern", ["layer2_output", "layer7_*"])
+def test_a_hook_for_a_layer_that_is_not_there_is_refused(engine: InferEngine, pattern: str) -> None:
+    registry = HookRegistry()
+    registry.register_hook(pattern, lambda *_: None)
+    with pytest.raises(InvalidValueError, match="matches nothing in this model, whose layers are 0 to 1"):
+        engine.set_hook_registry(registry)
+    registry.clear()
+    registry.register_hook("layer1_output", lambda *_: None)
+    engine.set_hook_registry(registry)
