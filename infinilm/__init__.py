@@ -39,7 +39,7 @@ _LAZY = {
     "AsyncLLM": "infinilm.engine.async_engine",
     "InferEngine": "infinilm.engine.infer_engine",
 }
-_ROOMS = ("cache", "debug", "distributed", "engine", "generation", "lib", "models")
+_ROOMS = ("cache", "debug", "distributed", "engine", "generation", "layers", "lib", "models")
 
 
 def __getattr__(name: str) -> Any:

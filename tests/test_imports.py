@@ -1,6 +1,7 @@
 """The arrows between rooms, and how quickly the package can be imported."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -90,3 +91,22 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_the_engine_imports_with_the_core_dependencies_alone() -> None:
     extras = {"transformers", "gguf", "typer", "rich", "hypothesis", "pytest", "triton"}
     assert not extras & modules_after("from infinilm import LLM, AsyncLLM")
+
+
+NAMES = {
+    "infinilm": "LLM AsyncLLM InferEngine SamplingParams Config DeviceType",
+    "infinilm.engine": "InferEngine RankWorker LLMEngine Scheduler Sequence BlockManager ModelRunner DistConfig",
+    "infinilm.cache": "CacheConfig StaticKVCacheConfig PagedKVCacheConfig StaticCacheConfig DynamicCache",
+    "infinilm.distributed": "DistConfig RankInfo CommunicationGroup",
+    "infinilm.models": "LlamaConfig AutoConfig AutoLlamaModel LlamaForCausalLM InfinilmModel register_model",
+    "infinilm.layers": "ColumnParallelLinear RowParallelLinear QKVParallelLinear GateUpParallelLinear RMSNorm",
+    "infinilm.generation": "GenerationMixin infini_to_numpy",
+    "infinilm.debug": "HookRegistry tensor_stats compare_tensors",
+    "infinilm.lib._infinilm": "InferEngine DistConfig CacheConfig LlamaConfig HookRegistry",
+}
+
+
+@pytest.mark.parametrize("room", NAMES)
+def test_rooms_have_the_names_they_promise(room: str) -> None:
+    module = importlib.import_module(room)
+    assert [name for name in NAMES[room].split() if not callable(getattr(module, name, None))] == []

@@ -10,9 +10,9 @@ that each key and value is read once for all of them.
 weighed by their sums of exponentials. The cut follows from the number of tokens alone (`_chunking`), and results are
 added in the chunks' order, so a row's output is the same bits whatever it is batched with; only which program
 computes which chunk depends on the batch. One row needs many small chunks to occupy the device; but each costs a
-result of `head_dim` floats per query head, written and read again, and the beginning of a pipeline. On an H200, 256
-rows of 950 tokens are read at 3.6, 4.0 or 4.2 TB/s in chunks of 128, 256 or 512, and one such row takes 9, 10 or
-14 us. Hence 64 tokens for rows of up to 256, 128 up to 512, 256 up to 1024 and 512 beyond, but never more than 16.
+result of `head_dim` floats per query head, written and read again, and the beginning of a pipeline, so that many
+rows are read faster in large ones. Hence 64 tokens for rows of up to 256, 128 up to 512, 256 up to 1024 and 512
+beyond, but never more than 16 chunks.
 
 *Combining.* Whichever program of a row and kv head is the last to finish adds the results up, which takes less than
 the launch of a second kernel. A counter tells it, and is set back to 0 for the next launch. A row of one chunk is
