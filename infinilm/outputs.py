@@ -53,6 +53,26 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
+class AnswerDelta:
+    """What is new about one answer of a request: tokens, without their text."""
+
+    request_id: str
+    index: int
+    """Which of the request's answers."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    """Of these tokens, if asked for."""
+    finish_reason: FinishReason | None
+    """Not None: this is the answer's last."""
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With the first answer's last, if asked for."""
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+    """With an answer's last."""
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The state of one request. `text`, `token_ids`, … are those of its first answer."""
 

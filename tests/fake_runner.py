@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh32_intdigest
 
-from infinilm.engine.plan import PENDING_TOKEN, StepPlan, StepResult
+from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
 
 VOCAB_SIZE = 40
 STOP_ID = 0
@@ -55,19 +55,28 @@ class FakeRunner:
             assert start.row not in self.tables
             self.tables[start.row] = []
             self.seeds[start.row] = start.seed
-        drawn = {}
-        for index, step in enumerate(plan.steps):
-            self.tables[step.row] += step.new_blocks
-            end = step.start + len(step.token_ids)
-            for position, token in zip(range(step.start, end), step.token_ids, strict=True):
-                previous = self.slots[self._slot(step.row, position - 1)] if position else 0
-                known = self.last_token[step.row] if token == PENDING_TOKEN else token
-                self.slots[self._slot(step.row, position)] = state_after(previous, known)
-            if step.draws:
-                context = [self.slots[self._slot(step.row, position)] for position in range(end)]
-                drawn[index] = next_token(context, self.seeds[step.row])
-                self.last_token[step.row] = drawn[index]
+        decoding = plan.decoding
+        for row, block in zip(decoding.grown_rows.tolist(), decoding.new_blocks.tolist(), strict=True):
+            self.tables[row].append(block)
+        drawn = []
+        for row, start in zip(decoding.rows.tolist(), decoding.starts.tolist(), strict=True):
+            self._compute(row, start, [self.last_token[row]])
+            drawn.append(self._draw(row, start + 1))
+        for chunk in plan.chunks:
+            self.tables[chunk.row] += chunk.new_blocks
+            self._compute(chunk.row, chunk.start, chunk.token_ids)
+            drawn.append(self._draw(chunk.row, chunk.start + len(chunk.token_ids)) if chunk.draws else NO_TOKEN)
         return StepResult(token_ids=drawn)
+
+    def _compute(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        for position, token in enumerate(token_ids, start):
+            previous = self.slots[self._slot(row, position - 1)] if position else 0
+            self.slots[self._slot(row, position)] = state_after(previous, token)
+
+    def _draw(self, row: int, end: int) -> int:
+        context = [self.slots[self._slot(row, position)] for position in range(end)]
+        self.last_token[row] = next_token(context, self.seeds[row])
+        return self.last_token[row]
 
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.block_size] * self.block_size + position % self.block_size

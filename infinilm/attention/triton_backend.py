@@ -145,6 +145,9 @@ class TritonAttention:
         if isinstance(plan, DecodePlan):
             return self._decode(query, cache, plan, scale, window)
         output = query.new_empty(query.shape)
+        if plan.decode is not None:  # first: what it leaves for padding may be a prompt's place
+            tokens = plan.decode_tokens
+            output[tokens] = self._decode(query[tokens], cache, plan.decode, scale, window)
         has_short, context_lens = True, plan.context_lens
         if plan.long and self._attend_long(query, cache, plan, output, scale=scale, window=window):
             has_short, context_lens = plan.has_short, plan.short_context_lens
@@ -152,10 +155,11 @@ class TritonAttention:
             prefill_attention(
                 query, cache, plan.tables, plan.query_starts, context_lens, scale=scale, window=window, out=output
             )
-        if plan.decode is not None:
-            tokens = plan.decode_tokens
-            output[tokens] = self._decode(query[tokens], cache, plan.decode, scale, window)
         return output
+
+    def has_long(self, query_lens: IntArray, context_lens: IntArray) -> bool:
+        """Whether a batch has requests that are long enough for cuDNN."""
+        return bool(self._long_prefill.covers(query_lens, context_lens))
 
     def _decode(self, query: Tensor, cache: Tensor, plan: DecodePlan, scale: float, window: int | None) -> Tensor:
         num_rows, heads, head_dim = query.shape

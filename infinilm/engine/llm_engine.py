@@ -21,14 +21,14 @@ from infinilm.debug.hooks import check_registry
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.loader import load_model
 from infinilm.engine.model_runner import StepHandle
-from infinilm.engine.plan import StepPlan, StepResult
+from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
 from infinilm.engine.prompts import Prompt, as_prompt_list, check_params, encode_prompt, pair_params
 from infinilm.engine.request import OnToken, Request
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence as TokenSequence
 from infinilm.engine.stats import EngineStats, ProgressBar
 from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
-from infinilm.outputs import RequestOutput
+from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -167,11 +167,19 @@ class LLMEngine:
         *,
         on_token: OnToken | None = None,
         request_id: str | None = None,
+        cache_salt: str | None = None,
     ) -> str:
-        """Queue a prompt; `on_token` is called with the request's output whenever it has news."""
+        """Queue a prompt; `on_token` is called with the request's output whenever it has news.
+
+        The prefix cache is shared among requests with the same `cache_salt`, and with no others.
+        """
         self._check_open()
         request = self._make_request(
-            prompt, sampling_params or SamplingParams(), on_token=on_token, request_id=request_id
+            prompt,
+            sampling_params or SamplingParams(),
+            on_token=on_token,
+            request_id=request_id,
+            cache_salt=cache_salt or "",
         )
         self._queue(request)
         return request.request_id
@@ -182,6 +190,16 @@ class LLMEngine:
         self._advance()
         news, self._news = self._news, {}
         return [item.output() if isinstance(item, Request) else item for item in news.values()]
+
+    def step_deltas(self) -> list[AnswerDelta]:
+        """Compute one step. Returns what is new, as tokens: much less work than `step` where texts are made elsewhere.
+
+        Use either this or `step` for a request. Those with a listener are told there, and left out here.
+        """
+        self._check_open()
+        self._advance()
+        news, self._news = self._news, {}
+        return [delta for item in news.values() if isinstance(item, Request) for delta in item.deltas()]
 
     def _advance(self) -> None:
         """One step: schedule, submit, and commit the oldest submitted."""
@@ -194,7 +212,9 @@ class LLMEngine:
             if plan is not None:
                 self._handles.append(self._submit(plan))
             if self._handles and (plan is None or len(self._handles) >= self._max_in_flight):
-                self._commit(self._handles.popleft().result())
+                handle = self._handles.popleft()
+                self.runner.prepare_while(handle, len(self.scheduler.running) + len(self.scheduler.waiting))
+                self._commit(handle.result())
         except BaseException as error:
             self._fail_in_flight(error)
             if isinstance(error, WorkerDiedError) or not isinstance(error, Exception):
@@ -205,16 +225,14 @@ class LLMEngine:
     def _submit(self, plan: StepPlan) -> StepHandle:
         now = perf_counter()
         seqs = self.scheduler.in_flight[-1].seqs
-        for seq in seqs:
+        for seq in seqs[len(plan.decoding.rows) :]:
             self._owners[seq.arrival][0].start(now)
         registry = self.runner.registry
         if registry is not None:
             registry.begin_step(self._rows_of(plan, seqs))
         self._stats.num_steps += 1
-        self._stats.num_decode_tokens += sum(step.draws for step in plan.steps)
-        self._stats.num_prefill_tokens += sum(
-            len(s.token_ids) for s in plan.steps if s.start == 0 or len(s.token_ids) > 1
-        )
+        self._stats.num_decode_tokens += len(plan.draws)
+        self._stats.num_prefill_tokens += plan.num_chunk_tokens
         handle = self.runner.submit(plan)
         if registry is not None and registry.has_replaced:
             for seq in seqs:
@@ -223,24 +241,35 @@ class LLMEngine:
 
     def _rows_of(self, plan: StepPlan, seqs: Sequence[TokenSequence]) -> tuple[RequestRows, ...]:
         """For hooks: where in the step's tensors each request is."""
+        decoding = plan.decoding
+        parts = [(start, 1, True) for start in decoding.starts.tolist()]
+        parts += [(chunk.start, len(chunk.token_ids), chunk.draws) for chunk in plan.chunks]
         found: list[RequestRows] = []
         first, num_draws = 0, 0
-        for step, seq in zip(plan.steps, seqs, strict=True):
+        for (start, num_tokens, draws), seq in zip(parts, seqs, strict=True):
             request, answer = self._owners[seq.arrival]
-            rows = slice(first, first + len(step.token_ids))
-            found.append(RequestRows(request.request_id, answer, rows, step.start, num_draws if step.draws else None))
-            first, num_draws = rows.stop, num_draws + step.draws
+            rows = slice(first, first + num_tokens)
+            found.append(RequestRows(request.request_id, answer, rows, start, num_draws if draws else None))
+            first, num_draws = rows.stop, num_draws + draws
         return tuple(found)
 
     def _commit(self, result: StepResult) -> None:
         now = perf_counter()
-        plan = self.scheduler.in_flight[0].plan
-        for seq, index in self.scheduler.commit(result):
+        committed = self.scheduler.commit(result)
+        num_decoding = len(committed.plan.decoding.rows)
+        for index, seq in enumerate(committed.seqs):
+            if index in committed.void:
+                continue
             request, answer_index = self._owners[seq.arrival]
-            if request.take(answer_index, plan.steps[index].start, result, index, now):
+            if request.is_plain and index < num_decoding and not seq.is_finished:
+                request.answers[answer_index].last_time = now
+                self._news[request.request_id] = request
+                continue
+            start = 0 if index < num_decoding else committed.plan.chunks[index - num_decoding].start
+            if request.take(answer_index, start, result, index, now):
                 self.scheduler.finish(seq, "stop")
                 seq.finish_reason = "stop"  # also if the token limit was reached by the same token
-            if index in result.token_ids or seq.is_finished:
+            if result.token_ids[index] != NO_TOKEN or seq.is_finished:
                 self._tell(request)
 
     def _tell(self, request: Request) -> None:
@@ -281,6 +310,7 @@ class LLMEngine:
         *,
         on_token: OnToken | None = None,
         request_id: str | None = None,
+        cache_salt: str = "",
     ) -> Request:
         self.workers.check_alive()
         vocab_size = self.model_config.vocab_size
@@ -300,6 +330,7 @@ class LLMEngine:
                 seed=seed if sample == 0 else _mix(seed, sample),
                 stop_ids=stop_ids,
                 leader=seqs[0] if seqs else None,
+                cache_salt=cache_salt.encode(),
             )
             seqs.append(seq)
         self.scheduler.check_fits(seqs[0])

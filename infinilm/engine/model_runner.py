@@ -1,6 +1,6 @@
 """Executes plans: keeps the rows, builds the batch, has the workers run it and draws tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -12,46 +12,65 @@ from torch import Tensor
 from infinilm.attention.batch import HostBatch, IntArray, send
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import show_logits
-from infinilm.engine.plan import PENDING_TOKEN, RowStep, StepPlan, StepResult
+from infinilm.engine.plan import NO_TOKEN, RowChunk, StepPlan, StepResult
 from infinilm.engine.rank_worker import StepInput
 from infinilm.engine.worker_group import WorkerGroup
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, Samples, logprobs_of
 
 if TYPE_CHECKING:
-    from infinilm.engine.decode_graphs import DecodeGraphs
+    from infinilm.engine.step_graphs import StepGraphs
 
 # Prompt log-probabilities need logits for every prompt token; this many at a time bounds their memory.
 PROMPT_LOGITS_AT_ONCE = 256
+
+PENDING_TOKEN = -1
+"""Stands for the token that a row drew last."""
+
+LONG_STEP = 2048
+"""A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
 
 
 @dataclass(slots=True)
 class StepHandle:
     """A submitted step. `result` waits for the device and copies what was drawn to the host."""
 
-    draws: Sequence[int]
-    """The steps that draw, by their index in the plan; in the order of `samples`."""
-    samples: Samples | None
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    plan: StepPlan
+    samples: Samples | None = None
+    """What the rows drew that draw, in their order."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     _event: torch.cuda.Event | None = None
 
     def take(self, samples: Samples) -> None:
         """Take what was drawn. From a GPU it is copied at once, so that `result` waits for this step only."""
-        if samples.token_ids.device.type == "cuda":
-            samples = samples.to_pinned()
-            self._event = torch.cuda.current_stream().record_event()
-        self.samples = samples
+        self.samples = samples.to_pinned() if samples.token_ids.device.type == "cuda" else samples
+
+    def mark_end(self) -> None:
+        """Note that this is all that a GPU has to do for the step."""
+        self._event = torch.cuda.current_stream().record_event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` would not have to wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
         """What came of the step."""
         if self._event is not None:
             self._event.synchronize()
-        drawn = dict(zip(self.draws, self.samples.to_host(), strict=True)) if self.samples else {}
+        prompt_logprobs = self.prompt_logprobs or {}
+        if self.samples is None:
+            return StepResult([NO_TOKEN] * self.plan.num_rows, prompt_logprobs=prompt_logprobs)
+        token_ids, logprobs, errors = self.samples.read()
+        draws = self.plan.draws
+        if len(draws) < self.plan.num_rows:
+            drawn = dict(zip(draws, token_ids, strict=True))
+            token_ids = [drawn.get(index, NO_TOKEN) for index in range(self.plan.num_rows)]
         return StepResult(
-            token_ids={index: sample.token_id for index, sample in drawn.items()},
-            logprobs={index: sample.logprobs for index, sample in drawn.items() if sample.logprobs},
-            prompt_logprobs=self.prompt_logprobs,
-            errors={index: sample.error for index, sample in drawn.items() if sample.error},
+            token_ids,
+            logprobs={draws[i]: entry for i, entry in logprobs.items()},
+            prompt_logprobs=prompt_logprobs,
+            errors={draws[i]: error for i, error in errors.items()},
         )
 
 
@@ -84,7 +103,7 @@ class ModelRunner:
         self._graphs = self._make_graphs(max_num_rows) if use_graphs else None
 
     def warm_up(self, num_tokens: int) -> None:
-        """Compute steps of up to `num_tokens` of all kinds that leave nothing in the cache, and capture two graphs.
+        """Compute steps of up to `num_tokens` of all kinds that leave nothing in the cache, and capture some graphs.
 
         On a GPU the first steps would otherwise wait for kernels to be compiled or read from disk.
         """
@@ -101,34 +120,52 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step. On a GPU this returns while the device still works."""
         self._update_rows(plan)
-        if self._graphs is not None and (handle := self._replay(plan.steps)) is not None:
-            return handle
-        batch, input_ids = self._gather(plan.steps)
-        ends = np.cumsum(batch.query_lens)
-        handle = StepHandle([index for index, step in enumerate(plan.steps) if step.draws], None, {})
+        batch, token_rows = self._gather(plan)
+        handle = StepHandle(plan)
+        if self._graphs is None or not self._replay(handle, batch, token_rows):
+            self._run(handle, batch, token_rows)
+        if self.device.type == "cuda":
+            handle.mark_end()
+        return handle
 
+    def prepare_while(self, handle: StepHandle, num_expected_rows: int) -> None:
+        """Make use of the time that a GPU takes for a long step: capture graphs for as many rows as are to come."""
+        if self._graphs is None or handle.plan.num_chunk_tokens < LONG_STEP:
+            return
+        while not handle.is_ready and self._graphs.capture_next(num_expected_rows):
+            pass
+
+    def _run(self, handle: StepHandle, batch: HostBatch, token_rows: IntArray) -> None:
+        """Have all ranks compute a step, kernel by kernel, and do with the logits what is wanted."""
+        plan = handle.plan
+        ends = np.cumsum(batch.query_lens)
         # What to do with the logits of which tokens, piece by piece.
         pieces: list[tuple[IntArray, Callable[[Tensor], None]]] = []
-        if handle.draws:
-            pieces.append((ends[handle.draws] - 1, lambda logits: self._draw(plan, handle, logits)))
-        for index, step in enumerate(plan.steps):
-            if step.prompt_targets:
-                handle.prompt_logprobs[index] = []
-                pieces += self._prompt_pieces(step, int(ends[index]), handle.prompt_logprobs[index])
-
+        if plan.draws:
+            pieces.append((ends[plan.draws] - 1, lambda logits: self._draw(handle, batch, logits)))
+        handle.prompt_logprobs = {}
+        for index, chunk in enumerate(plan.chunks, start=len(plan.decoding.rows)):
+            if chunk.prompt_targets:
+                found = handle.prompt_logprobs[index] = []
+                pieces += self._prompt_pieces(chunk, int(ends[index]), found)
+        input_ids = self._known_ids(batch, token_rows) if len(plan.decoding.rows) > 0 else None
         patterns = self.registry.patterns() if self.registry is not None else ()
         step_input = StepInput(batch, tuple(rows for rows, _ in pieces), input_ids is not None, patterns)
         self.workers.run(
             step_input, lambda index, logits: pieces[index][1](logits), input_ids=input_ids, registry=self.registry
         )
-        return handle
 
-    def _draw(self, plan: StepPlan, handle: StepHandle, logits: Tensor) -> None:
-        """Draw the next token of each step that draws."""
+    def _known_ids(self, batch: HostBatch, token_rows: IntArray) -> Tensor:
+        """The token ids on the device, which may be the only one to know some of them."""
+        ids, rows = send(self.device, batch.input_ids, token_rows)
+        return torch.where(ids == PENDING_TOKEN, self._last_token[rows], ids)
+
+    def _draw(self, handle: StepHandle, batch: HostBatch, logits: Tensor) -> None:
+        """Draw the next token of each row that draws, from its logits `[n, vocab]` float32."""
         show_logits(logits, self.registry)
-        steps = [plan.steps[index] for index in handle.draws]
-        rows = [step.row for step in steps]
-        samples = self.sampler.sample(logits, rows, [step.start + len(step.token_ids) for step in steps])
+        plan = handle.plan
+        rows = [*plan.decoding.rows.tolist(), *(chunk.row for chunk in plan.chunks if chunk.draws)]
+        samples = self.sampler.sample(logits, rows, batch.context_lens[plan.draws].tolist())
         self._last_token[send(self.device, np.array(rows))[0]] = samples.token_ids
         handle.take(samples)
 
@@ -139,37 +176,40 @@ class ModelRunner:
             self._num_blocks[row] = 0
         for start in plan.starts:
             self.sampler.start_row(start)
-        for step in plan.steps:
-            if step.new_blocks:
-                first = self._num_blocks[step.row]
-                self._num_blocks[step.row] += len(step.new_blocks)
-                self._tables[step.row, first : self._num_blocks[step.row]] = step.new_blocks
+        grown = plan.decoding.grown_rows
+        self._tables[grown, self._num_blocks[grown]] = plan.decoding.new_blocks
+        self._num_blocks[grown] += 1
+        for chunk in plan.chunks:
+            first = self._num_blocks[chunk.row]
+            self._num_blocks[chunk.row] += len(chunk.new_blocks)
+            self._tables[chunk.row, first : self._num_blocks[chunk.row]] = chunk.new_blocks
 
-    def _gather(self, steps: Sequence[RowStep]) -> tuple[HostBatch, Tensor | None]:
-        """The batch, and its token ids on the device if some of them are known there only."""
-        rows = np.array([step.row for step in steps], dtype=np.int64)
-        starts = np.array([step.start for step in steps], dtype=np.int64)
-        query_lens = np.array([len(step.token_ids) for step in steps], dtype=np.int64)
-        num_tokens = int(query_lens.sum())
-        input_ids = np.fromiter(chain.from_iterable(s.token_ids for s in steps), np.int64, num_tokens)
-
-        first_tokens = np.cumsum(query_lens) - query_lens
-        positions = np.arange(num_tokens) + np.repeat(starts - first_tokens, query_lens)
-        token_rows = np.repeat(rows, query_lens)
-        slots = self._tables[token_rows, positions // self._block_size] * self._block_size
-        slots += positions % self._block_size
+    def _gather(self, plan: StepPlan) -> tuple[HostBatch, IntArray]:
+        """The batch, in which tokens drawn last are `PENDING_TOKEN`, and the row of each of its tokens."""
+        rows, starts = plan.decoding.rows, plan.decoding.starts
+        input_ids = np.full(len(rows), PENDING_TOKEN)
+        query_lens = np.ones(len(rows), dtype=np.int64)
+        if plan.chunks:
+            tokens = chain.from_iterable(chunk.token_ids for chunk in plan.chunks)
+            input_ids = np.concatenate((input_ids, np.fromiter(tokens, np.int64, plan.num_chunk_tokens)))
+            rows = np.concatenate((rows, [chunk.row for chunk in plan.chunks]))
+            starts = np.concatenate((starts, [chunk.start for chunk in plan.chunks]))
+            query_lens = np.concatenate((query_lens, [len(chunk.token_ids) for chunk in plan.chunks]))
         context_lens = starts + query_lens
         tables = self._tables[rows, : -(-int(context_lens.max()) // self._block_size)]
-        batch = HostBatch(input_ids, positions, slots, tables, query_lens, context_lens)
-        if not (input_ids == PENDING_TOKEN).any():
-            return batch, None
-        ids, rows_of_ids = send(self.device, input_ids, token_rows)
-        return batch, torch.where(ids == PENDING_TOKEN, self._last_token[rows_of_ids], ids)
+        positions, token_rows = starts, rows
+        if plan.chunks:
+            first_tokens = np.cumsum(query_lens) - query_lens
+            positions = np.arange(len(input_ids)) + np.repeat(starts - first_tokens, query_lens)
+            token_rows = np.repeat(rows, query_lens)
+        slots = self._tables[token_rows, positions // self._block_size] * self._block_size
+        slots += positions % self._block_size
+        return HostBatch(input_ids, positions, slots, tables, query_lens, context_lens), token_rows
 
-    def _make_graphs(self, max_num_rows: int) -> "DecodeGraphs":
-        from infinilm.engine.decode_graphs import DecodeGraphs  # which needs Triton
+    def _make_graphs(self, max_num_rows: int) -> "StepGraphs":
+        from infinilm.engine.step_graphs import StepGraphs  # which needs Triton
 
-        return DecodeGraphs(
+        return StepGraphs(
             self.workers.worker,
             self.sampler,
             self._last_token,
@@ -178,39 +218,48 @@ class ModelRunner:
             block_size=self._block_size,
         )
 
-    def _replay(self, steps: Sequence[RowStep]) -> StepHandle | None:
-        """Run a step as a graph if it is one token for each of not too many rows, and nobody wants more than tokens."""
+    def _replay(self, handle: StepHandle, batch: HostBatch, token_rows: IntArray) -> bool:
+        """Run a step as a graph, if there can be one and nobody wants to see more than what is drawn."""
         assert self._graphs is not None
-        if len(steps) > self._graphs.max_num_rows or (self.registry is not None and self.registry.has_hooks()):
-            return None
-        if not all(len(step.token_ids) == 1 and step.draws and not step.prompt_targets for step in steps):
-            return None
-        rows = np.array([step.row for step in steps])
-        if self.sampler.needs_host(rows):
-            return None
+        plan = handle.plan
+        if self.registry is not None and self.registry.has_hooks():
+            return False
+        num_decoding = len(plan.decoding.rows)
+        if any(chunk.prompt_targets for chunk in plan.chunks) or not self._graphs.can_run(batch, num_decoding):
+            return False
         self.workers.check_alive()
+        draws = np.ones(plan.num_rows, dtype=np.bool_)
+        rows = plan.decoding.rows
+        if plan.chunks:
+            draws[num_decoding:] = [chunk.draws for chunk in plan.chunks]
+            rows = np.concatenate((rows, [chunk.row for chunk in plan.chunks]))
+        if self.sampler.needs_host(rows[draws]):
+            logits = self._graphs.run_to_logits(batch, token_rows, num_decoding)
+            if plan.draws:
+                self._draw(handle, batch, logits[send(self.device, np.flatnonzero(draws))[0]].float())
+            return True
         self.sampler.upload()
-        ids = np.array([step.token_ids[0] for step in steps])
-        context_lens = np.array([step.start for step in steps]) + 1
-        tables = self._tables[rows, : -(-int(context_lens.max()) // self._block_size)]
-        token_ids, is_sound = self._graphs.run(ids, rows, context_lens, tables)
-        handle = StepHandle(range(len(steps)), None, {})
-        handle.take(Samples(token_ids, is_sound, None, (-1,) * len(steps), {}))
-        return handle
+        token_ids, is_sound = self._graphs.run(batch, token_rows, np.where(draws, rows, -1), num_decoding)
+        if plan.draws:
+            if not draws.all():
+                (places,) = send(self.device, np.flatnonzero(draws))
+                token_ids, is_sound = token_ids[places], is_sound[places]
+            handle.take(Samples(token_ids, is_sound, None, (-1,) * len(plan.draws), {}))
+        return True
 
     def _prompt_pieces(
-        self, step: RowStep, end: int, found: list[TokenLogprobs]
+        self, chunk: RowChunk, end: int, found: list[TokenLogprobs]
     ) -> list[tuple[IntArray, Callable[[Tensor], None]]]:
         """The prompt tokens whose logits are wanted; their log-probabilities are added to `found`."""
 
         def piece(start: int) -> tuple[IntArray, Callable[[Tensor], None]]:
-            targets = step.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
-            first = end - len(step.token_ids) + start
+            targets = chunk.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
+            first = end - len(chunk.token_ids) + start
 
             def take(logits: Tensor) -> None:
                 (ids,) = send(self.device, np.array(targets))
-                found.extend(logprobs_of(logits, ids, step.num_prompt_logprobs).to_host())
+                found.extend(logprobs_of(logits, ids, chunk.num_prompt_logprobs).to_host())
 
             return np.arange(first, first + len(targets)), take
 
-        return [piece(start) for start in range(0, len(step.prompt_targets), PROMPT_LOGITS_AT_ONCE)]
+        return [piece(start) for start in range(0, len(chunk.prompt_targets), PROMPT_LOGITS_AT_ONCE)]

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from time import perf_counter
 
-from infinilm.engine.plan import StepResult
+from infinilm.engine.plan import NO_TOKEN, StepResult
 from infinilm.engine.sequence import Sequence
 from infinilm.loading.detokenizer import Detokenizer, StopStrings
 from infinilm.loading.tokenizer import Tokenizer
-from infinilm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
+from infinilm.outputs import AnswerDelta, CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
 OnToken = Callable[[RequestOutput], None]
@@ -21,14 +21,17 @@ class Answer:
         self.text = ""
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] | None = None if seq.params.logprobs is None else []
-        self.times: list[float] = []
-        """When the first and the latest token came."""
+        self.first_time: float | None = None
+        """When the first token came."""
+        self.last_time = 0.0
+        """When the latest token came."""
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._stops = StopStrings(seq.params.stop) if seq.params.stop else None
         self._num_read = seq.num_prompt_tokens
         self._is_complete = False
         self._num_reported_tokens = 0
         self._num_reported_chars = 0
+        self._is_end_reported = False
 
     def read(self) -> bool:
         """Turn the tokens that came since into text. Returns whether a stop string ends the answer here."""
@@ -73,6 +76,29 @@ class Answer:
         self._num_reported_tokens = len(tokens)
         return output
 
+    def delta(self, request: "Request", index: int) -> AnswerDelta | None:
+        """The tokens that came since the last call; None if there is nothing new."""
+        seq, first = self.seq, self._num_reported_tokens
+        if self._is_end_reported or not (seq.is_finished or seq.num_output_tokens > first):
+            return None
+        token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
+        self._num_reported_tokens = first + len(token_ids)
+        logprobs = self.logprobs and self.logprobs[first:]
+        if not seq.is_finished:
+            return AnswerDelta(request.request_id, index, token_ids, logprobs, None)
+        self._is_end_reported = True
+        return AnswerDelta(
+            request.request_id,
+            index,
+            token_ids,
+            logprobs,
+            seq.finish_reason,
+            self.stop_reason,
+            request.prompt_logprobs if index == 0 else None,
+            request.error,
+            request.metrics(),
+        )
+
 
 class Request:
     """What was asked, how far the answers are, and who wants to hear of it."""
@@ -92,9 +118,11 @@ class Request:
         self.on_token = on_token
         self.error: str | None = None
         self.params: SamplingParams = seqs[0].params
+        self.is_plain = not self.params.stop and self.params.logprobs is None and on_token is None
+        """Whether nothing has to be done for each single token."""
         self._arrival_time = perf_counter()
         self._start_time: float | None = None
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = (
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if self.params.prompt_logprobs is None else [None] * seqs[0].num_prompt_tokens
         )
 
@@ -118,12 +146,14 @@ class Request:
         answer = self.answers[answer_index]
         if error := result.errors.get(step_index):
             self.error = f"{type(error).__name__}: {error}"
-        if self._prompt_logprobs is not None:
+        if self.prompt_logprobs is not None:
             found = result.prompt_logprobs.get(step_index, [])
-            self._prompt_logprobs[start + 1 : start + 1 + len(found)] = found
-        if step_index not in result.token_ids or step_index in result.errors:
+            self.prompt_logprobs[start + 1 : start + 1 + len(found)] = found
+        if result.token_ids[step_index] == NO_TOKEN or step_index in result.errors:
             return False
-        answer.times[1:] = [now]
+        answer.last_time = now
+        if answer.first_time is None:
+            answer.first_time = now
         if answer.logprobs is not None:
             answer.logprobs.append(result.logprobs[step_index])
         if answer.seq.finish_reason == "stop":
@@ -140,18 +170,24 @@ class Request:
             prompt_token_ids=leader.token_ids[: leader.num_prompt_tokens],
             outputs=[answer.output(index) for index, answer in enumerate(self.answers)],
             finished=self.is_finished,
-            metrics=self._metrics(),
-            prompt_logprobs=self._prompt_logprobs,
+            metrics=self.metrics(),
+            prompt_logprobs=self.prompt_logprobs,
             error=self.error,
         )
 
-    def _metrics(self) -> RequestMetrics:
-        first_times = [answer.times[0] for answer in self.answers if answer.times]
-        last_times = [answer.times[-1] for answer in self.answers if answer.times]
+    def deltas(self) -> list[AnswerDelta]:
+        """What is new about each answer since the last call."""
+        deltas = (answer.delta(self, index) for index, answer in enumerate(self.answers))
+        return [delta for delta in deltas if delta is not None]
+
+    def metrics(self) -> RequestMetrics:
+        """How long it waited and how fast it goes, so far."""
+        first_times = [answer.first_time for answer in self.answers if answer.first_time is not None]
+        last_times = [answer.last_time for answer in self.answers if answer.first_time is not None]
         gaps = [
-            (answer.times[-1] - answer.times[0]) / (answer.seq.num_output_tokens - 1)
+            (answer.last_time - answer.first_time) / (answer.seq.num_output_tokens - 1)
             for answer in self.answers
-            if answer.seq.num_output_tokens > 1
+            if answer.first_time is not None and answer.seq.num_output_tokens > 1
         ]
         arrival = self._arrival_time
         return RequestMetrics(

@@ -2,12 +2,15 @@
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
+import numpy as np
+
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import PENDING_TOKEN, RowStep, StepPlan, StepResult
+from infinilm.engine.plan import NO_TOKEN, Decoding, IntArray, RowChunk, StepPlan, StepResult
 from infinilm.engine.sequence import Sequence, Status
 from infinilm.errors import PromptTooLongError
 from infinilm.outputs import FinishReason
@@ -15,16 +18,30 @@ from infinilm.sampling_params import RowStart
 
 MIN_AWAITED_TOKENS = 256
 """A beginning in common that is shorter is computed twice rather than waited for."""
+CRUMBS_PER_STEP = 8
+"""A prompt is begun beside others only with all of its tokens or with this part of a step's: many pieces cost more."""
+
+_by_arrival = attrgetter("arrival")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class InFlight:
-    """A submitted plan and whose steps they are: rows may change hands before it is committed."""
+    """A submitted plan and whose rows they are: these may change hands before it is committed."""
 
     plan: StepPlan
-    seqs: list[Sequence]
-    num_preemptions: list[int]
-    """Each sequence's count when planned: if it rose since, the blocks computed are no longer its own."""
+    seqs: list[Sequence]  # by index in the plan
+    rows: IntArray  # the same
+    tenures: IntArray  # whose turn it was in each row when planned
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A plan whose result was taken in."""
+
+    plan: StepPlan
+    seqs: list[Sequence]  # by index in the plan
+    void: set[int]
+    """Indices of sequences that had ended in the meantime: what the step computed for them means nothing."""
 
 
 @dataclass(slots=True)
@@ -33,19 +50,31 @@ class Draft:
 
     budget: int
     starts: list[RowStart] = field(default_factory=list)
-    steps: list[RowStep] = field(default_factory=list)
+    decoding: Decoding = field(default_factory=Decoding.none)
+    chunks: list[RowChunk] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoders:
+    """The running sequences that go from token to token, oldest first."""
+
+    seqs: list[Sequence]
+    rows: IntArray
 
 
 class Scheduler:
     """Serves sequences in the order they came, as many as fit into a step's tokens, rows and blocks.
 
-    Every step first goes on with the running sequences, oldest first, then admits waiting ones. When blocks
-    run out the newest running sequence gives up its own and is computed again later, so the oldest always
-    gets on and nobody starves.
+    Every step first goes on with the running sequences, then admits waiting ones in order. When blocks run out the
+    newest running sequence gives up its own and is computed again later, so the oldest always gets on and nobody
+    starves.
 
     Plans may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
     they are planned; `commit` brings in the drawn tokens in the order of the plans.
+
+    Sequences that decode are counted in arrays by row: a step of hundreds of them is a handful of array operations,
+    and Python looks only at those to whom something happens.
     """
 
     def __init__(
@@ -57,13 +86,19 @@ class Scheduler:
         # Each running row needs a token of every step.
         self.max_num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # oldest first
         self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
+        self._prefilling: list[Sequence] = []  # the running ones that don't decode yet, oldest first
+        self._decoders: _Decoders | None = None  # None: to be gathered anew
+        # By row, of its sequence if that decodes: tokens computed by the steps planned so far, tokens that its blocks
+        # can hold, and tokens with which its answer has its full length.
+        self._computed, self._capacity, self._limit, self._tenure = np.zeros((4, self.max_num_rows), dtype=np.int64)
+        self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last stays False
 
     @property
     def has_work(self) -> bool:
@@ -73,6 +108,10 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self.check_fits(seq)
+        if seq.stop_ids:
+            num_missing = max(seq.stop_ids) + 2 - len(self._is_stop)
+            self._is_stop = np.pad(self._is_stop, (0, max(num_missing, 0)))
+            self._is_stop[list(seq.stop_ids)] = True
         self.waiting.append(seq)
 
     def check_fits(self, seq: Sequence) -> None:
@@ -89,40 +128,60 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute right now."""
         draft = Draft(budget=self.max_num_batched_tokens)
-        has_preempted = self._continue_running(draft)
+        has_preempted = self._continue_decoding(draft)
+        self._continue_prompts(draft)
         if not has_preempted:
             self._admit_waiting(draft)
-        if not draft.steps:
+        if not draft.seqs:
             return None
-        plan = StepPlan(ended_rows=self._ended_rows, starts=draft.starts, steps=draft.steps)
+        plan = StepPlan(self._ended_rows, draft.starts, draft.decoding, draft.chunks)
         self._ended_rows = []
-        preemptions = [seq.num_preemptions for seq in draft.seqs]
-        self.in_flight.append(InFlight(plan, draft.seqs, preemptions))
+        rows = draft.decoding.rows
+        if draft.chunks:
+            rows = np.concatenate((rows, [chunk.row for chunk in draft.chunks]))
+        self.in_flight.append(InFlight(plan, draft.seqs, rows, self._tenure[rows]))
         return plan
 
-    def _continue_running(self, draft: Draft) -> bool:
-        """Plan the running sequences, oldest first. Returns whether blocks ran out and some were preempted."""
+    def _continue_decoding(self, draft: Draft) -> bool:
+        """Plan a token for each sequence that decodes. Returns whether blocks ran out and some were preempted."""
         has_preempted = False
-        index = 0
-        while index < len(self.running):
-            seq = self.running[index]
-            # One token stays reserved for every sequence behind this one: a long prompt stops no answer.
-            num_behind = len(self.running) - index - 1
-            num_tokens = min(seq.num_wanted, draft.budget - num_behind)
-            index += 1
-            if num_tokens <= 0 or self._has_drawn_all(seq):
-                continue
-            num_new = self.blocks.blocks_for(seq.num_computed + num_tokens) - len(seq.block_table)
-            while num_new > self.blocks.num_free and self.running[-1] is not seq:
-                self._preempt(self.running[-1])
-                has_preempted = True
-            if num_new > self.blocks.num_free:
-                self._preempt(seq)
-                return True
-            new_blocks = self.blocks.allocate(max(num_new, 0))
-            seq.block_table += new_blocks
-            self._plan_step(draft, seq, num_tokens, new_blocks)
+        while True:
+            decoders = self._gather_decoders()
+            computed = self._computed[decoders.rows]
+            # The token to compute is the last one known or pending; those that have drawn all just wait for it.
+            goes_on = computed + 1 < self._limit[decoders.rows]
+            rows, starts, seqs = decoders.rows, computed, decoders.seqs
+            if not goes_on.all():
+                rows, starts = rows[goes_on], starts[goes_on]
+                seqs = [seqs[index] for index in np.flatnonzero(goes_on)]
+            grown = np.flatnonzero(starts >= self._capacity[rows])
+            if len(grown) <= self.blocks.num_free:
+                break
+            self._preempt(self.running[-1])
+            has_preempted = True
+        new_blocks = self.blocks.allocate(len(grown))
+        for index, block in zip(grown.tolist(), new_blocks, strict=True):
+            seqs[index].block_table.append(block)
+        self._capacity[rows[grown]] += self.blocks.block_size
+        self._computed[rows] += 1
+        draft.decoding = Decoding(rows, starts, rows[grown], np.array(new_blocks, dtype=np.int64))
+        draft.seqs = seqs.copy()
+        draft.budget -= len(rows)
         return has_preempted
+
+    def _gather_decoders(self) -> _Decoders:
+        if self._decoders is None:
+            seqs = [seq for seq in self.running if seq.is_decoding]
+            self._decoders = _Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
+        return self._decoders
+
+    def _continue_prompts(self, draft: Draft) -> None:
+        """Plan a chunk for each prompt that was begun. Their blocks were allocated then."""
+        num_behind = len(self._prefilling)
+        for seq in self._prefilling.copy():
+            # A token stays reserved for every one behind: a long prompt stops nobody.
+            num_behind -= 1
+            self._plan_chunk(draft, seq, draft.budget - num_behind, [])
 
     def _admit_waiting(self, draft: Draft) -> None:
         """Start waiting sequences in order, while tokens, rows and blocks last."""
@@ -141,6 +200,9 @@ class Scheduler:
             num_spare = len(self.running)
             if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
                 break
+            num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
+            if draft.chunks and draft.budget < min(num_tokens, self.max_num_batched_tokens // CRUMBS_PER_STEP):
+                break
             self.waiting.popleft()
             self._start(draft, seq, shared, num_new)
         self.waiting.extendleft(reversed(held))
@@ -153,7 +215,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
         seq.row = heappop(self._free_rows)
         seq.status = Status.RUNNING
-        insort(self.running, seq, key=attrgetter("arrival"))
+        insort(self.running, seq, key=_by_arrival)
+        insort(self._prefilling, seq, key=_by_arrival)
         start = RowStart(
             seq.row,
             seq.params,
@@ -163,7 +226,7 @@ class Scheduler:
             seq.output_token_ids,
         )
         draft.starts.append(start)
-        self._plan_step(draft, seq, min(seq.num_wanted, draft.budget), seq.block_table.copy())
+        self._plan_chunk(draft, seq, draft.budget, seq.block_table.copy())
 
     def _shared_blocks(self, seq: Sequence) -> list[int]:
         """Blocks that hold the sequence's beginning already: its leader's, or those found by content."""
@@ -192,31 +255,38 @@ class Scheduler:
             for other in self.running
         )
 
-    def _plan_step(self, draft: Draft, seq: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
-        start, end = seq.num_computed, seq.num_computed + num_tokens
-        draws = num_tokens == seq.num_wanted
-        token_ids = seq.token_ids[start:end]
-        token_ids += [PENDING_TOKEN] * (num_tokens - len(token_ids))
-        targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
+    def _plan_chunk(self, draft: Draft, seq: Sequence, budget: int, new_blocks: list[int]) -> None:
+        """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode."""
         assert seq.row is not None
-        draft.steps.append(
-            RowStep(seq.row, start, token_ids, new_blocks, draws, targets, seq.params.prompt_logprobs or 0)
+        start = seq.num_computed
+        end = min(seq.num_tokens, start + budget)
+        draws = end == seq.num_tokens
+        targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
+        draft.chunks.append(
+            RowChunk(
+                seq.row, start, seq.token_ids[start:end], new_blocks, draws, targets, seq.params.prompt_logprobs or 0
+            )
         )
         draft.seqs.append(seq)
-        draft.budget -= num_tokens
+        draft.budget -= end - start
         seq.num_computed = end
-        seq.num_pending += draws
+        if draws:
+            self._begin_decoding(seq, seq.row)
 
-    def _has_drawn_all(self, seq: Sequence) -> bool:
-        """Whether the tokens pending are the last ones the answer may have."""
-        return (
-            seq.num_output_tokens + seq.num_pending >= seq.params.max_tokens
-            or seq.num_tokens + seq.num_pending >= self.max_model_len
-        )
+    def _begin_decoding(self, seq: Sequence, row: int) -> None:
+        self._prefilling.remove(seq)
+        seq.is_decoding = True
+        self._computed[row] = seq.num_computed
+        self._capacity[row] = len(seq.block_table) * self.blocks.block_size
+        self._limit[row] = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len)
+        self._decoders = None
+
+    def num_pending(self, seq: Sequence) -> int:
+        """Tokens that a sequence has drawn, or by the steps planned will have, and that are not known yet."""
+        return int(self._computed[seq.row]) + 1 - seq.num_tokens if seq.is_decoding else seq.num_pending
 
     def _preempt(self, seq: Sequence) -> None:
         """Take back a running sequence's blocks; it will be computed again, first in the queue."""
-        self.running.remove(seq)
         self._release(seq)
         seq.status = Status.WAITING
         seq.num_computed = 0
@@ -226,30 +296,63 @@ class Scheduler:
 
     # --- results ----------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult) -> list[tuple[Sequence, int]]:
-        """Take in the oldest plan's result. Returns the sequences it is about, each with its index in the plan.
-
-        Those that had ended in the meantime are left out: what a step ahead computed for them is void.
-        """
+    def commit(self, result: StepResult) -> Committed:
+        """Take in the oldest plan's result."""
         flight = self.in_flight.popleft()
-        news: list[tuple[Sequence, int]] = []
-        for index, (seq, step) in enumerate(zip(flight.seqs, flight.plan.steps, strict=True)):
+        committed = Committed(flight.plan, flight.seqs, set())
+        is_same = self._tenure[flight.rows] == flight.tenures
+        num_done = 0
+        if is_same.all() and not result.errors:
+            num_done = self._commit_decoding(flight, result.token_ids)
+        for index in range(num_done, len(flight.seqs)):
+            seq = flight.seqs[index]
             if seq.is_finished:
-                continue
-            news.append((seq, index))
-            seq.num_pending -= step.draws
-            if index in result.errors:
-                self.finish(seq, "abort")
-                continue
-            if seq.num_preemptions == flight.num_preemptions[index] and seq.may_publish:
-                self.blocks.publish(seq, step.start, step.start + len(step.token_ids))
-            if step.draws:
-                self._append(seq, result.token_ids[index])
-        return news
+                committed.void.add(index)
+            else:
+                self._commit_one(flight.plan, index, seq, result, is_same=bool(is_same[index]))
+        return committed
 
-    def _append(self, seq: Sequence, token_id: int) -> None:
-        seq.token_ids.append(token_id)
-        if token_id in seq.stop_ids and seq.num_output_tokens > seq.params.min_tokens:
+    def _commit_decoding(self, flight: InFlight, token_ids: Tokens[int]) -> int:
+        """Take in the tokens of all rows that decode, none of which changed hands: how many they are."""
+        decoding, block_size = flight.plan.decoding, self.blocks.block_size
+        num_rows = len(decoding.rows)
+        for seq, token_id in zip(flight.seqs, token_ids[:num_rows], strict=False):
+            seq.token_ids.append(token_id)
+        is_full = (decoding.starts + 1) % block_size == 0
+        is_last = decoding.starts + 2 >= self._limit[decoding.rows]
+        is_last |= self._is_stop.take(np.array(token_ids[:num_rows], dtype=np.int64), mode="clip")
+        for index in np.flatnonzero(is_full | is_last).tolist():
+            seq = flight.seqs[index]
+            if is_full[index] and seq.may_publish:
+                start = int(decoding.starts[index])
+                self.blocks.publish(seq, start, start + 1)
+            if is_last[index]:
+                self._end_if_done(seq)
+        return num_rows
+
+    def _commit_one(self, plan: StepPlan, index: int, seq: Sequence, result: StepResult, *, is_same: bool) -> None:
+        """Take in one row's part of a result; `is_same`: the row and its blocks are still the sequence's."""
+        num_decoding = len(plan.decoding.rows)
+        if index < num_decoding:
+            start, num_tokens, draws = int(plan.decoding.starts[index]), 1, True
+        else:
+            chunk = plan.chunks[index - num_decoding]
+            start, num_tokens, draws = chunk.start, len(chunk.token_ids), chunk.draws
+        if not is_same:
+            seq.num_pending -= draws
+        if index in result.errors:
+            self.finish(seq, "abort")
+            return
+        if is_same and seq.may_publish:
+            self.blocks.publish(seq, start, start + num_tokens)
+        if draws:
+            assert result.token_ids[index] != NO_TOKEN
+            seq.token_ids.append(result.token_ids[index])
+            self._end_if_done(seq)
+
+    def _end_if_done(self, seq: Sequence) -> None:
+        """End a sequence if its latest token says so, or if it is the last one allowed."""
+        if seq.token_ids[-1] in seq.stop_ids and seq.num_output_tokens > seq.params.min_tokens:
             self.finish(seq, "stop")
         elif seq.num_output_tokens >= seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
             self.finish(seq, "length")
@@ -259,7 +362,6 @@ class Scheduler:
         if seq.is_finished:
             return
         if seq.status is Status.RUNNING:
-            self.running.remove(seq)
             self._release(seq)
         else:
             self.waiting.remove(seq)
@@ -277,9 +379,18 @@ class Scheduler:
         return list(broken.values())
 
     def _release(self, seq: Sequence) -> None:
+        """Take a running sequence's row and blocks."""
+        assert seq.row is not None
+        self.running.remove(seq)
+        if seq.is_decoding:
+            seq.num_pending = self.num_pending(seq)
+            seq.is_decoding = False
+            self._decoders = None
+        else:
+            self._prefilling.remove(seq)
         self.blocks.release(seq.block_table)
         seq.block_table = []
-        assert seq.row is not None
         self._ended_rows.append(seq.row)
         heappush(self._free_rows, seq.row)
+        self._tenure[seq.row] += 1
         seq.row = None

@@ -27,15 +27,17 @@ class Sequence:
                      ^ num_computed moves through all of it: keys and values up to there are, or by the
                        steps already submitted will be, in the cache
 
-    The scheduler closes the gap `num_wanted`: a new prompt, a chunk's rest, the token drawn last, a text to
-    be computed again after preemption are all just sizes of that gap.
+    The scheduler closes the gap: a new prompt, a chunk's rest, the token drawn last, a text to be computed again after
+    preemption are all just sizes of it.
     """
 
     __slots__ = (
         "_block_keys",
         "arrival",
         "block_table",
+        "cache_salt",
         "finish_reason",
+        "is_decoding",
         "is_patched",
         "leader",
         "num_cached_tokens",
@@ -60,6 +62,7 @@ class Sequence:
         seed: int = 0,
         stop_ids: tuple[int, ...] = (),
         leader: "Sequence | None" = None,
+        cache_salt: bytes = b"",
     ) -> None:
         self.arrival = arrival
         """Unique and increasing: the order in which sequences are served."""
@@ -71,11 +74,15 @@ class Sequence:
         """Tokens that end the answer."""
         self.leader = leader
         """The first sequence of the same request, whose prompt blocks this one shares."""
+        self.cache_salt = cache_salt
+        """Blocks are shared only among sequences with the same."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.row: int | None = None
         """The place in the model runner's arrays, while running."""
         self.block_table: list[int] = []
+        self.is_decoding = False
+        """Whether its text was computed in its row. From then on the scheduler counts what is computed and pending."""
         self.num_computed = 0
         self.num_pending = 0
         self.num_cached_tokens = 0
@@ -99,11 +106,6 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The answer."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_wanted(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
-        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def is_finished(self) -> bool:
@@ -137,6 +139,6 @@ class Sequence:
         while len(keys) <= index:
             start = len(keys) * block_size
             content = array("I", self.token_ids[start : start + block_size]).tobytes()
-            parent = keys[-1][0] if keys else b""
+            parent = keys[-1][0] if keys else self.cache_salt
             keys.append((xxh3_128_digest(parent + content), content))
         return keys[index]

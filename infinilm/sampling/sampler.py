@@ -72,23 +72,28 @@ class Samples:
         logprobs = self.logprobs and self.logprobs.to_pinned()
         return replace(self, token_ids=pinned(self.token_ids), is_sound=pinned(self.is_sound), logprobs=logprobs)
 
-    def to_host(self) -> list[SampledToken]:
-        """One entry per row. Waits for the device."""
+    def read(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, Exception]]:
+        """The tokens, and by index the log-probabilities asked for and what went wrong. Waits for the device."""
         logprobs: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
             asked = [i for i, num_top in enumerate(self.num_logprobs) if num_top >= 0]
             entries = self.logprobs.to_host([self.num_logprobs[i] for i in asked])
             logprobs = dict(zip(asked, entries, strict=True))
         errors = dict(self.processor_errors)
-        for i, is_sound in enumerate(self.is_sound.tolist()):
-            if not is_sound and i not in errors:
-                errors[i] = EngineError(
+        for i in np.flatnonzero(~self.is_sound.numpy(force=True)).tolist():
+            errors.setdefault(
+                i,
+                EngineError(
                     "no token can be drawn: the logits hold NaN or +inf, or all are -inf; "
                     "check the checkpoint's weights and the dtype it runs in"
-                )
-        return [
-            SampledToken(token_id, logprobs.get(i), errors.get(i)) for i, token_id in enumerate(self.token_ids.tolist())
-        ]
+                ),
+            )
+        return self.token_ids.tolist(), logprobs, errors
+
+    def to_host(self) -> list[SampledToken]:
+        """One entry per row. Waits for the device."""
+        token_ids, logprobs, errors = self.read()
+        return [SampledToken(token_id, logprobs.get(i), errors.get(i)) for i, token_id in enumerate(token_ids)]
 
 
 class Sampler:

@@ -123,23 +123,24 @@ class Simulation:
 
     def check_plan(self, plan) -> None:
         world = self.world
-        assert plan.num_tokens <= world.max_num_batched_tokens
-        assert len({s.row for s in plan.steps}) == len(plan.steps) <= world.max_num_seqs
-        assert all(len(s.token_ids) >= 1 for s in plan.steps)
+        assert len(plan.decoding.rows) + plan.num_chunk_tokens <= world.max_num_batched_tokens
+        rows = [*plan.decoding.rows.tolist(), *(chunk.row for chunk in plan.chunks)]
+        assert len(set(rows)) == len(rows) == plan.num_rows <= world.max_num_seqs
+        assert all(len(chunk.token_ids) >= 1 for chunk in plan.chunks)
         # Nobody starves: the oldest sequence alive is in the plan, unless its own tokens are in flight.
         # (One that waited for another's prompt lets others pass meanwhile, but is then the first to be admitted.)
         oldest = next(seq for seq in self.seqs if not seq.is_finished)
         planned = self.scheduler.in_flight[-1].seqs
         may_have_waited = oldest.leader is not None or world.min_awaited_tokens == 4
-        assert oldest in planned or oldest.num_pending > 0 or may_have_waited
+        assert oldest in planned or self.scheduler.num_pending(oldest) > 0 or may_have_waited
         # Nothing is drawn beyond an answer's end.
-        for seq, step in zip(planned, plan.steps, strict=True):
-            if step.draws:
-                assert seq.num_output_tokens + seq.num_pending <= seq.params.max_tokens
-                assert seq.num_tokens + seq.num_pending <= self.max_model_len
+        for index in plan.draws:
+            num_pending = self.scheduler.num_pending(planned[index])
+            assert planned[index].num_output_tokens + num_pending <= planned[index].params.max_tokens
+            assert planned[index].num_tokens + num_pending <= self.max_model_len
         # Nor does an answer stop for a long prompt: what runs gets a token whenever it can take one.
         for seq in self.scheduler.running:
-            assert seq in planned or seq.num_pending > 0
+            assert seq in planned or self.scheduler.num_pending(seq) > 0
 
 
 @settings(max_examples=2500, deadline=None)

@@ -3,7 +3,7 @@
 import pytest
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import StepResult
+from infinilm.engine.plan import StepPlan, StepResult
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence
 from infinilm.sampling_params import SamplingParams
@@ -24,8 +24,12 @@ def step(scheduler: Scheduler) -> list[int]:
     """Compute a step: how many tokens each of its rows had."""
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.commit(StepResult(token_ids={i: 7 for i, row in enumerate(plan.steps) if row.draws}))
-    return [len(row.token_ids) for row in plan.steps]
+    scheduler.commit(StepResult(token_ids=[7] * plan.num_rows))
+    return lengths(plan)
+
+
+def lengths(plan: StepPlan) -> list[int]:
+    return [1] * len(plan.decoding.rows) + [len(chunk.token_ids) for chunk in plan.chunks]
 
 
 def test_the_second_waits_for_the_first_and_shares_its_blocks() -> None:
@@ -45,9 +49,9 @@ def test_with_steps_in_flight_it_waits_until_the_blocks_are_known() -> None:
     scheduler.add(first)
     scheduler.add(second)
     plans = [scheduler.schedule(), scheduler.schedule()]
-    assert [[row.row for row in plan.steps] for plan in plans if plan] == [[first.row], [first.row]]
+    assert [scheduler.in_flight[index].seqs for index in range(2)] == [[first], [first]]
     for _ in plans:
-        scheduler.commit(StepResult(token_ids={0: 7}))
+        scheduler.commit(StepResult(token_ids=[7]))
     assert step(scheduler) == [1, 1]
 
 
@@ -82,4 +86,4 @@ def test_when_the_first_is_aborted_the_second_goes_on() -> None:
     scheduler.finish(first, "abort")
     plan = scheduler.schedule()
     assert plan is not None
-    assert [len(row.token_ids) for row in plan.steps] == [321]
+    assert lengths(plan) == [321]

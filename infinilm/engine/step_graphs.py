@@ -1,0 +1,308 @@
+"""Steps as CUDA graphs: the whole step, sampling included, launched as one.
+
+There are graphs of steps in which every row decodes, for several numbers of rows, and of small steps with prompts in
+them, for several numbers of tokens. Each is captured when it is first needed, or while the device is busy with
+something long, and replayed for every step of its size or less: what is missing is padding, which reads and writes
+nothing. All of a step's input is one small copy to the device (`kernels/step_inputs.py`).
+
+A graph ends with the tokens drawn or, where the host has a say in the draw, with the logits.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinilm.attention import ForwardBatch
+from infinilm.attention.batch import HostBatch, IntArray
+from infinilm.attention.triton_backend import DecodePlan, MixedPlan, TritonAttention
+from infinilm.engine.rank_worker import RankWorker
+from infinilm.kernels.decode_attention import SharedPrefix
+from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
+from infinilm.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+_untyped: Any = torch.cuda
+
+NUM_STAGING = 4
+"""Copies to the device that can be under way at once; more than there are steps in flight."""
+MIN_SHARED_ROWS, MIN_SHARED_TOKENS = 16, 256
+"""From here on reading a common beginning once for all rows is worth a kernel of its own."""
+MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
+"""Tokens of captured steps with prompts. Larger ones take the device longer than the host to launch them."""
+MIXED_ROWS = (16, 256)
+NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+
+
+class Shape(NamedTuple):
+    """What a graph was captured for."""
+
+    num_rows: int
+    num_tokens: int  # 0: every row decodes
+    draws: bool  # or ends with the logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: Any
+    token_ids: Tensor | None  # [rows] int64
+    is_sound: Tensor | None  # [rows] bool
+    logits: Tensor | None  # [rows, vocab], instead
+
+
+class _Prepared:
+    """An attention backend whose plan is made already."""
+
+    def __init__(self, backend: TritonAttention, plan: DecodePlan | MixedPlan) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def prepare(self, *_: object, **__: object) -> DecodePlan | MixedPlan:
+        return self._plan
+
+
+def decode_sizes(max_num_rows: int) -> list[int]:
+    """Numbers of rows to capture: close together where steps are short and padding would show."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64)]
+    return [size for size in sizes if size < max_num_rows] + [min(max_num_rows, 1024)]
+
+
+class StepGraphs:
+    """Captures and replays steps of one rank's worker and the sampler."""
+
+    def __init__(
+        self,
+        worker: RankWorker,
+        sampler: Sampler,
+        last_token: Tensor,
+        *,
+        max_num_rows: int,
+        max_blocks: int,
+        block_size: int,
+    ) -> None:
+        assert isinstance(worker.backend, TritonAttention)
+        self._worker = worker
+        self._backend = worker.backend
+        self._sampler = sampler
+        self._last_token = last_token
+        self._max_blocks = max_blocks
+        self._block_size = block_size
+        self._sizes = decode_sizes(max_num_rows)
+        self._mixed_rows = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
+        self._graphs: dict[Shape, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = _untyped.Stream(worker.device)
+        self._decode_inputs = DecodeInputs(self._sizes[-1], max_blocks, worker.device)
+        self._mixed_inputs: dict[tuple[int, int], MixedInputs] = {}
+        num_values = max(
+            DecodeInputs.num_values(self._sizes[-1], max_blocks),
+            MixedInputs.num_values(MIXED_TOKENS[-1], self._mixed_rows[-1], max_blocks),
+        )
+        self._staging = [torch.empty(num_values, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
+        self._num_steps = 0
+        config = worker.model.config
+        self._workspace = self._backend.workspace(
+            self._sizes[-1], config.num_attention_heads, config.head_dim, worker.device
+        )
+
+    # --- running ----------------------------------------------------------------------------------------
+
+    def can_run(self, batch: HostBatch, num_decoding: int) -> bool:
+        """Whether there is, or can be, a graph of such a step."""
+        num_rows = len(batch.query_lens)
+        if num_rows == num_decoding:
+            return num_rows <= self._sizes[-1]
+        return (
+            num_rows <= self._mixed_rows[-1]
+            and len(batch.input_ids) <= MIXED_TOKENS[-1]
+            and not self._backend.has_long(batch.query_lens, batch.context_lens)
+        )
+
+    def run(self, batch: HostBatch, token_rows: IntArray, rows: IntArray, num_decoding: int) -> tuple[Tensor, Tensor]:
+        """Start a step of n rows: the tokens they draw `[n]` and whether those mean anything `[n]`.
+
+        `token_rows` `[T]` are the rows of the batch's tokens, the first `num_decoding` of which are what rows drew
+        last; `rows` `[n]` are -1 where nothing is drawn. The results are overwritten by the next step.
+        """
+        graph = self._launch(batch, token_rows, rows, num_decoding, draws=True)
+        assert graph.token_ids is not None
+        assert graph.is_sound is not None
+        return graph.token_ids[: len(rows)], graph.is_sound[: len(rows)]
+
+    def run_to_logits(self, batch: HostBatch, token_rows: IntArray, num_decoding: int) -> Tensor:
+        """Start a step of n rows, up to the logits `[n, vocab]` of their last tokens."""
+        num_rows = len(batch.query_lens)
+        rows = token_rows if num_decoding == num_rows else np.full(num_rows, -1)
+        logits = self._launch(batch, token_rows, rows, num_decoding, draws=False).logits
+        assert logits is not None
+        return logits[:num_rows]
+
+    @torch.inference_mode()
+    def _launch(
+        self, batch: HostBatch, token_rows: IntArray, rows: IntArray, num_decoding: int, *, draws: bool
+    ) -> _Graph:
+        staging = self._staging[self._num_steps % NUM_STAGING]
+        self._num_steps += 1
+        if num_decoding == len(rows):
+            shape = self._choose_size(num_decoding, draws=draws)
+            inputs = self._decode_inputs.first(shape.num_rows)
+            num_shared = count_shared(batch.block_tables, batch.context_lens, self._block_size)
+            used = inputs.pack(staging.numpy(), rows, batch.context_lens, batch.block_tables, num_shared)
+            packed = inputs.packed
+        else:
+            num_rows = self._mixed_rows[bisect_left(self._mixed_rows, len(rows))]
+            num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(batch.input_ids))]
+            shape = Shape(num_rows, num_tokens, draws)
+            mixed = self._mixed(num_tokens, num_rows)
+            used = mixed.pack(
+                staging.numpy(),
+                ids=batch.input_ids,
+                token_rows=token_rows,
+                positions=batch.positions,
+                slots=batch.slot_mapping,
+                rows=rows,
+                query_lens=batch.query_lens,
+                context_lens=batch.context_lens,
+                tables=batch.block_tables,
+                num_decoding=num_decoding,
+            )
+            packed = mixed.packed
+        graph = self._graphs.get(shape) or self._capture(shape)
+        packed[:used].copy_(staging[:used], non_blocking=True)
+        graph.graph.replay()
+        return graph
+
+    def _choose_size(self, num_rows: int, *, draws: bool) -> Shape:
+        """The graph for so many decoding rows, or one up to twice as large if that saves capturing another now.
+
+        Few rows are computed by kernels made for their number, and nothing larger will do.
+        """
+        best = bisect_left(self._sizes, num_rows)
+        shapes = [Shape(size, 0, draws) for size in self._sizes[best:] if size <= 2 * self._sizes[best]]
+        if shapes[0].num_rows < MIN_SHARED_ROWS:
+            return shapes[0]
+        return next((shape for shape in shapes if shape in self._graphs), shapes[0])
+
+    def _mixed(self, num_tokens: int, num_rows: int) -> MixedInputs:
+        key = (num_tokens, num_rows)
+        if key not in self._mixed_inputs:
+            self._mixed_inputs[key] = MixedInputs(num_tokens, num_rows, self._max_blocks, self._worker.device)
+        return self._mixed_inputs[key]
+
+    # --- capturing --------------------------------------------------------------------------------------
+
+    def capture_first(self) -> None:
+        """Capture the smallest step, the smallest by the kernels for many rows, and the smallest with a prompt."""
+        large = [size for size in self._sizes if size >= MIN_SHARED_ROWS]
+        for size in (1, *large[:1]):
+            self._capture(Shape(size, 0, True))
+        self._capture(Shape(self._mixed_rows[0], MIXED_TOKENS[0], True))
+
+    def capture_next(self, num_rows: int) -> bool:
+        """Capture one of the decode steps of up to `num_rows` that are missing, the largest; False if none is."""
+        num_sizes = bisect_left(self._sizes, min(num_rows, self._sizes[-1])) + 1
+        for size in reversed(self._sizes[:num_sizes]):
+            if Shape(size, 0, True) not in self._graphs:
+                self._capture(Shape(size, 0, True))
+                return True
+        return False
+
+    @torch.inference_mode()
+    def _capture(self, shape: Shape) -> _Graph:
+        start_time = perf_counter()
+        step = self._decode_step(shape) if shape.num_tokens == 0 else self._mixed_step(shape)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            step()  # compiles what is new and lets libraries set themselves up
+            # Not by torch's context manager, which first empties the allocator's cache and collects garbage.
+            graph.capture_begin(pool=self._pool)
+            try:
+                outputs = step()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._graphs[shape] = _Graph(graph, *outputs)
+        logger.debug("captured %s in %.3f s", shape, perf_counter() - start_time)
+        return self._graphs[shape]
+
+    def _decode_step(self, shape: Shape) -> "Step":
+        inputs = self._decode_inputs.first(shape.num_rows)
+
+        def step() -> StepOutputs:
+            inputs.unpack(self._last_token, self._block_size)
+            shared = SharedPrefix(inputs.num_shared, inputs.tables[0]) if shape.num_rows >= MIN_SHARED_ROWS else None
+            plan = DecodePlan(inputs.tables, inputs.context_lens, inputs.slots, self._workspace, shared)
+            hidden = self._forward(inputs, plan)
+            return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
+
+        return step
+
+    def _mixed_step(self, shape: Shape) -> "Step":
+        inputs = self._mixed(shape.num_tokens, shape.num_rows)
+
+        def step() -> StepOutputs:
+            inputs.unpack(self._last_token)
+            num_decoding = min(shape.num_rows, shape.num_tokens)
+            decode = DecodePlan(
+                inputs.tables[:num_decoding],
+                inputs.decode_lens[:num_decoding],
+                inputs.slots[:num_decoding],
+                self._workspace,
+            )
+            plan = MixedPlan(
+                slots=inputs.slots,
+                tables=inputs.tables,
+                query_starts=inputs.query_starts,
+                context_lens=inputs.prefill_lens,
+                short_context_lens=inputs.prefill_lens,
+                has_short=True,
+                long=(),
+                decode=decode,
+                decode_tokens=slice(0, num_decoding),
+            )
+            hidden = self._forward(inputs, plan)[inputs.last_tokens]
+            return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
+
+        return step
+
+    def _forward(self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan) -> Tensor:
+        worker = self._worker
+        assert worker.cache is not None
+        batch = ForwardBatch(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS)
+        return worker.model(batch, worker.cache, _Prepared(self._backend, plan))
+
+    def _finish(self, hidden: Tensor, rows: Tensor, positions: Tensor, *, draws: bool) -> "StepOutputs":
+        logits = self._worker.model.compute_logits(hidden)
+        if not draws:
+            return None, None, logits
+        token_ids, is_sound = self._sampler.sample_rows(logits, rows, positions)
+        self._last_token[rows] = token_ids  # padding's row -1 is the spare last one
+        return token_ids, is_sound, None
+
+
+StepOutputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Token ids, whether they mean anything, logits: as in `_Graph`."""
+Step = Callable[[], StepOutputs]
+
+
+def count_shared(tables: IntArray, context_lens: IntArray, block_size: int) -> int:
+    """How many tokens all rows have in common, in the same blocks; 0 if too few to make use of it."""
+    if len(tables) < MIN_SHARED_ROWS:
+        return 0
+    num_full = int(context_lens.min() - 1) // block_size
+    is_same = (tables[:, :num_full] == tables[0, :num_full]).all(axis=0)
+    num_same = num_full if is_same.all() else int(is_same.argmin())
+    num_tokens = num_same * block_size
+    return num_tokens if num_tokens >= MIN_SHARED_TOKENS else 0
