@@ -10,8 +10,8 @@ A graph ends with the tokens drawn or, where the host has a say in the draw, wit
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -221,10 +221,17 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, shape: Shape) -> _Graph:
         start_time = perf_counter()
-        step = self._decode_step(shape) if shape.num_tokens == 0 else self._mixed_step(shape)
+        inputs: DecodeInputs | MixedInputs
+        if shape.num_tokens == 0:
+            inputs = self._decode_inputs.first(shape.num_rows)
+            step = partial(self._decode_step, inputs, shape)
+        else:
+            inputs = self._mixed(shape.num_tokens, shape.num_rows)
+            step = partial(self._mixed_step, inputs, shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
+            inputs.clear()
             step()  # compiles what is new and lets libraries set themselves up
             # Not by torch's context manager, which first empties the allocator's cache and collects garbage.
             graph.capture_begin(pool=self._pool)
@@ -237,45 +244,32 @@ class StepGraphs:
         logger.debug("captured %s in %.3f s", shape, perf_counter() - start_time)
         return self._graphs[shape]
 
-    def _decode_step(self, shape: Shape) -> "Step":
-        inputs = self._decode_inputs.first(shape.num_rows)
+    def _decode_step(self, inputs: DecodeInputs, shape: Shape) -> "StepOutputs":
+        inputs.unpack(self._last_token, self._block_size)
+        shared = SharedPrefix(inputs.num_shared, inputs.tables[0]) if shape.num_rows >= MIN_SHARED_ROWS else None
+        plan = DecodePlan(inputs.tables, inputs.context_lens, inputs.slots, self._workspace, shared)
+        hidden = self._forward(inputs, plan)
+        return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
 
-        def step() -> StepOutputs:
-            inputs.unpack(self._last_token, self._block_size)
-            shared = SharedPrefix(inputs.num_shared, inputs.tables[0]) if shape.num_rows >= MIN_SHARED_ROWS else None
-            plan = DecodePlan(inputs.tables, inputs.context_lens, inputs.slots, self._workspace, shared)
-            hidden = self._forward(inputs, plan)
-            return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
-
-        return step
-
-    def _mixed_step(self, shape: Shape) -> "Step":
-        inputs = self._mixed(shape.num_tokens, shape.num_rows)
-
-        def step() -> StepOutputs:
-            inputs.unpack(self._last_token)
-            num_decoding = min(shape.num_rows, shape.num_tokens)
-            decode = DecodePlan(
-                inputs.tables[:num_decoding],
-                inputs.decode_lens[:num_decoding],
-                inputs.slots[:num_decoding],
-                self._workspace,
-            )
-            plan = MixedPlan(
-                slots=inputs.slots,
-                tables=inputs.tables,
-                query_starts=inputs.query_starts,
-                context_lens=inputs.prefill_lens,
-                short_context_lens=inputs.prefill_lens,
-                has_short=True,
-                long=(),
-                decode=decode,
-                decode_tokens=slice(0, num_decoding),
-            )
-            hidden = self._forward(inputs, plan)[inputs.last_tokens]
-            return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
-
-        return step
+    def _mixed_step(self, inputs: MixedInputs, shape: Shape) -> "StepOutputs":
+        inputs.unpack(self._last_token)
+        # Any row may be decoding; they come first, one token each. What the others leave there is overwritten.
+        decoding = slice(0, min(shape.num_rows, shape.num_tokens))
+        plan = MixedPlan(
+            slots=inputs.slots,
+            tables=inputs.tables,
+            query_starts=inputs.query_starts,
+            context_lens=inputs.prefill_lens,
+            short_context_lens=inputs.prefill_lens,
+            has_short=True,
+            long=(),
+            decode=DecodePlan(
+                inputs.tables[decoding], inputs.decode_lens[decoding], inputs.slots[decoding], self._workspace
+            ),
+            decode_tokens=decoding,
+        )
+        hidden = self._forward(inputs, plan)[inputs.last_tokens]
+        return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
 
     def _forward(self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan) -> Tensor:
         worker = self._worker
@@ -294,7 +288,6 @@ class StepGraphs:
 
 StepOutputs = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Token ids, whether they mean anything, logits: as in `_Graph`."""
-Step = Callable[[], StepOutputs]
 
 
 def count_shared(tables: IntArray, context_lens: IntArray, block_size: int) -> int:

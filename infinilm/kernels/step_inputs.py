@@ -50,6 +50,11 @@ class DecodeInputs:
         view.tables = self.tables[:size]
         return view
 
+    def clear(self) -> None:
+        """Have nothing but padding packed."""
+        self.packed.zero_()
+        self.packed[_HEADER : _HEADER + self.size] = -1
+
     def pack(self, packed: Packed, rows: IntArray, context_lens: IntArray, tables: IntArray, num_shared: int) -> int:
         """Fill `packed` with the inputs of n rows, `tables` being `[n, num_columns]`; returns how much is used."""
         num_rows, num_columns = tables.shape
@@ -82,8 +87,8 @@ class DecodeInputs:
 class MixedInputs:
     """What up to `num_rows` rows compute that bring up to `num_tokens` tokens, the decoding ones first.
 
-    After `unpack` there are, beside what is made at once, `ids`, `positions` and `slots` `[T]`, `rows` `[N]` (whose token
-    is drawn; -1: none) and `last_tokens` `[N]` (where in the batch each row ends), all int64.
+    After `unpack` there are, beside what is made at once, `ids`, `positions` and `slots` `[T]`, `rows` `[N]` (whose
+    token is drawn; -1: none) and `last_tokens` `[N]` (where in the batch each row ends), all int64.
     """
 
     ids: Tensor
@@ -110,6 +115,12 @@ class MixedInputs:
     def num_values(num_tokens: int, num_rows: int, max_blocks: int) -> int:
         """How many numbers the packed inputs can be."""
         return _HEADER + (6 + max_blocks) * num_rows + 1 + 4 * num_tokens
+
+    def clear(self) -> None:
+        """Have nothing but padding packed."""
+        self.packed.zero_()
+        self._rows.fill_(-1)
+        self._slots.fill_(-1)
 
     def pack(
         self,

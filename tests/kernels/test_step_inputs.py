@@ -57,3 +57,21 @@ def test_prompts_beside_decoding_rows() -> None:
     assert inputs.decode_lens.tolist() == [21, 0, 0, 0]
     assert inputs.prefill_lens.tolist() == [0, 3, 41, 0]
     assert inputs.tables[:3, :300].tolist() == tables.tolist()
+
+
+def test_cleared_inputs_are_padding() -> None:
+    decode = DecodeInputs(8, MAX_BLOCKS, DEVICE)
+    decode.packed.fill_(5)
+    small = decode.first(4)
+    small.clear()
+    small.unpack(LAST_TOKEN, block_size=16)
+    assert small.rows.tolist() == small.slots.tolist() == [-1] * 4
+    assert small.context_lens.tolist() == [0] * 4
+
+    mixed = MixedInputs(16, 4, MAX_BLOCKS, DEVICE)
+    mixed.packed.fill_(5)
+    mixed.clear()
+    mixed.unpack(LAST_TOKEN)
+    assert mixed.rows.tolist() == [-1] * 4
+    assert mixed.slots.tolist() == [-1] * 16
+    assert mixed.decode_lens.tolist() == mixed.prefill_lens.tolist() == [0] * 4
