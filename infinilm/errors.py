@@ -29,5 +29,9 @@ class EngineError(InfinilmError, RuntimeError):
     """The engine cannot do what was asked in the state it is in."""
 
 
+class OutOfMemoryError(EngineError):
+    """A step needed more memory than the device had left."""
+
+
 class WorkerDiedError(EngineError):
     """A rank's process is gone, and with it the engine's use."""

@@ -113,9 +113,10 @@ def _memory_needs(model_config: "LlamaConfig", num_parameters: int) -> dict[str,
 
     from infinilm.distributed import DistConfig
     from infinilm.engine.loader import select_devices
-    from infinilm.engine.memory import estimate_workspace, free_memory_bytes
+    from infinilm.engine.memory import free_memory_bytes
+    from infinilm.engine.workspace import estimate_workspace
 
-    config = Config()
+    config, max_len = Config(), model_config.max_context_len()
     (device,) = select_devices(config.device, DistConfig())
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
@@ -123,13 +124,14 @@ def _memory_needs(model_config: "LlamaConfig", num_parameters: int) -> dict[str,
         dtype: torch.dtype = getattr(torch, name)
         weight_bytes = num_parameters * dtype.itemsize
         token_bytes = 2 * model_config.num_hidden_layers * model_config.kv_dim() * dtype.itemsize
-        workspace_bytes = estimate_workspace(config, model_config, dtype)
+        workspace = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len)
+        workspace_bytes = workspace.total(max_len)
         left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
         needs[name] = {
             "weight_bytes": weight_bytes,
             "workspace_bytes": workspace_bytes,
             "kv_bytes_per_token": token_bytes,
-            "kv_bytes_of_max_context": token_bytes * model_config.max_context_len(),
+            "kv_bytes_of_max_context": token_bytes * max_len,
             "num_tokens_that_fit": max(left // token_bytes, 0),
         }
     return needs

@@ -26,7 +26,7 @@ from infinilm.engine.infer_input import Input as InferInput
 from infinilm.engine.infer_input import Output as InferOutput
 from infinilm.engine.loader import select_devices, start_workers
 from infinilm.engine.lowering import LoweredInput, lower
-from infinilm.engine.memory import free_memory_bytes
+from infinilm.engine.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
 from infinilm.engine.params import ParamTable
 from infinilm.engine.rank_worker import CacheShape, StepInput
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
@@ -121,13 +121,24 @@ class InferEngine(GenerationMixin):
         self._lock = Lock()
         self._workers = start_workers(devices, dtype)
         try:
+            self._check_room(devices[0])
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
                 self._workers.load_model(self.config, self.max_len, source)
             if cache_config is not None:
                 self.reset_cache(cache_config)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if is_out_of_memory(error):
+                give_back(error)
             raise
+
+    def _check_room(self, device: torch.device) -> None:
+        if self._weight_bytes > self._workers.free_bytes:
+            raise InvalidValueError(
+                f"the model needs {format_bytes(self._weight_bytes)} on {device}, where "
+                f"{format_bytes(self._workers.free_bytes)} are free; use more ranks (distributed_config), a smaller "
+                "dtype or model, or end other processes"
+            )
 
     # --- weights ----------------------------------------------------------------------------------------
 

@@ -9,10 +9,11 @@ import torch
 
 from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
-from infinilm.engine.memory import MemoryLedger, plan_memory
+from infinilm.engine.memory import MemoryLedger, describe_oom, give_back, is_out_of_memory, plan_memory
 from infinilm.engine.model_runner import ModelRunner
 from infinilm.engine.rank_worker import CacheShape
 from infinilm.engine.worker_group import WorkerGroup
+from infinilm.engine.workspace import estimate_workspace, uses_graphs
 from infinilm.errors import InvalidValueError
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
@@ -70,36 +71,52 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     dtype = choose_dtype(config.dtype, model_config, devices[0])
     longest = select_max_model_len(config, model_config)
     weight_bytes = check_fits(checkpoint, model_config, dtype, len(devices))
-    workers = start_workers(devices, dtype, config.attention_backend)
+    workers: WorkerGroup | None = None
+    memory: MemoryLedger | None = None
     try:
+        workers = start_workers(devices, dtype, config.attention_backend)
+        workspace = estimate_workspace(
+            config, model_config, dtype, devices[0], max_model_len=longest, num_ranks=len(devices)
+        )
         memory = plan_memory(
             config,
             model_config,
             device=devices[0],
             dtype=dtype,
             weight_bytes=weight_bytes,
+            workspace=workspace,
             free_bytes=workers.free_bytes,
             max_model_len=longest,
             num_ranks=len(devices),
         )
-        max_model_len = min(longest, memory.num_blocks * memory.block_size)
-        workers.load_model(model_config, max_model_len, checkpoint.path)
-        workers.reset_cache(CacheShape(memory.num_blocks, memory.block_size, str(dtype).removeprefix("torch.")))
-    except BaseException:
-        workers.close()
-        raise
+        workers.load_model(model_config, memory.max_model_len, checkpoint.path)
+        runner = _make_runner(workers, config, model_config, memory)
+    except BaseException as error:
+        if workers is not None:
+            workers.close()
+        if not is_out_of_memory(error):
+            raise
+        give_back(error)
+        raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
+    eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
+    return LoadedModel(workers, runner, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory)
+
+
+def _make_runner(workers: WorkerGroup, config: Config, model_config: LlamaConfig, memory: MemoryLedger) -> ModelRunner:
+    """Take the memory for the KV cache and everything that steps need."""
+    worker = workers.worker
+    workers.reset_cache(CacheShape(memory.num_blocks, memory.block_size, str(worker.dtype).removeprefix("torch.")))
     runner = ModelRunner(
         workers,
         vocab_size=model_config.vocab_size,
         block_size=memory.block_size,
         max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-        max_model_len=max_model_len,
-        use_graphs=not config.enforce_eager and len(devices) == 1 and workers.worker.backend.name == "triton",
+        max_model_len=memory.max_model_len,
+        use_graphs=uses_graphs(config, worker.device, workers.size),
     )
-    if devices[0].type == "cuda":
-        runner.warm_up(min(config.max_num_batched_tokens, max_model_len))
-    eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
-    return LoadedModel(workers, runner, model_config, tokenizer, eos_token_ids, max_model_len, memory)
+    if worker.device.type == "cuda":
+        runner.warm_up(min(config.max_num_batched_tokens, memory.max_model_len))
+    return runner
 
 
 def start_workers(devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto") -> WorkerGroup:

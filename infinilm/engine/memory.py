@@ -1,20 +1,45 @@
-"""How much memory there is, what takes it, and how many KV blocks fit into the rest."""
+"""How much memory there is, what takes it, how many KV blocks fit into the rest, and what to do when it runs out."""
 
 import os
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from infinilm.cache.paged import PagedKVCache
 from infinilm.config import Config
-from infinilm.errors import InvalidValueError
+from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import LlamaConfig
 
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
 # takes as much as the weights do, within these bounds.
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 1 << 30, 4 << 30
+
+_TAKE_LESS = "lower max_num_batched_tokens, max_num_seqs or max_model_len, use a smaller dtype or model"
+_SIGNS_OF_OUT_OF_MEMORY = ("out of memory", "cannot allocate memory", "status_alloc_failed")
+"""In the messages of the driver and the allocators, of the operating system, and of CUDA's libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What one rank takes besides weights and KV cache, at most, in bytes. `engine/workspace.py` estimates it."""
+
+    activations: int
+    """Of a step of `max_num_batched_tokens`, with the logits of `max_num_seqs` rows."""
+    attention: int = 0
+    """What decode attention keeps on a GPU for `max_num_seqs` rows."""
+    graphs: int = 0
+    """CUDA graphs of small steps."""
+    libraries: int = 0
+    """What CUDA's libraries keep, and the code on the device."""
+    per_position: int = 0
+    """For each token of `max_model_len`: angles, block tables, and of long prompts a layer's keys and values."""
+
+    def total(self, max_model_len: int) -> int:
+        """All of it, for texts of up to so many tokens."""
+        return self.activations + self.attention + self.graphs + self.libraries + self.per_position * max_model_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +51,50 @@ class MemoryLedger:
     """The figures are those of each rank."""
     free_bytes: int
     """Free before the weights were loaded."""
+    utilization: float
+    """The share of it that may be taken."""
     weight_bytes: int
-    workspace_bytes: int
-    """An estimate of the largest step's activations and logits."""
-    kv_bytes: int
+    workspace: Workspace
     block_bytes: int
     num_blocks: int
     block_size: int
+    max_model_len: int
+    """The longest text that was asked for and that fits into the cache."""
     limited_by: str
     """What decided the number of blocks."""
 
+    @property
+    def allowed_bytes(self) -> int:
+        """What all of it together may take."""
+        return int(self.free_bytes * self.utilization)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV cache takes."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What all of it together takes, at most."""
+        return self.weight_bytes + self.workspace.total(self.max_model_len) + self.kv_bytes
+
     def __str__(self) -> str:
-        tokens = self.num_blocks * self.block_size
+        workspace = self.workspace
+        items = {
+            "weights": self.weight_bytes,
+            "activations": workspace.activations,
+            "attention": workspace.attention,
+            "graphs": workspace.graphs,
+            "libraries": workspace.libraries,
+            f"texts of {self.max_model_len} tokens": workspace.per_position * self.max_model_len,
+        }
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in items.items() if size)
         ranks = f", on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         return (
-            f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start; "
-            f"weights {format_bytes(self.weight_bytes)}, workspace up to {format_bytes(self.workspace_bytes)}, "
-            f"KV cache {format_bytes(self.kv_bytes)} = {self.num_blocks} blocks x {self.block_size} tokens "
-            f"= {tokens} tokens ({self.limited_by})"
+            f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start x gpu_memory_utilization="
+            f"{self.utilization} = {format_bytes(self.allowed_bytes)}; needed up to {format_bytes(self.total_bytes)}: "
+            f"{listed}, KV cache {format_bytes(self.kv_bytes)} = {self.num_blocks} blocks x {self.block_size} tokens = "
+            f"{self.num_blocks * self.block_size} tokens ({self.limited_by})"
         )
 
 
@@ -59,6 +110,7 @@ def format_bytes(count: float) -> str:
 def free_memory_bytes(device: torch.device) -> int:
     """Memory that can be had without pushing anything else out."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # not Linux: half of all memory is a guess that leaves room for the rest
@@ -71,14 +123,6 @@ def free_memory_bytes(device: torch.device) -> int:
     return max(available, 0)
 
 
-def estimate_workspace(config: Config, model_config: LlamaConfig, dtype: torch.dtype) -> int:
-    """Bytes for a layer's widest activations of a full step, and for each row's logits with the sampler's copy."""
-    num_tokens = config.max_num_batched_tokens
-    num_rows = min(config.max_num_seqs, num_tokens)
-    widest = 2 * model_config.intermediate_size + 4 * model_config.hidden_size
-    return num_tokens * widest * dtype.itemsize + 2 * num_rows * model_config.vocab_size * 4
-
-
 def plan_memory(
     config: Config,
     model_config: LlamaConfig,
@@ -86,13 +130,13 @@ def plan_memory(
     device: torch.device,
     dtype: torch.dtype,
     weight_bytes: int,
+    workspace: Workspace,
     free_bytes: int,
     max_model_len: int,
     num_ranks: int = 1,
 ) -> MemoryLedger:
     """Choose the number of KV blocks: as asked, or what fits and can be of use. Bytes are those of one rank."""
     block_size = config.kvcache_block_size
-    blocks_per_seq = -(-max_model_len // block_size)
     block_bytes = PagedKVCache.bytes_per_block(
         model_config.num_hidden_layers,
         block_size,
@@ -100,41 +144,94 @@ def plan_memory(
         model_config.head_dim,
         dtype,
     )
-    workspace_bytes = estimate_workspace(config, model_config, dtype)
-    budget = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
-    if config.num_kvcache_blocks is not None:
-        num_blocks, limited_by = config.num_kvcache_blocks, "num_kvcache_blocks"
-        if num_blocks * block_bytes > free_bytes - weight_bytes:
-            raise InvalidValueError(
-                f"num_kvcache_blocks={num_blocks} needs {format_bytes(num_blocks * block_bytes)}, but of "
-                f"{format_bytes(free_bytes)} free memory the weights take {format_bytes(weight_bytes)}; "
-                "lower num_kvcache_blocks"
-            )
-    else:
-        limits = {
-            f"gpu_memory_utilization={config.gpu_memory_utilization}": budget // block_bytes,
-            "all that max_num_seqs and max_model_len can use": config.max_num_seqs * blocks_per_seq,
-        }
-        if device.type == "cpu":
-            usual = min(max(weight_bytes, MIN_CPU_KV_BYTES // num_ranks), MAX_CPU_KV_BYTES // num_ranks)
-            limits["what is usual on a CPU; set num_kvcache_blocks for more"] = usual // block_bytes
-        limited_by, num_blocks = min(limits.items(), key=lambda item: item[1])
-    if num_blocks < 1:
+    without_cache = MemoryLedger(
+        device=str(device),
+        num_ranks=num_ranks,
+        free_bytes=free_bytes,
+        utilization=config.gpu_memory_utilization,
+        weight_bytes=weight_bytes,
+        workspace=workspace,
+        block_bytes=block_bytes,
+        num_blocks=0,
+        block_size=block_size,
+        max_model_len=0,
+        limited_by="nothing is left for it",
+    )
+    left = without_cache.allowed_bytes - without_cache.total_bytes
+    # A text can be as long as the cache: as long as it is, each block brings its positions with it.
+    most_blocks = left // (block_bytes + block_size * workspace.per_position)
+    if most_blocks < 1:
         raise InvalidValueError(
-            f"no memory is left for a KV cache: {format_bytes(free_bytes)} free x gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}, weights {format_bytes(weight_bytes)}, workspace "
-            f"{format_bytes(workspace_bytes)}. Raise gpu_memory_utilization, lower max_num_batched_tokens, "
-            "use a smaller dtype or model, or end other processes"
+            f"no memory is left for a KV cache; raise gpu_memory_utilization, {_TAKE_LESS}, or end other processes. "
+            f"{without_cache}"
         )
-    return MemoryLedger(
-        str(device),
-        num_ranks,
-        free_bytes,
-        weight_bytes,
-        workspace_bytes,
-        num_blocks * block_bytes,
-        block_bytes,
-        num_blocks,
-        block_size,
-        limited_by,
+    if most_blocks * block_size > max_model_len:
+        most_blocks = (left - max_model_len * workspace.per_position) // block_bytes
+    num_blocks, limited_by = _choose_blocks(config, device, without_cache, most_blocks, max_model_len)
+    length = min(max_model_len, num_blocks * block_size)
+    ledger = replace(without_cache, num_blocks=num_blocks, max_model_len=length, limited_by=limited_by)
+    if num_blocks > most_blocks:
+        raise InvalidValueError(
+            f"num_kvcache_blocks={num_blocks} needs {format_bytes(ledger.kv_bytes)}, which is more than is left; "
+            f"lower it to {most_blocks} or less, raise gpu_memory_utilization, or {_TAKE_LESS}. {ledger}"
+        )
+    return ledger
+
+
+def _choose_blocks(
+    config: Config, device: torch.device, ledger: MemoryLedger, most_blocks: int, max_model_len: int
+) -> tuple[int, str]:
+    """The number of KV blocks, and what decided it."""
+    if config.num_kvcache_blocks is not None:
+        return config.num_kvcache_blocks, "num_kvcache_blocks"
+    blocks_per_seq = -(-max_model_len // ledger.block_size)
+    limits = {
+        f"gpu_memory_utilization={config.gpu_memory_utilization}": most_blocks,
+        "all that max_num_seqs and max_model_len can use": config.max_num_seqs * blocks_per_seq,
+    }
+    if device.type == "cpu":
+        least, most = MIN_CPU_KV_BYTES // ledger.num_ranks, MAX_CPU_KV_BYTES // ledger.num_ranks
+        usual = min(max(ledger.weight_bytes, least), most)
+        limits["what is usual on a CPU; set num_kvcache_blocks for more"] = max(usual // ledger.block_bytes, 1)
+    limited_by, num_blocks = min(limits.items(), key=lambda item: item[1])
+    return num_blocks, limited_by
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is that a device has no memory left."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_OUT_OF_MEMORY):
+            return True
+        error = error.__cause__
+    return False
+
+
+def give_back(error: BaseException) -> None:
+    """After running out of memory: free what the attempt has left behind, though its error is still being handled.
+
+    That is the tensors in the frames of the error's traceback, which keeps its lines, and what torch has kept of them.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
+    torch.cuda.empty_cache()
+
+
+def explain_oom(error: BaseException, ledger: MemoryLedger) -> BaseException:
+    """The error of a step; if memory ran out, as one that says which settings help."""
+    return OutOfMemoryError(describe_oom("a step", error, ledger)) if is_out_of_memory(error) else error
+
+
+def describe_oom(what: str, error: BaseException, ledger: MemoryLedger | None) -> str:
+    """What to say when `what` ran out of memory. There is no ledger if not even that could be found out."""
+    cause = str(error).partition("\n")[0]
+    if ledger is None:
+        return f"{what} ran out of memory before anything was loaded; end other processes on the device. {cause}"
+    cache_setting = "num_kvcache_blocks" if ledger.limited_by == "num_kvcache_blocks" else "gpu_memory_utilization"
+    return (
+        f"{what} ran out of memory; lower {cache_setting} for a smaller KV cache, max_num_batched_tokens or "
+        f"max_num_seqs for smaller steps, or max_model_len. {cause} ({ledger})"
     )

@@ -10,6 +10,7 @@ A graph ends with the tokens drawn or, where the host has a say in the draw, wit
 
 import logging
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -237,8 +238,11 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool)
             try:
                 outputs = step()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what it would say is only what came of this
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs[shape] = _Graph(graph, *outputs)
         logger.debug("captured %s in %.3f s", shape, perf_counter() - start_time)

@@ -1,0 +1,190 @@
+"""What a rank takes besides weights and KV cache, estimated before any of it is taken.
+
+The estimates are for the largest steps that the settings allow, and rather too high than too low. Freed memory stays
+with torch in pieces that don't join, so a layer's tensors are counted as if all were there at once.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from infinilm.config import Config
+from infinilm.engine.memory import Workspace
+from infinilm.engine.model_runner import PROMPT_LOGITS_AT_ONCE
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.linear import kv_heads_per_rank
+from infinilm.models import LlamaConfig
+
+if TYPE_CHECKING:
+    from infinilm.engine.step_graphs import Shape
+
+LOGIT_COPIES = 3
+"""In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
+GRAPH_BYTES = 2 << 20
+"""The driver's copy of a graph, and a few numbers per token that its step begins with."""
+LIBRARY_BYTES = 512 << 20
+"""cuBLAS keeps up to 64 MiB for each of two streams, and code, of cuBLAS and cuDNN above all, is loaded to the device
+when it is first used."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The largest step of one rank, and how many numbers its tensors have per token."""
+
+    num_tokens: int
+    num_rows: int
+    """The requests that draw a token."""
+    hidden: int
+    queries: int
+    keys: int
+    """Values are as many."""
+    inner: int
+    vocab: int
+    itemsize: int
+
+    @classmethod
+    def of(
+        cls, config: Config, model_config: LlamaConfig, dtype: torch.dtype, *, max_model_len: int, num_ranks: int = 1
+    ) -> "StepShape":
+        """The largest step that the settings allow."""
+        head_dim = model_config.head_dim
+        return cls(
+            num_tokens=min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len),
+            num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+            hidden=model_config.hidden_size,
+            queries=model_config.num_attention_heads // num_ranks * head_dim,
+            keys=kv_heads_per_rank(model_config.num_key_value_heads, num_ranks) * head_dim,
+            inner=model_config.intermediate_size // num_ranks,
+            vocab=model_config.vocab_size,
+            itemsize=dtype.itemsize,
+        )
+
+    def layer_bytes(self, num_tokens: int) -> int:
+        """The tensors of a layer with so many tokens. The next layer uses the same memory."""
+        width = (
+            2 * self.hidden  # the residual, which is added to in place, and the norm of it
+            + self.queries
+            + 2 * self.keys  # these three as they are projected
+            + self.queries  # turned by their positions
+            + self.queries  # what they attended to
+            + 2 * self.inner  # gate and up
+            + self.inner  # activated
+        )
+        return num_tokens * width * self.itemsize
+
+    def logits_bytes(self) -> int:
+        """The logits of a step, as computed and in float32, and what is made of them."""
+        num_rows = max(self.num_rows, min(self.num_tokens, PROMPT_LOGITS_AT_ONCE))
+        computed = self.itemsize if self.itemsize < 4 else 0  # or they are in float32 already
+        return num_rows * self.vocab * (computed + 4 + 4 * LOGIT_COPIES)
+
+    def long_prefill_bytes(self) -> int:
+        """What `LongPrefill` takes in one layer, besides keys and values: there may be 2 x 2,048 rows of filling.
+
+        Queries, their results, those of one piece of the keys, and that once more if cuDNN lays it out differently; in
+        float32 the results so far, before and after that piece is added.
+        """
+        return (self.num_tokens + 2 * 2048) * self.queries * (4 * self.itemsize + 2 * 4)
+
+    def graph_bytes(self, shapes: Sequence["Shape"]) -> int:
+        """CUDA graphs of these shapes.
+
+        They compute in memory that all of them share, and are first computed without a graph on a stream that keeps as
+        much. Their logits come on top: those that end with them hold on to them, and captured from small to large, each
+        finds what was there before too small.
+        """
+        if not shapes:
+            return 0
+        largest = self.layer_bytes(max(max(shape.num_tokens, shape.num_rows) for shape in shapes))
+        logits = [shape.num_rows * self.vocab * self.itemsize for shape in shapes if not shape.draws]
+        return 2 * (largest + max(logits)) + sum(logits) + len(shapes) * GRAPH_BYTES
+
+
+def estimate_workspace(
+    config: Config,
+    model_config: LlamaConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_model_len: int,
+    num_ranks: int = 1,
+) -> Workspace:
+    """What each rank takes besides weights and KV cache, for texts of up to `max_model_len` tokens."""
+    shape = StepShape.of(config, model_config, dtype, max_model_len=max_model_len, num_ranks=num_ranks)
+    attention_bytes, prefill_bytes, gathered_bytes = 0, 0, 0
+    graphs: list[Shape] = []
+    if _has_triton(config, device):
+        heads = model_config.num_attention_heads // num_ranks
+        attention_bytes = decode_attention_bytes(shape.num_rows, heads, model_config.head_dim)
+        if _attends_long(shape, model_config.head_dim, dtype, device, max_model_len):
+            prefill_bytes = shape.long_prefill_bytes()
+            gathered_bytes = 2 * shape.keys * shape.itemsize
+        if uses_graphs(config, device, num_ranks):
+            graphs = graph_shapes(shape.num_rows, shape.num_tokens)
+    angle_bytes = 4 * model_config.head_dim
+    # Per block: in a step's tables, as int64 and as int32; in those of graphs, as they come and as they are used.
+    table_bytes = (8 + 4) * shape.num_rows + (4 + 4) * graph_table_rows(graphs)
+    return Workspace(
+        # Logits come after the last layer, where the memory of long prompts is free again.
+        activations=shape.layer_bytes(shape.num_tokens) + max(shape.logits_bytes(), prefill_bytes),
+        attention=attention_bytes,
+        graphs=shape.graph_bytes(graphs),
+        libraries=LIBRARY_BYTES if device.type == "cuda" else 0,
+        per_position=angle_bytes + gathered_bytes + -(-table_bytes // config.kvcache_block_size),
+    )
+
+
+def uses_graphs(config: Config, device: torch.device, num_ranks: int) -> bool:
+    """Whether decode steps are to be CUDA graphs."""
+    return num_ranks == 1 and not config.enforce_eager and _has_triton(config, device)
+
+
+def decode_attention_bytes(num_rows: int, heads: int, head_dim: int) -> int:
+    """The workspaces of decode attention.
+
+    They double until there is one for all rows, and those before are kept for graphs that may use them: together less
+    than two of the last.
+    """
+    from infinilm.kernels.decode_attention import DecodeWorkspace  # which needs Triton
+
+    return 2 * DecodeWorkspace.num_bytes(max(64, 1 << (num_rows - 1).bit_length()), heads, head_dim)
+
+
+def graph_shapes(num_rows: int, num_tokens: int) -> list["Shape"]:
+    """All graphs that may be captured for steps of up to so many rows and tokens."""
+    from infinilm.engine.step_graphs import MIXED_ROWS, MIXED_TOKENS, Shape, decode_sizes  # which needs Triton
+
+    sizes = [(size, 0) for size in decode_sizes(num_rows)]
+    needed_tokens = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, num_tokens) + 1]
+    sizes += product(sorted({min(size, num_rows) for size in MIXED_ROWS}), needed_tokens)
+    return [Shape(*size, draws) for size in sizes for draws in (True, False)]
+
+
+def graph_table_rows(shapes: Sequence["Shape"]) -> int:
+    """The rows of block tables in graphs' inputs: steps that only decode share theirs."""
+    decoding = max((shape.num_rows for shape in shapes if shape.num_tokens == 0), default=0)
+    mixed = {(shape.num_rows, shape.num_tokens) for shape in shapes if shape.num_tokens > 0}
+    return decoding + sum(num_rows for num_rows, _ in mixed)
+
+
+def _has_triton(config: Config, device: torch.device) -> bool:
+    return config.attention_backend != "torch" and has_kernels(device)
+
+
+def _attends_long(
+    shape: StepShape, head_dim: int, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> bool:
+    """Whether `LongPrefill` takes any step of a prompt that is computed in chunks as large as they may be."""
+    from infinilm.attention.long_prefill import LongPrefill  # which needs Triton
+
+    long_prefill = LongPrefill()
+    if long_prefill.why_not(torch.empty(0, 1, head_dim, dtype=dtype, device=device)) is not None:
+        return False
+    chunk = min(shape.num_tokens, max_model_len)
+    ends = np.arange(chunk, min(max_model_len, max(chunk, 1 << 20)) + 1, chunk)  # those after are like the last
+    return bool(long_prefill.covers(np.full_like(ends, chunk), ends))
