@@ -1,55 +1,267 @@
-"""Where the time of a decode step on a GPU goes, by kernel.
+"""Where the time goes on a GPU: of one decode step, or of a whole workload.
 
-    python bench/gpu_profile.py MODEL [--rows 256] [--context 900] [--shared] [--steps 10]
+    python bench/gpu_profile.py MODEL [--rows 256] [--context 900] [--shared] [--steps 20] [--json FILE]
+    python bench/gpu_profile.py MODEL --workload nano [--scale 0.1] [--json FILE]
 
-`--shared`: the prompts have all but their last 16 tokens in common.
+MODEL is a checkpoint's directory. The first form decodes so many rows of that context and tells the time by kernel, for
+one step; with `--shared` the prompts have all but their last 16 tokens in common. The second form runs one of the
+workloads of `gpu_workloads.py` three times: as it is, which captures graphs; with other prompts, to have its time; and
+with others again while the profiler notes every kernel, which makes the host slower.
+
+A kernel's time is what it adds to the time that the device is at work. Kernels may start while the one before is still
+running; counted like this they sum up to the time that the device was busy, and with its gaps to the wall time. The
+host either works or waits for the device. Without a GPU, torch's operators take the place of kernels, to try it.
 """
 
 import argparse
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
+from typing import Any
 
 import torch
+from gpu_common import WORKLOADS, Work, print_table, timed_generate, tokens, write_json
 from torch.profiler import ProfilerActivity, profile
 
-from infinilm import LLM, SamplingParams
+from infinilm import LLM
+from infinilm.bench.measure import describe_machine
+
+KINDS = {
+    "copies": r"^mem(cpy|set)",
+    "attention, decode": r"decode_kernel|shared_kernel",
+    "attention, prefill": r"prefill|sdpa|flash|fprop|^_gather_kernel|^_merge_kernel",
+    "matrices": r"gemm|gemv|nvjet|cutlass|cublas|splitk",
+    "sampling": r"^_scan|^_settle|topk|sort|softmax|argmax",
+    "norm, rope, activation": r"norm|rope|silu|^_store_kernel",
+}
+"""What a kernel is for, by its name; the first that matches counts."""
+OTHER = "other"
+NUM_OWN = 16
+"""Tokens of a prompt that are its own when the others are shared."""
+LONG_GAP_NS = 100_000
+"""A gap that is no kernel's launch, but the host's being late."""
+MAX_KERNELS = 20
 
 
-def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that the profiler saw: a kernel or a copy on the device, or a call of the host's."""
+
+    name: str
+    start_ns: int
+    duration_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        """When it was over."""
+        return self.start_ns + self.duration_ns
+
+
+@dataclass(slots=True)
+class Kernel:
+    """All runs of one kernel."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """A device's time between its first event and its last."""
+
+    kernels: dict[str, Kernel] = field(default_factory=lambda: defaultdict(Kernel))
+    gap_seconds: float = 0.0
+    long_gap_seconds: float = 0.0
+    """The part of the gaps in those longer than `LONG_GAP_NS`."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Timeline":
+        """Go through the events in time, counting for each what was not covered by those before."""
+        found = cls()
+        end_ns = None
+        for event in sorted(events, key=lambda event: event.start_ns):
+            gap_ns = max(0, event.start_ns - end_ns) if end_ns is not None else 0
+            found.gap_seconds += gap_ns / 1e9
+            if gap_ns > LONG_GAP_NS:
+                found.long_gap_seconds += gap_ns / 1e9
+            begin_ns = event.start_ns if end_ns is None else max(event.start_ns, end_ns)
+            end_ns = max(begin_ns, event.end_ns)
+            kernel = found.kernels[event.name]
+            kernel.count += 1
+            kernel.seconds += (end_ns - begin_ns) / 1e9
+        return found
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the device was at work."""
+        return sum(kernel.seconds for kernel in self.kernels.values())
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of each kind of kernel, most first."""
+        kinds: dict[str, float] = dict.fromkeys((*KINDS, OTHER), 0.0)
+        for name, kernel in self.kernels.items():
+            kinds[kind_of(name)] += kernel.seconds
+        return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+    def by_kernel(self, steps: int = 1) -> list[dict[str, Any]]:
+        """All kernels of the whole time, or of the mean step, longest first."""
+        kernels = sorted(self.kernels.items(), key=lambda item: -item[1].seconds)
+        return [{"name": name, "seconds": k.seconds / steps, "count": k.count / steps} for name, k in kernels]
+
+
+def kind_of(name: str) -> str:
+    """What a kernel is for."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+def is_wait(name: str) -> bool:
+    """Whether an event is the host's waiting for the device, as the runtime calls it or as the driver notes it."""
+    return re.search(r"Synchronize|(Event|Stream|Context) Sync", name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was seen while a function ran."""
+
+    seconds: float
+    device: Timeline
+    wait_seconds: float
+    """How long the host waited for the device."""
+
+    @classmethod
+    def of(cls, function: Callable[[], object]) -> "Profile":
+        """Run a function while the profiler looks at the device."""
+        activity = ProfilerActivity.CPU
+        if torch.cuda.is_available():
+            activity = ProfilerActivity.CUDA
+            torch.cuda.synchronize()  # what is still under way is not seen; what the function starts is
+        with profile(activities=[activity]) as profiler:
+            start_time = perf_counter()
+            function()
+            seconds = perf_counter() - start_time
+        # The raw events: the profiler's own tables take minutes for some hundred thousand kernels.
+        events, waits = [], []
+        for raw in profiler.profiler.kineto_results.events():
+            event = Event(raw.name(), raw.start_ns(), raw.duration_ns())
+            if is_wait(event.name):
+                waits.append(event)
+            elif raw.device_type().name == activity.name and event.duration_ns > 0 and "Stream Wait" not in event.name:
+                events.append(event)
+        return cls(seconds, Timeline.of(events), Timeline.of(waits).busy_seconds)
+
+    def parts(self) -> dict[str, float]:
+        """What the wall time consists of, in seconds."""
+        device = self.device
+        return {
+            **device.by_kind(),
+            "gaps up to 100 us": device.gap_seconds - device.long_gap_seconds,
+            "longer gaps": device.long_gap_seconds,
+            "before the first kernel and after the last": self.seconds - device.busy_seconds - device.gap_seconds,
+        }
+
+
+def profile_step(llm: LLM, *, rows: int, context: int, is_shared: bool, steps: int) -> dict[str, Any]:
+    """One decode step by kernel; times in seconds."""
+    random = Random(0)
+    common = tokens(random, context - NUM_OWN) if is_shared else []
+    prompts = [common + tokens(random, context - len(common)) for _ in range(rows)]
+    work = Work(prompts, [steps + 4] * rows).within(llm.model_config.vocab_size)
+    timed_generate(llm, work)  # captures the graph, and leaves the prompts in the prefix cache
+    # The request that started last has seen nothing but decode steps.
+    gaps = [output.metrics.itl for output in timed_generate(llm, work)[1]]
+    seconds = min(gap for gap in gaps if gap is not None)
+
+    requests = start_all(llm, Work(work.prompts, [steps + 1000] * rows))
+    device = Profile.of(lambda: [llm.step_deltas() for _ in range(steps)]).device
+    for request in requests:
+        llm.abort(request)
+    while not llm.is_finished():
+        llm.step_deltas()
+
+    busy = device.busy_seconds / steps
+    kinds = {kind: total / steps for kind, total in device.by_kind().items()}
+    print(f"a step of {rows} rows with {context} tokens each: {seconds * 1e3:.3f} ms, {busy * 1e3:.3f} ms in kernels")
+    print_table(("part", "us"), ((kind, f"{time * 1e6:.1f}") for kind, time in kinds.items()))
+    kernels = device.by_kernel(steps)
+    print_kernels(kernels)
+    times = {"seconds": seconds, "busy_seconds": busy, "parts": kinds, "kernels": kernels}
+    return {"rows": rows, "context": context, "shared": is_shared, **times}
+
+
+def start_all(llm: LLM, work: Work) -> list[str]:
+    """Queue requests and compute steps until all of them are being decoded. Returns their names."""
+    requests = [llm.add_request(*pair) for pair in zip(work.prompts, work.params, strict=True)]
+    lengths = dict.fromkeys(requests, 0)
+    while min(lengths.values()) < 2:
+        for delta in llm.step_deltas():
+            if delta.finish_reason is not None:
+                reason = delta.error or "one has ended before another began"
+                raise RuntimeError(f"{len(requests)} requests can't be decoded at once: {reason}")
+            lengths[delta.request_id] += len(delta.token_ids)
+    return requests
+
+
+def profile_workload(llm: LLM, name: str, scale: float) -> dict[str, Any]:
+    """A workload's time by what it was spent on, in seconds."""
+    seeds: list[dict[str, int]] = [{}, {"seed": 11}, {"seed": 12}]
+    works = [WORKLOADS[name](scale, **seed).within(llm.model_config.vocab_size) for seed in seeds]
+    first, seconds = (timed_generate(llm, work)[0] for work in works[:2])
+    num_steps = llm.stats().num_steps
+    seen = Profile.of(lambda: timed_generate(llm, works[2]))
+    num_steps = llm.stats().num_steps - num_steps
+    wall, wait, parts = seen.seconds, seen.wait_seconds, seen.parts()
+
+    print(f"{name}: {first:.3f} s the first time, {seconds:.3f} s with other prompts, {wall:.3f} s profiled")
+    rows = [(part, f"{time:.3f}", f"{time / wall:.1%}") for part, time in {**parts, "wall time": wall}.items()]
+    print_table(("part", "seconds", "share"), rows)
+    print(
+        f"the host waited for the device {wait:.3f} s, {wait / wall:.1%} of the time, "
+        f"and worked {(wall - wait) / num_steps * 1e3:.3f} ms for each of {num_steps} steps"
+    )
+    kernels = seen.device.by_kernel()
+    print_kernels(kernels)
+    times = {"first_seconds": first, "seconds": seconds, "profiled_seconds": wall, "host_wait_seconds": wait}
+    return {"workload": name, "scale": scale, "steps": num_steps, **times, "parts": parts, "kernels": kernels}
+
+
+def print_kernels(kernels: list[dict[str, Any]]) -> None:
+    """A table of the kernels that take longest."""
+    rows = [(k["name"][:90], k["seconds"] * 1e6, k["count"]) for k in kernels[:MAX_KERNELS]]
+    print()
+    print_table(
+        ("kernel", "us", "count", "us each"),
+        ((name, f"{us:,.1f}", f"{count:,.1f}", f"{us / count:.1f}") for name, us, count in rows),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--context", type=int, default=900)
     parser.add_argument("--shared", action="store_true")
-    parser.add_argument("--steps", type=int, default=10)
-    arguments = parser.parse_args()
-
-    random = Random(0)
-    common = [random.randint(3, 10000) for _ in range(arguments.context - 16)] if arguments.shared else []
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--workload", choices=list(WORKLOADS))
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args(argv)
+    if arguments.context <= NUM_OWN or arguments.rows < 1 or arguments.steps < 1:
+        parser.error(f"rows and steps must be at least 1, and context more than {NUM_OWN}")
     with LLM(arguments.model) as llm:
-        for _ in range(arguments.rows):
-            own = [random.randint(3, 10000) for _ in range(arguments.context - len(common))]
-            llm.add_request(common + own, SamplingParams(temperature=0.6, max_tokens=1000, ignore_eos=True))
-        while llm.scheduler.waiting or any(seq.num_output_tokens < 4 for seq in llm.scheduler.running):
-            llm.step()
-        torch.cuda.synchronize()
-        start_time = perf_counter()
-        for _ in range(arguments.steps):
-            llm.step()
-        torch.cuda.synchronize()
-        seconds = (perf_counter() - start_time) / arguments.steps
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(arguments.steps):
-                llm.step()
-            torch.cuda.synchronize()
-
-    rows = [event for event in profiler.key_averages() if event.device_time_total > 0]
-    rows.sort(key=lambda event: -event.device_time_total)
-    for event in rows[:20]:
-        microseconds, count = event.device_time_total / arguments.steps, event.count / arguments.steps
-        print(f"{microseconds:10.1f} us {count:7.1f} ×  {event.key[:80]}")
-    total = sum(event.device_time_total for event in rows) / arguments.steps
-    print(f"{total / 1e3:.2f} ms of kernels in a step of {seconds * 1e3:.2f} ms")
+        if arguments.workload:
+            report = profile_workload(llm, arguments.workload, arguments.scale)
+        else:
+            report = profile_step(
+                llm,
+                rows=arguments.rows,
+                context=arguments.context,
+                is_shared=arguments.shared,
+                steps=arguments.steps,
+            )
+    write_json(arguments.json, {"model": arguments.model, "machine": describe_machine(), **report})
 
 
 if __name__ == "__main__":
