@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infinilm.config import Config, DeviceType
 from infinilm.outputs import CompletionOutput, RequestOutput
 from infinilm.sampling_params import SamplingParams
+from infinilm.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from infinilm.engine.async_engine import AsyncLLM
@@ -30,6 +31,7 @@ __all__ = [
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
 ]
 
 # The engines need torch, which takes a second to import: only when they are asked for.

@@ -54,7 +54,7 @@ class Config:
     """Tokens of prompt and answer together. None: the checkpoint's maximum; it can't be more than that."""
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
-    """The share of the memory free at start, on any device, that the engine may take: weights, cache, all a step needs."""
+    """The share of the memory free at start, on any device, that the engine may take for all that it needs."""
     enforce_eager: bool = False
     """Never capture CUDA graphs. A CPU has none to capture."""
     kvcache_block_size: int = 16

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from infinilm.checks import check_flag, check_integer, check_real
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.structured_output import Grammar, StructuredOutput
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
     logits_processors: Sequence[LogitsProcessor] = ()
+    structured: StructuredOutput | None = None
+    """The form that the answer must have. Only tokens that keep it can be drawn, whatever the other settings prefer.
+    An answer ends where it is complete and may have nothing more, even before `min_tokens`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -67,6 +71,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_stops()
         self._check_bias()
+        self._check_structured()
         for processor in self.logits_processors:
             if not callable(processor):
                 raise InvalidTypeError(f"logits_processors holds {processor!r}, which is not callable")
@@ -112,6 +117,19 @@ class SamplingParams:
             check_integer("logit_bias key", token_id, low=0)
             check_real(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 
+    def _check_structured(self) -> None:
+        if self.structured is None:
+            return
+        if not isinstance(self.structured, StructuredOutput):
+            raise InvalidTypeError(f"structured={self.structured!r} must be a StructuredOutput")
+        if self.ignore_eos:
+            raise InvalidValueError("ignore_eos=True can't be combined with structured: its answers end when complete")
+        if self.stop:
+            raise InvalidValueError(
+                "stop can't be combined with structured: it could cut off an answer before it is complete; "
+                "leave it out, or use stop_token_ids, which count only where the answer is complete"
+            )
+
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
@@ -138,3 +156,5 @@ class RowStart:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int] = ()
     """The answer so far, when the sequence resumes."""
+    grammar: Grammar | None = None
+    """What `params.structured` asks for, ready to be followed."""

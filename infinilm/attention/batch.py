@@ -49,6 +49,16 @@ def send(device: torch.device, *arrays: IntArray) -> tuple[torch.Tensor, ...]:
     return tuple(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True))
 
 
+def reserve_pinned(max_bytes: int) -> None:
+    """Have torch keep the pinned memory that `send` will need for up to `max_bytes` and a few steps at once.
+
+    To take more of it from the system waits until the device has nothing left to do.
+    """
+    sizes = [1 << bits for bits in range(12, max_bytes.bit_length() + 1)]
+    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(4)]
+    del held
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A `HostBatch` on the device that computes it."""

@@ -31,6 +31,7 @@ OURS = "infinilm"
 @takes_config()
 def bench(
     *,
+    context: typer.Context,
     workloads: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,8 +58,11 @@ def bench(
     """Measure throughput and latency of a workload.
 
     Prompts are random token ids, the same everywhere; answers are greedy and of full length. With --peer, both
-    engines compute the same tokens in one process, by turns.
+    engines compute the same tokens in one process, by turns. To measure a server, use bench serve.
     """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
     if peer not in (None, "transformers"):
         raise InvalidValueError(f"peer={peer!r} is unknown; use transformers")
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
@@ -67,13 +71,22 @@ def bench(
         results = [_measure(engine, other, workload, repeat) for workload in chosen]
         report = _report(engine, other, results, repeat)
     if json_file is not None:
-        _write_json(report, json_file)
+        write_json(report, json_file)
     if json_file != "-":
         screen = console()
         screen.print(_title(report), soft_wrap=True)
         screen.print()
         for result in results:
             screen.print(*_show(result), sep="\n")
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Before a subcommand they would be ignored."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            command = f"{context.command_path} {context.invoked_subcommand}"
+            raise InvalidValueError(f"{parameter.opts[0]} is of no use before a subcommand; see '{command} --help'")
 
 
 @dataclass
@@ -156,7 +169,8 @@ def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Resul
     }
 
 
-def _write_json(report: dict[str, Any], file: str) -> None:
+def write_json(report: dict[str, Any], file: str) -> None:
+    """Write a report into a file; `-` is stdout."""
     text = json.dumps(report, indent=2) + "\n"
     if file == "-":
         sys.stdout.write(text)

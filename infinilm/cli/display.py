@@ -5,6 +5,8 @@ import sys
 from functools import partial
 from typing import IO, TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -23,6 +25,12 @@ def console(*, err: bool = False) -> "Console":
 def note(message: str) -> None:
     """Say something beside the answers: dim, on stderr."""
     console(err=True).print(message, style="dim", soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    """Say on stderr, in a line, what went wrong."""
+    typer.secho("error:", fg="red", bold=True, nl=False, err=True)
+    typer.echo(f" {message}", err=True)
 
 
 def make_table(*columns: str, left: int = 1) -> "Table":

@@ -11,10 +11,13 @@ import typer
 
 from infinilm import __version__
 from infinilm.cli.bench import bench
+from infinilm.cli.bench_serve import bench_serve
 from infinilm.cli.chat import chat
+from infinilm.cli.display import print_error
 from infinilm.cli.generate import generate
 from infinilm.cli.info import info
 from infinilm.cli.pull import pull
+from infinilm.cli.serve import serve
 from infinilm.cli.verify import verify
 from infinilm.errors import InfinilmError
 
@@ -32,8 +35,12 @@ def _help_of(command: Callable[..., None]) -> str:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-for _command in (generate, chat, info, pull, bench, verify):
+for _command in (generate, chat, serve, info, pull, verify):
     app.command(help=_help_of(_command))(_command)
+_bench_app = typer.Typer(subcommand_metavar="[COMMAND]")
+_bench_app.callback(invoke_without_command=True, help=_help_of(bench))(bench)
+_bench_app.command("serve", help=_help_of(bench_serve))(bench_serve)
+app.add_typer(_bench_app, name="bench")
 
 
 @dataclass
@@ -79,7 +86,7 @@ def run(args: list[str] | None = None) -> int:
     except (InfinilmError, _UsageError) as error:
         if settings.debug:
             raise
-        _print_error(_describe(error))
+        print_error(_describe(error))
         return EXIT_ERROR
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
@@ -87,11 +94,6 @@ def run(args: list[str] | None = None) -> int:
         # Whoever read our output has gone; without this Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _print_error(message: str) -> None:
-    typer.secho("error:", fg="red", bold=True, nl=False, err=True)
-    typer.echo(f" {message}", err=True)
 
 
 def _describe(error: BaseException) -> str:

@@ -76,14 +76,14 @@ _SIZE_OPTIONS = {
 def takes_config(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
     """Give a command the engine's options, except some, in place of its parameter `config`."""
     options = {name: (kind, None) for name, kind in _ENGINE_OPTIONS.items() if name not in without}
-    return _expand("config", options, _make_config)
+    return expand("config", options, _make_config)
 
 
 def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Command], Command]:
     """Give a command the sampling options, except some, in place of its parameter `sampling`."""
     usual = {field.name: field.default for field in fields(SamplingParams)} | {"stop": None} | defaults
     options = {name: (kind, usual[name]) for name, kind in _SAMPLING_OPTIONS.items() if name not in without}
-    return _expand("sampling", options, _make_sampling)
+    return expand("sampling", options, _make_sampling)
 
 
 def _make_config(preset: str | None = None, **settings: Any) -> Config:
@@ -97,14 +97,14 @@ def _make_sampling(stop: list[str] | None = None, **settings: Any) -> SamplingPa
 
 def takes_sizes() -> Callable[[Command], Command]:
     """Give a command the options that change a workload's sizes, in place of its parameter `sizes`."""
-    return _expand("sizes", {name: (kind, None) for name, kind in _SIZE_OPTIONS.items()}, _drop_none)
+    return expand("sizes", {name: (kind, None) for name, kind in _SIZE_OPTIONS.items()}, _drop_none)
 
 
 def _drop_none(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _expand(
+def expand(
     parameter: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
 ) -> Callable[[Command], Command]:
     """Replace a command's `parameter` by `options` (type and default by name), from which it is built."""

@@ -19,7 +19,9 @@ from infinilm.config import Config
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import check_registry
 from infinilm.engine.block_manager import BlockManager
+from infinilm.engine.garbage import collection_paused
 from infinilm.engine.loader import load_model
+from infinilm.engine.memory import explain_oom, give_back, is_out_of_memory
 from infinilm.engine.model_runner import StepHandle
 from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
 from infinilm.engine.prompts import Prompt, as_prompt_list, check_params, encode_prompt, pair_params
@@ -30,6 +32,7 @@ from infinilm.engine.stats import EngineStats, ProgressBar
 from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
+from infinilm.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class LLMEngine:
         self.memory = loaded.memory
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
+        self.grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self.scheduler = Scheduler(
             BlockManager(
                 self.memory.num_blocks,
@@ -98,7 +102,7 @@ class LLMEngine:
         requests = [self._make_request(*pair) for pair in zip(prompt_list, params_list, strict=True)]
         for request in requests:
             self._queue(request)
-        with ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar:
+        with collection_paused(), ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar:
             self._run(requests, bar)
         return [request.output() for request in requests]
 
@@ -213,7 +217,9 @@ class LLMEngine:
                 self._handles.append(self._submit(plan))
             if self._handles and (plan is None or len(self._handles) >= self._max_in_flight):
                 handle = self._handles.popleft()
-                self.runner.prepare_while(handle, len(self.scheduler.running) + len(self.scheduler.waiting))
+                if self._handles:
+                    num_expected = len(self.scheduler.running) + len(self.scheduler.waiting)
+                    self.runner.prepare_while(handle, self._handles[-1], num_expected)
                 self._commit(handle.result())
         except BaseException as error:
             self._fail_in_flight(error)
@@ -293,6 +299,9 @@ class LLMEngine:
         """A step broke: end the requests that were part of it, keep all others."""
         if isinstance(error, Exception):
             logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        if is_out_of_memory(error):
+            give_back(error)
+            error = explain_oom(error, self.memory)
         self._handles.clear()
         for request in [self._owners[seq.arrival][0] for seq in self.scheduler.fail_in_flight()]:
             self._end(request, error)
@@ -319,6 +328,7 @@ class LLMEngine:
         stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidValueError("stop needs text, and the checkpoint has no tokenizer; use stop_token_ids")
+        grammar = self.grammars.grammar_of(params, stop_ids)
         seqs: list[TokenSequence] = []
         arrival = next(self._arrivals)
         for sample in range(params.n):
@@ -331,6 +341,7 @@ class LLMEngine:
                 stop_ids=stop_ids,
                 leader=seqs[0] if seqs else None,
                 cache_salt=cache_salt.encode(),
+                grammar=grammar,
             )
             seqs.append(seq)
         self.scheduler.check_fits(seqs[0])
@@ -410,6 +421,7 @@ class LLMEngine:
             self._end(request)
         self._handles.clear()
         del self.runner
+        self.grammars.close()
         self.workers.close()
 
     def _check_open(self) -> None:

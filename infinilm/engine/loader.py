@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Thread
 from time import perf_counter
 
 import torch
@@ -15,6 +16,7 @@ from infinilm.engine.rank_worker import CacheShape
 from infinilm.engine.worker_group import WorkerGroup
 from infinilm.engine.workspace import estimate_workspace, uses_graphs
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.support import has_kernels
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.tokenizer import Tokenizer
@@ -89,6 +91,10 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             max_model_len=longest,
             num_ranks=len(devices),
         )
+        if has_kernels(devices[0]):
+            from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
+
+            Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         workers.load_model(model_config, memory.max_model_len, checkpoint.path)
         runner = _make_runner(workers, config, model_config, memory)
     except BaseException as error:

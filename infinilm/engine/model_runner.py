@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.attention.batch import HostBatch, IntArray, send
+from infinilm.attention.batch import HostBatch, IntArray, reserve_pinned, send
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import show_logits
 from infinilm.engine.plan import NO_TOKEN, RowChunk, StepPlan, StepResult
 from infinilm.engine.rank_worker import StepInput
 from infinilm.engine.worker_group import WorkerGroup
+from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, Samples, logprobs_of
 
@@ -27,7 +29,7 @@ PROMPT_LOGITS_AT_ONCE = 256
 PENDING_TOKEN = -1
 """Stands for the token that a row drew last."""
 
-LONG_STEP = 2048
+LONG_STEP = 8192
 """A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
 
 
@@ -103,19 +105,36 @@ class ModelRunner:
         self._graphs = self._make_graphs(max_num_rows) if use_graphs else None
 
     def warm_up(self, num_tokens: int) -> None:
-        """Compute steps of up to `num_tokens` of all kinds that leave nothing in the cache, and capture some graphs.
+        """Have everything ready for steps of up to `num_tokens`: kernels, libraries, memory, the first graphs.
 
-        On a GPU the first steps would otherwise wait for kernels to be compiled or read from disk.
+        On a GPU the first steps would otherwise wait for it.
         """
-        for query_lens in ([num_tokens], [64, 64, 1, 1], [1, 1]):  # one long prompt, a mixture, decoding
+        if has_kernels(self.device):
+            from infinilm.kernels.precompile import compile_together  # which needs Triton
+
+            # No lambda: if memory runs out, its frame in the traceback would keep everything.
+            compile_together(partial(self._compute_all_kinds, num_tokens))
+        else:
+            self._compute_all_kinds(num_tokens)
+        reserve_pinned(8 * num_tokens * self._tables.itemsize)  # a few numbers per token, and usual tables
+        if self._graphs is not None:
+            self._graphs.capture_first()
+
+    def _compute_all_kinds(self, num_tokens: int) -> None:
+        """Compute steps of all kinds that leave nothing in the cache, quick ones first: kernels compile meanwhile."""
+        if self._graphs is not None:
+            self._graphs.compute_first()
+        for query_lens in ([1, 1], [64, 64, 1, 1], [num_tokens]):  # decoding, a mixture, one long prompt
             lengths = np.minimum(query_lens, num_tokens)
             places = np.concatenate([np.arange(length) for length in lengths])
             tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)
             batch = HostBatch(np.zeros_like(places), places, np.full_like(places, -1), tables, lengths, lengths)
-            rows = np.cumsum(lengths) - 1
-            self.workers.run(StepInput(batch, (rows,)), lambda _, logits: self.sampler.warm_up(logits))
-        if self._graphs is not None:
-            self._graphs.capture_first()
+            # As many rows as can ever draw at once: their logits take memory that later steps find.
+            rows = np.arange(min(len(places), len(self._tables)))
+            self.workers.run(StepInput(batch, (rows,)), self._warm_up_sampler)
+
+    def _warm_up_sampler(self, _piece: int, logits: Tensor) -> None:
+        self.sampler.warm_up(logits)
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Start a step. On a GPU this returns while the device still works."""
@@ -128,9 +147,12 @@ class ModelRunner:
             handle.mark_end()
         return handle
 
-    def prepare_while(self, handle: StepHandle, num_expected_rows: int) -> None:
-        """Make use of the time that a GPU takes for a long step: capture graphs for as many rows as are to come."""
-        if self._graphs is None or handle.plan.num_chunk_tokens < LONG_STEP:
+    def prepare_while(self, handle: StepHandle, following: StepHandle, num_expected_rows: int) -> None:
+        """While `handle` is waited for, and a long step comes after it, capture graphs for the rows to come.
+
+        A capture takes some 30 ms, and may take longer than `handle` does: the device must have more to do than that.
+        """
+        if self._graphs is None or following.plan.num_chunk_tokens < LONG_STEP:
             return
         while not handle.is_ready and self._graphs.capture_next(num_expected_rows):
             pass

@@ -84,8 +84,9 @@ class Answer:
         token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
         self._num_reported_tokens = first + len(token_ids)
         logprobs = self.logprobs and self.logprobs[first:]
+        prompt_logprobs = request.prompt_logprobs if index == 0 and first == 0 else None
         if not seq.is_finished:
-            return AnswerDelta(request.request_id, index, token_ids, logprobs, None)
+            return AnswerDelta(request.request_id, index, token_ids, logprobs, None, prompt_logprobs=prompt_logprobs)
         self._is_end_reported = True
         return AnswerDelta(
             request.request_id,
@@ -94,7 +95,7 @@ class Answer:
             logprobs,
             seq.finish_reason,
             self.stop_reason,
-            request.prompt_logprobs if index == 0 else None,
+            prompt_logprobs,
             request.error,
             request.metrics(),
         )

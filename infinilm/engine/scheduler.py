@@ -18,8 +18,8 @@ from infinilm.sampling_params import RowStart
 
 MIN_AWAITED_TOKENS = 256
 """A beginning in common that is shorter is computed twice rather than waited for."""
-CRUMBS_PER_STEP = 8
-"""A prompt is begun beside others only with all of its tokens or with this part of a step's: many pieces cost more."""
+MAX_PIECES = 8
+"""A prompt is begun beside others only with at least this part of its tokens: a crumb costs more than it brings."""
 
 _by_arrival = attrgetter("arrival")
 
@@ -201,7 +201,7 @@ class Scheduler:
             if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
                 break
             num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
-            if draft.chunks and draft.budget < min(num_tokens, self.max_num_batched_tokens // CRUMBS_PER_STEP):
+            if draft.chunks and draft.budget * MAX_PIECES < num_tokens:
                 break
             self.waiting.popleft()
             self._start(draft, seq, shared, num_new)
@@ -224,6 +224,7 @@ class Scheduler:
             seq.stop_ids,
             seq.token_ids[: seq.num_prompt_tokens],
             seq.output_token_ids,
+            seq.grammar,
         )
         draft.starts.append(start)
         self._plan_chunk(draft, seq, draft.budget, seq.block_table.copy())
@@ -352,7 +353,9 @@ class Scheduler:
 
     def _end_if_done(self, seq: Sequence) -> None:
         """End a sequence if its latest token says so, or if it is the last one allowed."""
-        if seq.token_ids[-1] in seq.stop_ids and seq.num_output_tokens > seq.params.min_tokens:
+        # A grammar may leave nothing else before `min_tokens`.
+        is_early = seq.num_output_tokens <= seq.params.min_tokens and seq.grammar is None
+        if seq.token_ids[-1] in seq.stop_ids and not is_early:
             self.finish(seq, "stop")
         elif seq.num_output_tokens >= seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
             self.finish(seq, "length")

@@ -7,6 +7,7 @@ from xxhash import xxh3_128_digest
 
 from infinilm.outputs import FinishReason
 from infinilm.sampling_params import SamplingParams
+from infinilm.structured_output import Grammar
 
 BlockKey = tuple[bytes, bytes]
 """(hash of the block's tokens and of all before them, the block's own tokens)."""
@@ -37,6 +38,7 @@ class Sequence:
         "block_table",
         "cache_salt",
         "finish_reason",
+        "grammar",
         "is_decoding",
         "is_patched",
         "leader",
@@ -63,6 +65,7 @@ class Sequence:
         stop_ids: tuple[int, ...] = (),
         leader: "Sequence | None" = None,
         cache_salt: bytes = b"",
+        grammar: Grammar | None = None,
     ) -> None:
         self.arrival = arrival
         """Unique and increasing: the order in which sequences are served."""
@@ -72,6 +75,8 @@ class Sequence:
         self.seed = seed
         self.stop_ids = stop_ids
         """Tokens that end the answer."""
+        self.grammar = grammar
+        """What `params.structured` asks for."""
         self.leader = leader
         """The first sequence of the same request, whose prompt blocks this one shares."""
         self.cache_salt = cache_salt

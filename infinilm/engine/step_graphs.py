@@ -10,6 +10,7 @@ A graph ends with the tokens drawn or, where the host has a say in the draw, wit
 
 import logging
 from bisect import bisect_left
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -203,12 +204,24 @@ class StepGraphs:
 
     # --- capturing --------------------------------------------------------------------------------------
 
-    def capture_first(self) -> None:
-        """Capture the smallest step, the smallest by the kernels for many rows, and the smallest with a prompt."""
+    def _first_shapes(self) -> list[Shape]:
+        """The smallest step, the smallest by the kernels for many rows, and the smallest with a prompt."""
         large = [size for size in self._sizes if size >= MIN_SHARED_ROWS]
-        for size in (1, *large[:1]):
-            self._capture(Shape(size, 0, True))
-        self._capture(Shape(self._mixed_rows[0], MIXED_TOKENS[0], True))
+        decoding = [Shape(size, 0, True) for size in (1, *large[:1])]
+        return [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
+
+    @torch.inference_mode()
+    def compute_first(self) -> None:
+        """Compute the steps of `capture_first` without capturing them."""
+        for shape in self._first_shapes():
+            inputs, step = self._step_of(shape)
+            inputs.clear()
+            step()
+
+    def capture_first(self) -> None:
+        """Capture a step of each kind."""
+        for shape in self._first_shapes():
+            self._capture(shape)
 
     def capture_next(self, num_rows: int) -> bool:
         """Capture one of the decode steps of up to `num_rows` that are missing, the largest; False if none is."""
@@ -222,13 +235,7 @@ class StepGraphs:
     @torch.inference_mode()
     def _capture(self, shape: Shape) -> _Graph:
         start_time = perf_counter()
-        inputs: DecodeInputs | MixedInputs
-        if shape.num_tokens == 0:
-            inputs = self._decode_inputs.first(shape.num_rows)
-            step = partial(self._decode_step, inputs, shape)
-        else:
-            inputs = self._mixed(shape.num_tokens, shape.num_rows)
-            step = partial(self._mixed_step, inputs, shape)
+        inputs, step = self._step_of(shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -247,6 +254,13 @@ class StepGraphs:
         self._graphs[shape] = _Graph(graph, *outputs)
         logger.debug("captured %s in %.3f s", shape, perf_counter() - start_time)
         return self._graphs[shape]
+
+    def _step_of(self, shape: Shape) -> "tuple[DecodeInputs | MixedInputs, Callable[[], StepOutputs]]":
+        if shape.num_tokens == 0:
+            decoding = self._decode_inputs.first(shape.num_rows)
+            return decoding, partial(self._decode_step, decoding, shape)
+        mixed = self._mixed(shape.num_tokens, shape.num_rows)
+        return mixed, partial(self._mixed_step, mixed, shape)
 
     def _decode_step(self, inputs: DecodeInputs, shape: Shape) -> "StepOutputs":
         inputs.unpack(self._last_token, self._block_size)

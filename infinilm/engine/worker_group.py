@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -136,7 +137,8 @@ class WorkerGroup:
         hidden, _ = self._on_all(
             Command.RUN,
             message,
-            lambda: self.worker.run(step, on_logits, shape=shape, input_ids=input_ids, registry=registry),
+            # No lambda: if memory runs out, its frame in the traceback would keep all that `on_logits` knows.
+            partial(self.worker.run, step, on_logits, shape=shape, input_ids=input_ids, registry=registry),
         )
         return hidden
 

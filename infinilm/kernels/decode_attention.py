@@ -23,8 +23,10 @@ _MAX_TILE = 64
 # does without them, and would run out of registers.
 _SHARED_QUERIES = 64
 _SHARED_QUERIES_FLOAT32 = 16
-# Heads whose results are added up at a time: as many as fit in the registers the loop before has.
-_COMBINED_HEADS = 4
+# Half the rows that a tensor core takes, which then computes them twice: fewer registers than with rows of zeros.
+_MIN_QUERIES = 8
+# Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
+_COMBINED = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,8 @@ def decode_attention(
     if shared is not None:
         _attend_shared(query, cache, shared, workspace, scale, options)
     pad_group = triton.next_power_of_2(heads // kv_heads)
-    decode_kernel[kv_heads, rows, _num_parts(rows * kv_heads)](
+    num_parts, min_tokens = _parts(rows * kv_heads)
+    decode_kernel[kv_heads, rows, num_parts](
         query,
         cache,
         tables,
@@ -109,10 +112,11 @@ def decode_attention(
         output,
         scale,
         torch.iinfo(torch.int32).max if window is None else window,
+        min_tokens,
         query.stride(0),
         tables.stride(0),
-        PAD_GROUP=max(16, pad_group),
-        COMBINED_HEADS=min(_COMBINED_HEADS, pad_group),
+        PAD_GROUP=max(_MIN_QUERIES, pad_group),
+        COMBINED_HEADS=min(pad_group, max(1, _COMBINED // options["PAD_DIM"])),
         num_stages=3,
         **options,
     )
@@ -169,17 +173,17 @@ def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
     }
 
 
-def _num_parts(pairs: int) -> int:
-    """How many programs share the chunks of each of `pairs` rows and kv heads.
+def _parts(pairs: int) -> tuple[int, int]:
+    """How many programs, a power of 2, may share a row for each of `pairs` rows and kv heads, and its tokens for each.
 
-    A row of usual length has 4 to 8 chunks, and a program without one still takes its turn: more than 8 for very few
-    rows only, whose chunks could not occupy the device otherwise. Fewer for many rows, as long as that leaves some
-    thousand programs: the more there are, the less the longest of them is waited for.
+    Few rows occupy the device only if every chunk is a program of its own. Of many rows, the short ones are best read
+    by one program each; long ones by a few all the same, as the last to finish is waited for. Programs with nothing to
+    do take their turn, too: hence not more than needed.
     """
-    for parts, limit in ((16, 32), (8, 512), (4, 2048), (2, 8192)):
+    for limit, num_parts, min_tokens in ((64, 16, 64), (512, 8, 192), (1024, 4, 384), (8192, 2, 512)):
         if pairs <= limit:
-            return parts
-    return 1
+            return num_parts, min_tokens
+    return 1, 1
 
 
 def _check_layout(query: Tensor, cache: Tensor, tables: Tensor) -> None:

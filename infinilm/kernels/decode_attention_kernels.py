@@ -3,23 +3,27 @@
 The work is reading: a row's keys and values are read once and hardly computed with, so all that matters is that
 every multiprocessor has loads under way, for one short row as well as for hundreds of long ones.
 
-*Packing.* The query heads that share a kv head are the rows of one tile (at least 16, what a tensor core takes), so
-that each key and value is read once for all of them.
+*Packing.* The query heads that share a kv head are the rows of one tile, so that each key and value is read once for
+all of them.
 
 *Splitting.* The tokens a row sees are cut into chunks, attended to independently; the chunks' results are then
 weighed by their sums of exponentials. The cut follows from the number of tokens alone (`_chunking`), and results are
-added in the chunks' order, so a row's output is the same bits whatever it is batched with; only which program
-computes which chunk depends on the batch. One row needs many small chunks to occupy the device; but each costs a
-result of `head_dim` floats per query head, written and read again, and the beginning of a pipeline, so that many
-rows are read faster in large ones. Hence 64 tokens for rows of up to 256, 128 up to 512, 256 up to 1024 and 512
-beyond, but never more than 16 chunks.
+added in the chunks' order, so a row's output is the same bits whatever it is batched with. One row needs many small
+chunks to occupy the device; but each costs a result of `head_dim` floats per query head, written and read again. Up
+to 256 tokens are one chunk, as combining would take longer than reading them one after another; up to 512 are cut
+into chunks of 128, more into 256, or whatever makes 16 chunks.
 
-*Combining.* Whichever program of a row and kv head is the last to finish adds the results up, which takes less than
-the launch of a second kernel. A counter tells it, and is set back to 0 for the next launch. A row of one chunk is
-written at once.
+*Sharing.* Which program computes which chunks is all that depends on the batch. A program takes a range of them, in
+one loop: for few rows a single chunk, so that all multiprocessors take part; for many rows several hundred tokens,
+as a program takes microseconds to begin and end, in which it reads nothing. The host decides (`min_tokens`).
+
+*Combining.* A row of one chunk is written at once. Otherwise, whichever program of a row and kv head is the last to
+finish adds the results up, which takes less than the launch of a second kernel. If there are several, a counter tells
+it, and is set back to 0 for the next launch.
 
 *Shared prefix.* Where all rows begin with the same blocks, a kernel before this one attends the queries of many rows
-at a time to them, so that they come from memory once, and leaves its results among those to be added up.
+at a time to them, so that they come from memory once, and leaves its results among those to be added up. As rows are
+many then, and there are results to combine anyway, what is a row's own is cut into chunks of 256, or as makes 8.
 """
 
 import triton
@@ -30,7 +34,7 @@ from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
 # Results per row and query head. With a shared prefix, those from FEW_CHUNKS on are the prefix's.
 MAX_CHUNKS = tl.constexpr(16)
 FEW_CHUNKS = tl.constexpr(8)
-# Chunks are multiples of so many tokens.
+# Chunks are multiples of so many tokens: of all tiles.
 _CHUNK_UNIT = tl.constexpr(64)
 _SHARED_CHUNK_UNIT = tl.constexpr(256)
 
@@ -38,18 +42,35 @@ _SHARED_CHUNK_UNIT = tl.constexpr(256)
 @triton.jit
 def _chunking(num_tokens, num_shared):
     """How `num_tokens` >= 1 are cut: the tokens per chunk and the number of chunks, beside `num_shared` others."""
-    chunk = tl.where(num_tokens <= 256, 64, tl.where(num_tokens <= 512, 128, tl.where(num_tokens <= 1024, 256, 512)))
-    most = tl.where(num_shared > 0, FEW_CHUNKS, MAX_CHUNKS)
-    chunk = tl.maximum(chunk, _CHUNK_UNIT * tl.cdiv(num_tokens, _CHUNK_UNIT * most))
-    return chunk, tl.cdiv(num_tokens, chunk)
+    is_alone = num_shared == 0
+    shift = tl.where((num_tokens > 256) & (num_tokens <= 512) & is_alone, 7, 8)  # a division takes longer
+    chunk = 1 << shift
+    num_chunks = (num_tokens + chunk - 1) >> shift
+    most = tl.where(is_alone, MAX_CHUNKS, FEW_CHUNKS)
+    if num_chunks > most:
+        chunk = _CHUNK_UNIT * tl.cdiv(num_tokens, _CHUNK_UNIT * most)
+        num_chunks = tl.cdiv(num_tokens, chunk)
+    return chunk, num_chunks
 
 
 @triton.jit
 def _shared_chunking(num_tokens):
-    """The same for a shared prefix: larger chunks, as each leaves results for all rows; none of no tokens."""
-    units = tl.cdiv(num_tokens, _SHARED_CHUNK_UNIT * (MAX_CHUNKS - FEW_CHUNKS))
-    chunk = _SHARED_CHUNK_UNIT * tl.maximum(units, 1)
-    return chunk, tl.cdiv(num_tokens, chunk)
+    """The same for a shared prefix, each of whose chunks leaves results for all rows; none of no tokens."""
+    chunk = _SHARED_CHUNK_UNIT
+    num_chunks = tl.cdiv(num_tokens, chunk)
+    if num_chunks > MAX_CHUNKS - FEW_CHUNKS:
+        chunk *= tl.cdiv(num_chunks, MAX_CHUNKS - FEW_CHUNKS)
+        num_chunks = tl.cdiv(num_tokens, chunk)
+    return chunk, num_chunks
+
+
+@triton.jit
+def _log_parts(num_tokens, min_tokens):
+    """Binary logarithm of the number of programs that share a row: as many as there are and leave each `min_tokens`."""
+    log_parts = 0
+    for i in tl.static_range(1, 5):
+        log_parts += ((min_tokens << i <= num_tokens) & (1 << i <= tl.num_programs(2))).to(tl.int32)
+    return log_parts
 
 
 @triton.jit
@@ -61,6 +82,11 @@ def _attend(
     begin,
     end,
     scale,  # log2(e) included: the exponentials are of base 2
+    chunk,  # a multiple of TILE; None: all tokens are one chunk
+    results,
+    log_sums,
+    slots,  # [M], of the first chunk's results; those of the others follow
+    is_query,  # [M]
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -69,26 +95,29 @@ def _attend(
 ):
     """Attend to the tokens from `begin` to before `end`, at least one.
 
-    Returns the output `[M, PAD_DIM]` and the base-2 logarithms of the sums of exponentials `[M]`.
+    Returns the last chunk's index, output `[M, PAD_DIM]` and the base-2 logarithms of its sums of exponentials `[M]`;
+    the results of those before it are stored. All chunks are one loop, so that the next one's loads are under way
+    when a chunk ends.
     """
     cache += head * HEAD_DIM
     dims = tl.arange(0, query.shape[1])
     largest = tl.full([query.shape[0]], float("-inf"), tl.float32)
-    # Added up after the loop: a sum over the warps in every iteration would hold them all up.
+    # Added up at a chunk's end: a sum over the warps in every iteration would hold them all up.
     sums = tl.zeros([query.shape[0], TILE], tl.float32)
     output = tl.zeros(query.shape, tl.float32)
-    num_tiles = tl.cdiv(end - begin, TILE)
-    end = end.to(tl.uint32)  # unsigned numbers are quicker to divide
+    index = 0
+    chunk_end = end if chunk is None else begin + chunk
+    limit = end.to(tl.uint32)  # unsigned numbers are quicker to divide
     position = (begin + tl.arange(0, TILE)).to(tl.uint32)
-    block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
-    for _ in range(num_tiles):
-        visible = position < end
+    block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
+    for first in range(begin, end, TILE):
+        visible = position < limit
         token = block * BLOCK_SIZE + position % BLOCK_SIZE
         pointers = cache + (token.to(tl.int64) * (2 * KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
         mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
-        # An iteration ahead of the keys it leads to: their loads are started two ahead, and must not wait for it.
+        # An iteration ahead of the keys it leads to: their loads are started ahead, too, and must not wait for it.
         position += TILE
-        block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)
+        block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
         key = tl.load(pointers, mask=mask, other=0.0)
         score = tl.dot(query, key.trans(), input_precision=PRECISION) * scale
         score = tl.where(visible[None, :], score, float("-inf"))
@@ -99,8 +128,32 @@ def _attend(
         output = tl.dot(weight.to(value.dtype), value, output * fade[:, None], input_precision=PRECISION)
         sums = sums * fade[:, None] + weight
         largest = new_largest
+        if chunk is not None and (first + TILE == chunk_end) & (chunk_end < end):
+            result, log_sum = _finish(largest, sums, output)
+            _store(results, log_sums, slots + index, is_query, result, log_sum, HEAD_DIM)
+            index += 1
+            chunk_end += chunk
+            largest = tl.full([query.shape[0]], float("-inf"), tl.float32)
+            sums = tl.zeros([query.shape[0], TILE], tl.float32)
+            output = tl.zeros(query.shape, tl.float32)
+    output, log_sum = _finish(largest, sums, output)
+    return index, output, log_sum
+
+
+@triton.jit
+def _finish(largest, sums, output):
+    """A chunk's output and the logarithms of its sums of exponentials."""
     total = tl.sum(sums, 1)
     return output / total[:, None], largest + tl.log2(total)
+
+
+@triton.jit
+def _store(results, log_sums, slots, is_query, output, log_sum, HEAD_DIM: tl.constexpr):
+    """Leave a chunk's result for whoever combines the row's."""
+    dims = tl.arange(0, output.shape[1])
+    mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(results + slots[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)
+    tl.store(log_sums + slots, log_sum, mask=is_query)
 
 
 @triton.jit
@@ -118,40 +171,40 @@ def _combine(
 ):
     """Weigh a row's results and write the output of its `GROUP` query heads."""
     dims = tl.arange(0, PAD_DIM)
-    for member in tl.static_range(0, GROUP, HEADS):
+    for member in tl.range(0, GROUP, HEADS, num_stages=1):
         head = first_head + member + tl.arange(0, HEADS)
         is_head = head < first_head + GROUP
-        largest = tl.full([HEADS], float("-inf"), tl.float32)
+        mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+        largest = tl.where(is_head, float("-inf"), 0.0)  # no head: anything but a number that is none
+        chunk_results = ()
+        output_places = results + (head * MAX_CHUNKS * HEAD_DIM)[:, None] + dims[None, :]
+        sum_places = log_sums + head * MAX_CHUNKS
+        # All loads are started before the first result is used: one wait for them. They must not pass by the
+        # first-level cache: what this program's own warps have just written may not be further than there.
+        for index in tl.static_range(MAX_CHUNKS):
+            is_used = (index < num_chunks) | ((index >= FEW_CHUNKS) & (index < FEW_CHUNKS + num_shared))
+            result = tl.load(output_places + index * HEAD_DIM, mask=is_used & mask, other=0.0)
+            log_sum = tl.load(sum_places + index, mask=is_used & is_head, other=float("-inf"))
+            chunk_results += ((result, log_sum),)  # type: ignore[assignment]
+            largest = tl.maximum(largest, log_sum)
         total = tl.zeros([HEADS], tl.float32)
         output = tl.zeros([HEADS, PAD_DIM], tl.float32)
-        for first in range(0, tl.where(num_shared > 0, MAX_CHUNKS, num_chunks), FEW_CHUNKS):
-            chunk = first + tl.arange(0, FEW_CHUNKS)
-            is_used = (chunk < num_chunks) | ((chunk >= FEW_CHUNKS) & (chunk < FEW_CHUNKS + num_shared))
-            slot = head[None, :] * MAX_CHUNKS + chunk[:, None]
-            mask = is_used[:, None] & is_head[None, :]
-            # Not from the first-level cache, which knows nothing of what other programs wrote.
-            log_sum = tl.load(log_sums + slot, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            log_sum = tl.where(is_head[None, :], log_sum, 0.0)
-            result = tl.load(
-                results + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
-                mask=mask[:, :, None] & (dims < HEAD_DIM)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            new_largest = tl.maximum(largest, tl.max(log_sum, 0))
-            weight = tl.exp2(log_sum - new_largest[None, :])
-            fade = tl.exp2(largest - new_largest)
-            output = output * fade[:, None] + tl.sum(result * weight[:, :, None], 0)
-            total = total * fade + tl.sum(weight, 0)
-            largest = new_largest
+        for index in tl.static_range(MAX_CHUNKS):
+            result, log_sum = chunk_results[index]
+            weight = tl.exp2(log_sum - largest)
+            total += weight
+            output += result * weight[:, None]
         tl.store(
             target + head[:, None] * HEAD_DIM + dims[None, :],
             (output / total[:, None]).to(target.dtype.element_ty),
-            mask=is_head[:, None] & (dims < HEAD_DIM)[None, :],
+            mask=mask,
         )
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit(
+    do_not_specialize=["window", "table_stride", "min_tokens"],
+    do_not_specialize_on_alignment=["tables", "context_lens"],
+)
 def decode_kernel(
     query,
     cache,
@@ -164,6 +217,7 @@ def decode_kernel(
     target,
     scale,
     window,
+    min_tokens,  # a program's least share of a row that has so many
     query_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
@@ -177,7 +231,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (head, row, part): every `num_programs(2)`-th chunk of the row, from the `part`-th, for one kv head."""
+    """Program (head, row, part): the `part`-th share of the row's chunks, for one kv head."""
     # The heads of a token lie next to each other, and so do the programs that read them.
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -189,8 +243,11 @@ def decode_kernel(
     target_places = (first_head + group)[:, None] * HEAD_DIM + dims[None, :]
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
+    # All started before the first is used: one wait for them.
     end = tl.load(context_lens + row)
-    # Started before the length is known: one wait for both.
+    shared_end = 0
+    if shared_tokens is not None:
+        shared_end = tl.load(shared_tokens)
     query += row.to(tl.int64) * query_stride + head * GROUP * HEAD_DIM
     packed = tl.load(query + group[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     if end == 0:
@@ -198,38 +255,50 @@ def decode_kernel(
             nothing = tl.zeros([PAD_GROUP, PAD_DIM], target.dtype.element_ty)
             tl.store(target + target_places, nothing, mask=mask)
         return
-    begin = tl.maximum(end - window, 0)
-    num_shared = 0
-    if shared_tokens is not None:
-        begin = tl.load(shared_tokens)
-        num_shared = _shared_chunking(begin)[1]
+    begin = tl.maximum(end - window, shared_end)
+    num_shared = _shared_chunking(shared_end)[1]
     chunk, num_chunks = _chunking(end - begin, num_shared)
-    if part >= num_chunks:
+    log_parts = _log_parts(end - begin, min_tokens)
+    first_chunk = part * num_chunks >> log_parts
+    next_chunk = tl.minimum((part + 1) * num_chunks >> log_parts, num_chunks)
+    if first_chunk >= next_chunk:
         return
-    is_whole = (num_chunks == 1) & (num_shared == 0)
-    table = tables + row.to(tl.int64) * table_stride
-    for index in range(part, num_chunks, tl.num_programs(2)):
-        first = begin + index * chunk
-        last = tl.minimum(first + chunk, end)
-        output, log_sum = _attend(
-            packed, cache, table, head, first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, PRECISION
-        )
-        if is_whole:
-            tl.store(target + target_places, output.to(target.dtype.element_ty), mask=mask)
-        else:
-            slot = (first_head + group) * MAX_CHUNKS + index
-            tl.store(results + slot[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)
-            tl.store(log_sums + slot, log_sum, mask=group < GROUP)
-    if is_whole:
+    slots = (first_head + group) * MAX_CHUNKS + first_chunk
+    index, output, log_sum = _attend(
+        packed,
+        cache,
+        tables + row.to(tl.int64) * table_stride,
+        head,
+        begin + first_chunk * chunk,
+        tl.minimum(begin + next_chunk * chunk, end),
+        scale,
+        chunk,
+        results,
+        log_sums,
+        slots,
+        group < GROUP,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE,
+        PRECISION,
+    )
+    if num_chunks + num_shared == 1:
+        tl.store(target + target_places, output.to(target.dtype.element_ty), mask=mask)
         return
-    # One thread reports for all: they must have written their results before.
+    _store(results, log_sums, slots + index, group < GROUP, output, log_sum, HEAD_DIM)
+    # What all threads have written is read by others of them, or reported by one to other programs.
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel") + 1
-    if arrived == tl.minimum(num_chunks, tl.num_programs(2)):
+    num_parts = tl.minimum(1 << log_parts, num_chunks)
+    arrived = num_parts
+    if num_parts > 1:
+        arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel") + 1
+    if arrived == num_parts:
         _combine(
             results, log_sums, target, first_head, num_chunks, num_shared, GROUP, HEAD_DIM, PAD_DIM, COMBINED_HEADS
         )
-        tl.store(arrivals + row * KV_HEADS + head, 0)
+        if num_parts > 1:
+            tl.store(arrivals + row * KV_HEADS + head, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -273,9 +342,24 @@ def shared_kernel(
     queries = tl.load(query + places[:, None] + dims[None, :], mask=mask, other=0.0)
     first = index * chunk
     last = tl.minimum(first + chunk, tokens)
-    output, log_sum = _attend(
-        queries, cache, table, head, first, last, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, PRECISION
+    slots = ((row * KV_HEADS + head) * GROUP + member) * MAX_CHUNKS + FEW_CHUNKS + index
+    _, output, log_sum = _attend(
+        queries,
+        cache,
+        table,
+        head,
+        first,
+        last,
+        scale,
+        None,
+        results,
+        log_sums,
+        slots,
+        is_query,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE,
+        PRECISION,
     )
-    slot = ((row * KV_HEADS + head) * GROUP + member) * MAX_CHUNKS + FEW_CHUNKS + index
-    tl.store(results + slot[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)
-    tl.store(log_sums + slot, log_sum, mask=is_query)
+    _store(results, log_sums, slots, is_query, output, log_sum, HEAD_DIM)

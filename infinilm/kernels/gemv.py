@@ -257,7 +257,7 @@ def _gemv_kernel(
         sums = tl.sum(sums, axis=2, keep_dims=True)
     result = tl.sum(sums, axis=0)  # [LINES, ROWS]
     if bias is not None:
-        result += loaded_ahead(added, AHEAD).to(tl.float32)
+        result += loaded_ahead(added, AHEAD and BLOCK_OUT > 1).to(tl.float32)  # one is no pair
     if residual is not None:
         result += kept
     result = result.to(out.dtype.element_ty)

@@ -98,7 +98,7 @@ def rope_store_torch(
     return turned(q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # or an odd number of tokens would compile another
 def _rope_store_kernel(
     qkv,
     positions,

@@ -111,7 +111,7 @@ def _scores(logits, token_ids, upper, lower, row_max, temperature):
     return tl.div_rn(logits - row_max, temperature) - noise
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+@triton.jit(do_not_specialize=["num_rows", "rows_each"], do_not_specialize_on_alignment=["rows", "positions"])
 def _scan(
     logits, logits_stride, vocab_size, settings, rows, positions, num_rows, rows_each, num_blocks, maxima, bounds
 ):
@@ -254,7 +254,7 @@ def _bound_again(own, vocab_size, block_maxima, order, bounds, upper, lower, rat
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions"])
 def _settle(
     logits,
     logits_stride,

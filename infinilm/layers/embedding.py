@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Piece, WeightShard
-from infinilm.kernels.support import has_kernels
-from infinilm.layers.linear import MAX_KERNEL_ROWS, Linear
+from infinilm.layers.linear import Linear, max_kernel_rows
 
 # For these numbers of rows a CPU's float32 product with a table of this layout first copies the whole table, which
 # takes longer than multiplying by it. A batch of products with narrow strips of the table does without.
@@ -32,7 +31,6 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.rows, num_rows = share_vocabulary(vocab_size, group)
-        self._has_kernels = has_kernels(device)
         self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype, device=device), requires_grad=False)
         self.group = group
 
@@ -51,7 +49,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def _product(self, hidden: Tensor) -> Tensor:
         num_rows, hidden_size = self.weight.shape
-        if self._has_kernels and len(hidden) <= MAX_KERNEL_ROWS:
+        if len(hidden) <= max_kernel_rows(self.weight):
             from infinilm.kernels.gemv import gemv
 
             return gemv(hidden, self.weight)

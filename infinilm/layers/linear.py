@@ -18,7 +18,16 @@ from infinilm.kernels.support import has_kernels
 from infinilm.layers.norm import RMSNorm
 
 MAX_KERNEL_ROWS = 8
-"""Up to so many rows our own products are faster than the libraries'."""
+"""Up to so many rows our own products with a small matrix are faster than the libraries' …"""
+SMALL_MATRIX_BYTES = 16 << 20
+"""… and with a larger one for a single row only."""
+
+
+def max_kernel_rows(weight: Tensor) -> int:
+    """Up to how many rows are multiplied with this matrix by our own kernels, where they can run."""
+    if not has_kernels(weight.device):
+        return 0
+    return MAX_KERNEL_ROWS if weight.nbytes <= SMALL_MATRIX_BYTES else 1
 
 
 class Linear(nn.Module):
@@ -51,6 +60,7 @@ class Linear(nn.Module):
         shape = (self.columns.length, num_rows) if is_input_first else (num_rows, self.columns.length)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
         self._matrix = self.weight if is_input_first else self.weight.t()  # [in, out]
+        self._max_kernel_rows = max_kernel_rows(self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(num_rows, dtype=dtype, device=device), requires_grad=False)
@@ -60,7 +70,7 @@ class Linear(nn.Module):
 
         A `residual` `[T, out]` is added; its memory may become the result's.
         """
-        if self._has_kernels and len(x) <= MAX_KERNEL_ROWS:
+        if len(x) <= self._max_kernel_rows:
             return self._few_rows(x, residual, norm)
         if norm is not None:
             x = norm(x)
@@ -131,7 +141,7 @@ class GateUpParallelLinear(Linear):
         from infinilm.kernels.activation import silu_mul
         from infinilm.kernels.gemv import norm_gemv_silu
 
-        if len(x) <= MAX_KERNEL_ROWS and self.bias is None:
+        if len(x) <= self._max_kernel_rows and self.bias is None:
             return norm_gemv_silu(x, norm.weight, norm.eps, self.weight)
         return silu_mul(self(x, norm=norm))
 

@@ -3,14 +3,15 @@
 The result equals transformers' `apply_chat_template(tokenize=False)`.
 
 What the sandbox refuses: attributes that lead to Python's internals, methods that change what was passed, and
-files. What it bounds: the template's length, `range` (100 000 items), the values that `*` and `**` build, and the
-text that is rendered. What it does not bound: time (nested loops) and the memory that padding takes (`center`,
-format widths). A template is trusted not to waste those, as the weights beside it are.
+files. What it bounds: the template's length, `range` (100 000 items), the values that `*` and `**` build, the text that
+is rendered, and the time that it takes. What it does not bound: the memory that padding takes (`center`, format
+widths). A template is trusted not to waste that, as the weights beside it are.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from time import perf_counter
 from typing import Any
 
 import jinja2
@@ -27,25 +28,32 @@ from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+MAX_SECONDS = 2.0
 _MAX_DEPTH = 64
+_TIME_CHECK = "_check_time"
 
 
 class ChatTemplate:
     """A compiled chat template; rendering is thread-safe."""
 
-    def __init__(self, source: str) -> None:
-        """Compile `source`; a template that is too long or does not compile is a `CheckpointError`."""
+    def __init__(self, source: str, *, max_seconds: float = MAX_SECONDS) -> None:
+        """Compile `source`; a template that is too long or does not compile is a `CheckpointError`.
+
+        Rendering is broken off after `max_seconds`.
+        """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
                 f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are allowed"
             )
         self.source = source
+        self._max_seconds = max_seconds
         environment = _make_environment()
         try:
             syntax = environment.parse(source)
             _refuse_private_names(syntax)
             names = jinja2.meta.find_undeclared_variables(syntax)
-            self._template = environment.from_string(source)
+            _add_time_checks(syntax)
+            self._template = environment.from_string(syntax)
         except TemplateSyntaxError as error:
             raise CheckpointError(
                 f"the chat template does not compile: line {error.lineno}: {error.message}"
@@ -84,6 +92,7 @@ class ChatTemplate:
             "messages": _checked_messages(messages),
             "tools": _checked_tools(tools),
             "add_generation_prompt": add_generation_prompt,
+            _TIME_CHECK: _time_check(self._max_seconds),
         }
         pieces: list[str] = []
         num_chars = 0
@@ -182,6 +191,24 @@ def _refuse_private_names(syntax: nodes.Template) -> None:
     for node in syntax.find_all(nodes.NSRef):
         if node.attr.startswith("_"):
             raise SecurityError(f"a namespace may not hold the private name {node.attr!r}")
+
+
+def _add_time_checks(syntax: nodes.Template) -> None:
+    """Have the template look at the clock wherever it may go in circles: in each round of a loop, in each macro."""
+    for node in syntax.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
+        check = nodes.Call(nodes.Name(_TIME_CHECK, "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+
+
+def _time_check(max_seconds: float) -> Callable[[], None]:
+    deadline = perf_counter() + max_seconds
+
+    def check() -> None:
+        if perf_counter() > deadline:
+            raise SecurityError(f"it takes more than {max_seconds:g} s")
+
+    return check
 
 
 def _describe(error: Exception) -> str:

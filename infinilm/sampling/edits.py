@@ -160,7 +160,7 @@ class RowEdits:
             edits.append(RepetitionPenalty(params.repetition_penalty, token_ids, vocab_size, device))
         if params.frequency_penalty or params.presence_penalty:
             edits.append(CountPenalties(params, output_ids, vocab_size, device))
-        if params.min_tokens > len(output_ids):
+        if params.min_tokens > len(output_ids) and start.grammar is None:  # a grammar has its own way with stop ids
             edits.append(MinTokens(len(prompt_ids) + params.min_tokens, start.stop_ids, vocab_size, device))
         if params.logits_processors:
             edits.append(Processors(params.logits_processors, output_ids))

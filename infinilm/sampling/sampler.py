@@ -14,6 +14,7 @@ from infinilm.outputs import TokenLogprobs
 from infinilm.sampling.edits import RowEdits
 from infinilm.sampling.leading import first_max, leading
 from infinilm.sampling.logprobs import Logprobs, logprobs_of, pinned
+from infinilm.sampling.masks import TokenMasks
 from infinilm.sampling.noise import draw_keys, race, scrambled_seed, token_parts
 from infinilm.sampling.scale import Scale
 from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
@@ -109,7 +110,8 @@ class Sampler:
         self._settings = np.zeros(max_rows, dtype=SETTINGS)  # by row
         self._device_settings = self._empty_device_settings()
         self._changed: set[int] = set()  # the rows whose settings the device does not know
-        self._edits: dict[int, RowEdits] = {}  # by row, only those that have any
+        self._edits: dict[int, RowEdits] = {}  # by row, only those that have any, or a mask
+        self._masks = TokenMasks(vocab_size, device)
         self._token_parts = token_parts(vocab_size, device)
 
     def start_row(self, start: RowStart) -> None:
@@ -122,14 +124,16 @@ class Sampler:
         if self._settings[row]["is_live"]:
             raise EngineError(f"row {row} is taken; end it before starting it again")
         edits = RowEdits.of(start, self._vocab_size, self._device)
-        if edits.edits:
+        self._masks.start(start)
+        is_edited = bool(edits.edits) or row in self._masks
+        if is_edited:
             self._edits[row] = edits
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         settings = self._settings[row]
         settings["is_live"] = True
         settings["is_greedy"] = params.is_greedy
         settings["is_truncated"] = top_k < self._vocab_size or params.top_p < 1 or params.min_p > 0
-        settings["is_edited"] = bool(edits.edits)
+        settings["is_edited"] = is_edited
         settings["temperature"] = max(params.temperature, LOWEST_TEMPERATURE)
         settings["top_k"] = top_k
         settings["top_p"] = params.top_p
@@ -143,12 +147,13 @@ class Sampler:
         if row < len(self._settings):
             self._settings[row] = np.zeros((), dtype=SETTINGS)
         self._edits.pop(row, None)
+        self._masks.end(row)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Samples:
         """Draw one token per row from its raw `logits` [n, vocab] float32, which may be overwritten.
 
         `rows` are live rows; `positions` say how many tokens come before each drawn one. Waits for the device
-        only if a row has logits processors.
+        only if a row has logits processors, or for its previous draw if a row has a grammar.
         """
         settings = self._settings_of(rows)
         if tuple(logits.shape) != (len(settings), self._vocab_size):
@@ -157,6 +162,7 @@ class Sampler:
             )
         has_logprobs = settings["num_logprobs"] >= 0
         edited = np.flatnonzero(settings["is_edited"]).tolist()
+        masked = [i for i in edited if rows[i] in self._masks]
         raw_logits = logits
         if edited and has_logprobs.any():
             logits = logits.clone()
@@ -166,6 +172,7 @@ class Sampler:
                 self._edits[rows[i]].apply(logits[i], positions[i])
             except Exception as error:  # whatever the request's own code raises is that request's error
                 errors[i] = error
+        errors |= self._masks.apply(logits, rows, [i for i in masked if i not in errors])
         if self._device.type == "cuda":
             self.upload()
             places = self._on_device(np.array([rows, positions], dtype=np.int64))
@@ -174,6 +181,7 @@ class Sampler:
             token_ids, is_sound = self._choose(logits, settings, np.asarray(positions, dtype=np.int64))
         for i in edited:
             self._edits[rows[i]].record(token_ids[i : i + 1])
+        self._masks.record(token_ids, rows, masked)
         logprobs = None
         if has_logprobs.any():
             asked = self._on_device(np.flatnonzero(has_logprobs))

@@ -48,7 +48,8 @@ def free_bytes() -> int:
 @contextmanager
 def device_filled(leaving: int) -> Iterator[None]:
     """Have all but so many bytes of the GPU taken."""
-    taken = torch.empty(free_bytes() - leaving, dtype=torch.uint8, device="cuda")
+    # A driver gives out pages of 2 MiB, and the last of them to nobody.
+    taken = torch.empty((free_bytes() - leaving) // (2 * MIB) * 2 * MIB - 4 * MIB, dtype=torch.uint8, device="cuda")
     try:
         yield
     finally:

@@ -36,21 +36,24 @@ def chunks(plan: StepPlan) -> list[tuple[int, int]]:
 
 def test_a_prompt_is_not_begun_with_a_crumb() -> None:
     scheduler = make_scheduler()
-    add(scheduler, 750, 600, 30, 900)
-    assert chunks(step(scheduler)) == [(0, 750)], "50 tokens are left, less than an eighth of a step"
+    add(scheduler, 750, 401, 30)
+    assert chunks(step(scheduler)) == [(0, 750)], "50 tokens are left, less than an eighth of 401"
     plan = step(scheduler)
-    assert (plan.decoding.rows.tolist(), chunks(plan)) == ([0], [(1, 600), (2, 30), (3, 169)]), "169 are no crumb"
-    plan = step(scheduler)
-    assert (plan.decoding.rows.tolist(), chunks(plan)) == ([0, 1, 2], [(3, 731)])
+    assert (plan.decoding.rows.tolist(), chunks(plan)) == ([0], [(1, 401), (2, 30)])
 
 
-def test_a_small_prompt_is_taken_whole_and_a_crumb_beside_answers_only() -> None:
+def test_an_eighth_is_no_crumb() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 750, 400)
+    assert chunks(step(scheduler)) == [(0, 750), (1, 50)]
+
+
+def test_where_no_other_prompt_is_computed_a_crumb_is_better_than_nothing() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64, max_num_seqs=63)
     add(scheduler, *[1] * 60, 500, 2)
-    assert len(step(scheduler).chunks) == 60, "4 tokens are left for a prompt of 500, an eighth of a step is 8"
+    assert len(step(scheduler).chunks) == 60, "4 tokens are left for a prompt of 500"
     plan = step(scheduler)
-    assert len(plan.decoding.rows) == 60
-    assert chunks(plan) == [(60, 4)], "where no other prompt is computed, a crumb is better than nothing"
+    assert (len(plan.decoding.rows), chunks(plan)) == (60, [(60, 4)])
 
 
 def test_when_blocks_run_out_the_newest_gives_up_its_own() -> None:

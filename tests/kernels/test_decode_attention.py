@@ -69,7 +69,7 @@ class Case:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after another, those without a chunk too."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(kernels, "_num_parts", lambda _pairs: 2)
+        monkeypatch.setattr(kernels, "_parts", lambda _pairs: (2, 64))
 
 
 @contextmanager
@@ -137,14 +137,21 @@ def test_the_twin_is_attention() -> None:
         [16],
         [0, 17, 0],
         [63, 64, 65],
-        [512, 513],  # 8 chunks of 64, 5 of 128
-        [2048, 2049],  # 8 chunks of 256, 11 of 192
-        pytest.param([4096, 1, 4097, 16000, 100, 0], marks=needs_cuda),
+        [255, 256, 257],  # one chunk, 3 of 128
+        [383, 384, 385],
+        [511, 512, 513],  # 4 chunks of 128, 3 of 256
+        [767, 768, 769],
+        [1023, 1024, 1025],
+        [900, 100, 0, 2, 300],
+        pytest.param([4095, 4096, 4097], marks=needs_cuda),  # 16 chunks of 256, 13 of 320
+        pytest.param([8191, 1, 8192, 8193, 16000, 100, 0], marks=needs_cuda),
         pytest.param([int(i) for i in range(40, 2100, 9)], marks=needs_cuda),
     ],
-    ids=lambda lens: "-".join(map(str, lens[:6])),
+    ids=lambda lens: "-".join(map(str, lens[:7])),
 )
-def test_lengths(lens: list[int]) -> None:
+@pytest.mark.parametrize("parts", [(1, 1), (4, 64)], ids=lambda parts: f"{parts[0]} parts")
+def test_lengths(lens: list[int], parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_parts", lambda _pairs: parts)
     case = make_case(lens)
     output = case.run()
     assert_close(output, case.expected())
@@ -202,23 +209,44 @@ def test_a_query_inside_a_wider_tensor() -> None:
 
 @pytest.mark.parametrize("window", [None, 200])
 def test_a_row_does_not_depend_on_the_others(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case([300, 0, 64, 1], kv_heads=2, heads=4)
+    case = make_case([300, 0, 64, 700, 1], kv_heads=2, heads=4)
     together = case.run(window)
-    order = [3, 1, 0, 2]
+    order = [4, 1, 3, 0, 2]
     assert torch.equal(case.rows(order).run(window), together[order])
-    for row in (0, 2):
+    for row in (0, 3):
         assert torch.equal(case.rows([row]).run(window), together[[row]])
-    for parts in (1, 3, 5):
-        monkeypatch.setattr(kernels, "_num_parts", lambda _pairs, parts=parts: parts)
+    for parts in ((1, 1), (3, 100), (16, 64)):
+        monkeypatch.setattr(kernels, "_parts", lambda _pairs, parts=parts: parts)
         assert torch.equal(case.run(window), together)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (16, 128), (4, 64)])
+@pytest.mark.parametrize("shared_tokens", [0, 256])
+def test_a_row_in_batches_of_all_sizes(heads: int, head_dim: int, shared_tokens: int) -> None:
+    own = [1500, 40, 257, 2048, 256, 700, 1, 513, 129, 900] * 29 + [1500, 40, 257, 2048, 256, 700, 1, 513, 129, 5000]
+    case = make_case(
+        [shared_tokens + n for n in own],
+        heads=heads,
+        kv_heads=4,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        shared_tokens=shared_tokens,
+    )
+    shared = case.shared(shared_tokens) if shared_tokens else None
+    together = case.run(shared=shared)
+    for size in (1, 3, 20, 70, 200):
+        rows = list(range(300 - size, 300))
+        assert torch.equal(case.rows(rows).run(shared=shared), together[rows])
 
 
 def test_more_rows_have_fewer_programs_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    parts = [kernels._num_parts(pairs) for pairs in range(1, 20000, 7)]
+    parts = [kernels._parts(pairs)[0] for pairs in range(1, 20000, 7)]
     assert parts[0] == 16
     assert parts[-1] == 1
     assert all(first >= second for first, second in pairwise(parts))
+    assert set(parts) <= {1, 2, 4, 8, 16}
 
 
 @pytest.mark.parametrize(
@@ -243,6 +271,17 @@ def test_shared_prefix(shared_tokens: int, heads: int, kv_heads: int) -> None:
     # It comes through the prefix's own table, not through the rows'.
     case.tables[:, : shared_tokens // 16] = -1
     assert torch.equal(case.run(shared=shared), output)
+
+
+def test_own_tokens_beside_a_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = [32 + own for own in (1, 63, 64, 65, 255, 256, 257, 1000)]
+    lens += [] if DEVICE == "cpu" else [32 + own for own in (2047, 2048, 2049, 7000)]
+    case = make_case(lens, shared_tokens=32)
+    together = case.run(shared=case.shared(32))
+    assert_close(together, case.expected())
+    for parts in ((1, 1), (4, 64)):
+        monkeypatch.setattr(kernels, "_parts", lambda _pairs, parts=parts: parts)
+        assert torch.equal(case.run(shared=case.shared(32)), together)
 
 
 @pytest.mark.parametrize(

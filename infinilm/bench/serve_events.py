@@ -1,0 +1,188 @@
+"""What a streamed answer tells: when tokens came and how many, and how it ended."""
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_ERROR_BYTES = 1 << 16
+MAX_MESSAGE_LENGTH = 400
+INTERRUPTED = "interrupted"
+"""The kind of error of requests that were at work when the measuring was stopped."""
+
+_PLAIN = b'"finish_reason":null'
+"""In every event that brings text, and in no other but the first of a chat: these need not be decoded."""
+
+
+def _floats() -> "array[float]":
+    return array("d")
+
+
+def _counts() -> "array[int]":
+    return array("L")
+
+
+@dataclass(slots=True)
+class Trace:
+    """What became of one request. Times are those of `perf_counter`, in seconds."""
+
+    index: int
+    start: float
+    """Just before it was sent, or a connection opened for it."""
+    lateness: float = 0.0
+    """How much later that was than planned."""
+    end: float = 0.0
+    """When the last of the reply came."""
+    times: "array[float]" = field(default_factory=_floats)
+    """When something with tokens came."""
+    counts: "array[int]" = field(default_factory=_counts)
+    """How many came with it: tokens if the server tells in each event, otherwise events."""
+    num_events: int = 0
+    """Events with tokens."""
+    num_prompt_tokens: int | None = None
+    """As the server says."""
+    num_output_tokens: int | None = None
+    error: str | None = None
+    """The kind of error. None: it was answered in full."""
+    message: str = ""
+    """What there is to say of the error."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came: what the server says, or else the number of events."""
+        return sum(self.counts) if self.num_output_tokens is None else self.num_output_tokens
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds to the first token; None if there is none."""
+        return self.times[0] - self.start if self.times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds of a token after the first ones that came; None if no more came."""
+        num_later = self.num_tokens - self.counts[0] if len(self.times) > 1 else 0
+        return (self.times[-1] - self.times[0]) / num_later if num_later > 0 else None
+
+    def fail(self, error: str, message: object = "") -> None:
+        """Note what went wrong, unless something did before."""
+        if self.error is None:
+            self.error, self.message = error, " ".join(str(message).split())
+
+
+class EventReader:
+    """Reads one streamed reply into a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._status = 0
+        self._content_type = ""
+        self._body = b""
+        """Of a reply that is no stream."""
+        self._line = b""
+        """The beginning of a line whose end is still to come."""
+        self._is_plain = False
+        """Whether an event can be known by its looks: the first one with text has come, and such bring one token."""
+        self._has_counts = False
+        """Whether each event says how many tokens there are by then."""
+        self._is_finished = False
+
+    def begin(self, status: int, content_type: str) -> None:
+        """The reply's head has come."""
+        self._status, self._content_type = status, content_type
+
+    def take(self, data: bytes, now: float) -> None:
+        """A piece of the body has come."""
+        trace = self._trace
+        trace.end = now
+        if self._status != 200 or self._content_type != "text/event-stream":
+            self._body += data[: MAX_ERROR_BYTES - len(self._body)]
+            return
+        lines = self._line + data
+        if lines.endswith(b"\n"):
+            self._line = b""
+        else:
+            end = lines.rfind(b"\n") + 1
+            lines, self._line = lines[:end], lines[end:]
+        num_events = lines.count(b"\ndata:") + lines.startswith(b"data:")
+        if not num_events:
+            return
+        num_tokens = num_events
+        if not self._is_plain or lines.count(_PLAIN) != num_events:
+            num_events, num_tokens = self._read_closely(lines)
+        trace.num_events += num_events
+        if num_tokens:
+            trace.times.append(now)
+            trace.counts.append(num_tokens)
+
+    def conclude(self) -> None:
+        """The reply is complete: see whether it is an answer."""
+        trace = self._trace
+        if self._status != 200:
+            trace.fail(f"HTTP {self._status}", describe_error(self._body))
+        elif self._content_type != "text/event-stream":
+            trace.fail("no stream", f"the reply is of the type {self._content_type!r}")
+        elif not self._is_finished:
+            trace.fail("cut off", "the stream ended without a finish_reason or [DONE]")
+        elif not trace.times:
+            trace.fail("empty", "the stream has no text")
+
+    def _read_closely(self, lines: bytes) -> tuple[int, int]:
+        """Decode each event: how many bring tokens, and how many tokens."""
+        num_events = num_tokens = 0
+        for line in lines.splitlines():
+            if not line.startswith(b"data:"):
+                continue
+            content = line[5:].strip()
+            if content == b"[DONE]":
+                self._is_finished = True
+                continue
+            try:
+                event = json.loads(content)
+                num_new = self._read_event(event)
+            except (ValueError, TypeError, AttributeError, KeyError):
+                self._trace.fail("malformed event", repr(content[:80]))
+                continue
+            num_events += num_new > 0
+            num_tokens += num_new
+        return num_events, num_tokens
+
+    def _read_event(self, event: dict[str, Any]) -> int:
+        """How many tokens it brings, as far as can be known."""
+        if event.get("error"):
+            self._trace.fail("error in the stream", error_message(event))
+            return 0
+        choice = event["choices"][0] if event.get("choices") else None
+        is_last = choice is None or bool(choice.get("finish_reason"))
+        self._is_finished |= choice is not None and is_last
+        num_known = self._trace.num_output_tokens or 0
+        if usage := event.get("usage"):
+            self._has_counts |= not is_last
+            self._trace.num_prompt_tokens = int(usage["prompt_tokens"])
+            self._trace.num_output_tokens = int(usage["completion_tokens"])
+        if choice is None or not _has_text(choice, is_last=is_last):
+            return 0
+        self._is_plain = not self._has_counts
+        return max(0, (self._trace.num_output_tokens or 0) - num_known) if self._has_counts else 1
+
+
+def _has_text(choice: dict[str, Any], *, is_last: bool) -> bool:
+    """Whether an event brings a token. A piece of a character may be one without any text."""
+    if "text" in choice:
+        return bool(choice["text"]) or not is_last
+    return any(value for name, value in choice["delta"].items() if name != "role")
+
+
+def describe_error(reply: bytes) -> str:
+    """The message in a reply that reports an error; whatever is there if it has none."""
+    try:
+        return error_message(json.loads(reply))
+    except ValueError:
+        return reply.decode(errors="replace")[:MAX_MESSAGE_LENGTH]
+
+
+def error_message(reply: Any) -> str:
+    """The message in such a reply, once decoded: it may be further inside."""
+    for name in ("error", "message", "detail"):
+        if isinstance(reply, dict) and name in reply:
+            reply = reply[name]
+    return (reply if isinstance(reply, str) else json.dumps(reply))[:MAX_MESSAGE_LENGTH]

@@ -1,0 +1,178 @@
+"""What the traces of a run come to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinilm.bench.serve_client import Measured
+from infinilm.bench.serve_events import INTERRUPTED, Trace
+from infinilm.bench.serve_work import Limits
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How times, in seconds, are distributed."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    mean: float
+
+    @classmethod
+    def of(cls, values: Floats) -> "Spread | None":
+        """None if there are none."""
+        if not len(values):
+            return None
+        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+        return cls(p50, p90, p99, float(values.max()), float(values.mean()))
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Errors of one kind."""
+
+    kind: str
+    count: int
+    example: str
+    """What the first of them said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers. Times are in seconds, and of answered requests only."""
+
+    seconds: float
+    """From the first request to the end of the last answer."""
+    num_requests: int
+    num_answered: int
+    num_interrupted: int
+    errors: list[Errors]
+    num_prompt_tokens: int | None
+    """Of answered requests, as the server says."""
+    num_output_tokens: int
+    """Of answered and interrupted requests."""
+    num_events: int
+    """Events that brought them: as many, if each brings one token."""
+    has_usage: bool
+    """Whether the server told the number of tokens. If not they are as many as events."""
+    requests_per_second: float
+    output_per_second: float
+    total_per_second: float | None
+    """Tokens of prompts and answers."""
+    good_per_second: float | None
+    """Answers per second that were within the limits, if there are any."""
+    ttft: Spread | None
+    """From sending a request to its first token."""
+    itl: Spread | None
+    """Between two tokens of an answer. If several came at once each gets an equal part of the gap before them."""
+    gap: Spread | None
+    """Between two arrivals of something new."""
+    tpot: Spread | None
+    """Per answer, the mean time of a token after the first."""
+    latency: Spread | None
+    """From sending a request to the end of its answer."""
+    lateness: Spread | None
+    """How much later than planned the client sent requests of an open loop."""
+    cpu_share: float
+    peak_cpu_share: float
+
+    @classmethod
+    def of(cls, measured: Measured, limits: Limits | None = None) -> "Figures":
+        """Sum up a run."""
+        traces = measured.traces
+        answered = [trace for trace in traces if trace.error is None]
+        broken_off = [trace for trace in traces if trace.error == INTERRUPTED]
+        begin = min((trace.start for trace in traces), default=0.0)
+        seconds = max((trace.end for trace in traces), default=0.0) - begin
+        counted = [*answered, *broken_off]
+        num_output = sum(trace.num_tokens for trace in counted)
+        prompts = [trace.num_prompt_tokens for trace in answered]
+        num_prompt = None if None in prompts else sum(number or 0 for number in prompts)
+        num_good = sum(_is_good(trace, limits) for trace in answered) if limits else None
+        gaps, itls = find_gaps(answered)
+        return cls(
+            seconds=seconds,
+            num_requests=len(traces),
+            num_answered=len(answered),
+            num_interrupted=len(broken_off),
+            errors=count_errors(traces),
+            num_prompt_tokens=num_prompt,
+            num_output_tokens=num_output,
+            num_events=sum(trace.num_events for trace in counted),
+            has_usage=all(trace.num_output_tokens is not None for trace in answered),
+            requests_per_second=_rate(len(answered), seconds),
+            output_per_second=_rate(num_output, seconds),
+            total_per_second=None if num_prompt is None else _rate(num_prompt + num_output, seconds),
+            good_per_second=None if num_good is None else _rate(num_good, seconds),
+            ttft=Spread.of(np.array([trace.ttft for trace in answered])),
+            itl=Spread.of(itls),
+            gap=Spread.of(gaps),
+            tpot=Spread.of(np.array([trace.tpot for trace in answered if trace.tpot is not None])),
+            latency=Spread.of(np.array([trace.end - trace.start for trace in answered])),
+            lateness=Spread.of(np.array([trace.lateness for trace in traces if trace.lateness])),
+            cpu_share=measured.cpu_share,
+            peak_cpu_share=measured.peak_cpu_share,
+        )
+
+
+def _rate(number: int, seconds: float) -> float:
+    return number / seconds if seconds > 0 else 0.0
+
+
+def _is_good(trace: Trace, limits: Limits) -> bool:
+    pairs = ((trace.ttft, limits.ttft), (trace.tpot, limits.tpot))
+    return all(time is None or limit is None or time <= limit for time, limit in pairs)
+
+
+def find_gaps(traces: Sequence[Trace]) -> tuple[Floats, Floats]:
+    """Times between arrivals, and between tokens."""
+    gaps = [np.diff(np.frombuffer(trace.times)) for trace in traces]
+    counts = [np.array(trace.counts[1:], dtype=np.int64) for trace in traces]
+    all_gaps = np.concatenate([np.empty(0), *gaps])
+    all_counts = np.concatenate([np.empty(0, dtype=np.int64), *counts])
+    return all_gaps, np.repeat(all_gaps / all_counts, all_counts)
+
+
+def count_errors(traces: Sequence[Trace]) -> list[Errors]:
+    """Errors by kind, the most frequent first."""
+    kinds: dict[str, list[Trace]] = {}
+    for trace in traces:
+        if trace.error not in (None, INTERRUPTED):
+            kinds.setdefault(str(trace.error), []).append(trace)
+    found = [Errors(kind, len(failed), failed[0].message) for kind, failed in kinds.items()]
+    return sorted(found, key=lambda errors: -errors.count)
+
+
+def find_rates(traces: Sequence[Trace], width: float) -> tuple[Floats, Floats]:
+    """Tokens per second over time: the middle of each interval of `width` seconds, and the rate in it."""
+    times = np.concatenate([np.empty(0), *(np.frombuffer(trace.times) for trace in traces)])
+    counts = np.concatenate([np.empty(0), *(np.array(trace.counts, dtype=np.float64) for trace in traces)])
+    begin = min(trace.start for trace in traces)
+    end = max(trace.end for trace in traces)
+    num_intervals = max(1, int(np.ceil((end - begin) / width)))
+    tokens, edges = np.histogram(times - begin, bins=num_intervals, range=(0.0, num_intervals * width), weights=counts)
+    return (edges[:-1] + edges[1:]) / 2, tokens / width
+
+
+def describe_requests(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """A line for each request, by when it was sent; times from the first one on."""
+    begin = min((trace.start for trace in traces), default=0.0)
+    return [
+        {
+            "index": trace.index,
+            "start": trace.start - begin,
+            "ttft": trace.ttft,
+            "latency": trace.end - trace.start,
+            "num_prompt_tokens": trace.num_prompt_tokens,
+            "num_output_tokens": trace.num_tokens,
+            "num_events": trace.num_events,
+            "error": trace.error,
+        }
+        for trace in sorted(traces, key=lambda trace: trace.start)
+    ]

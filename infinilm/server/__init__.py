@@ -1,0 +1,1 @@
+"""The service: HTTP in one process, the engine in another. Needs the extra `serve`."""

@@ -1,0 +1,186 @@
+"""The application: its routes, and what stands before them."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.middleware import Middleware
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from infinilm import __version__
+from infinilm.server.api_errors import ApiError, bad_request
+from infinilm.server.chat import chat
+from infinilm.server.chat_prompt import ToolPlan, encode_chat
+from infinilm.server.completions import complete
+from infinilm.server.engine_client import State
+from infinilm.server.guard import Guard
+from infinilm.server.handlers import install_handlers
+from infinilm.server.metrics import CONTENT_TYPE
+from infinilm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TokenizeRequest
+from infinilm.server.service import Service
+
+PAGE = Path(__file__).parent / "static" / "index.html"
+
+Responses = dict[int | str, dict[str, Any]]
+
+_ERRORS: Responses = {"default": {"model": ErrorReply, "description": "An error."}}
+_EVENTS: Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+_UNREADY: Responses = {
+    503: {"description": "The same, when requests are not served now.", "content": {"application/json": {}}}
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """The ASGI application of a service."""
+    app = FastAPI(title="infinilm", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    install_handlers(app)
+    _add_openai_routes(app, service)
+    _add_token_routes(app, service)
+    _add_health_routes(app, service)
+    _add_page(app)
+    paths = [route.path for route in app.routes if hasattr(route, "path")]
+    app.user_middleware.append(Middleware(Guard, settings=service.settings, metrics=service.metrics, paths=paths))
+    return app
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def _add_openai_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", operation_id="complete", responses=_EVENTS)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Go on with a text."""
+        return await complete(service, body, request)
+
+    @app.post("/v1/chat/completions", operation_id="chat", responses=_EVENTS)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await chat(service, body, request)
+
+    @app.post("/v1/embeddings", operation_id="embed")
+    async def embeddings() -> Response:
+        """Always refused: this server generates text."""
+        raise bad_request(
+            f"{service.model_name!r} generates text; this server has no embeddings", "model", "unsupported"
+        )
+
+    @app.get("/v1/models", operation_id="list_models")
+    async def models() -> Response:
+        """The model that is served."""
+        return _json({"object": "list", "data": [_describe_model(service)]})
+
+    @app.get("/v1/models/{name:path}", operation_id="get_model")
+    async def model(name: str) -> Response:
+        """One model."""
+        service.check_model(name)
+        return _json(_describe_model(service))
+
+
+def _describe_model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "infinilm",
+        "max_model_len": service.max_model_len,
+    }
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", operation_id="tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The tokens of a text or a conversation."""
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if body.messages is not None:
+            if body.add_special_tokens is not None:
+                raise bad_request("add_special_tokens is for a prompt; templates add their own", "add_special_tokens")
+            token_ids = await encode_chat(service, body.messages, ToolPlan(service), None)
+        else:
+            token_ids = await service.prompts.encode(
+                body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+            )
+        tokens = [service.tokenizer.token(token_id) for token_id in token_ids]
+        size = {"count": len(token_ids), "max_model_len": service.max_model_len}
+        return _json({**size, "tokens": token_ids, "token_strs": tokens})
+
+    @app.post("/detokenize", operation_id="detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        service.check_model(body.model)
+        token_ids = service.prompts.check_ids(body.tokens, "tokens")
+        return _json({"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)})
+
+
+def _add_health_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health/live", operation_id="is_live")
+    async def live() -> Response:
+        """Whether the HTTP process is there."""
+        return _json({"status": "ok"})
+
+    @app.get("/health/ready", operation_id="is_ready", responses=_UNREADY)
+    async def ready() -> Response:
+        """Whether requests are served now."""
+        report = _health(service)
+        return _json(report, 200 if report["status"] == "ready" else 503)
+
+    @app.get("/health", operation_id="health", responses=_UNREADY)
+    async def health() -> Response:
+        """The same, with what the engine is doing."""
+        report = _health(service)
+        return _json({**report, "engine": _engine_state(service)}, 200 if report["status"] == "ready" else 503)
+
+    @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response("\n".join(_metric_lines(service)) + "\n", media_type=CONTENT_TYPE)
+
+
+def _health(service: Service) -> dict[str, Any]:
+    state = service.client.state
+    status = "draining" if service.admission.is_draining else str(state)
+    cause = service.client.cause if state is not State.READY else None
+    return {"status": status, "model": service.model_name, "cause": cause, "version": __version__}
+
+
+def _engine_state(service: Service) -> dict[str, Any]:
+    return {
+        **asdict(service.client.stats),
+        "num_queued": service.admission.num_waiting,
+        "num_restarts": service.client.num_restarts,
+        "num_output_tokens": service.metrics.num_output_tokens,
+    }
+
+
+def _metric_lines(service: Service) -> list[str]:
+    stats, admission = service.client.stats, service.admission
+    gauges: dict[str, tuple[str, float]] = {
+        "engine_ready": ("1 if the engine takes requests.", int(service.client.state is State.READY)),
+        "requests_running": ("Answers that the engine is at work on.", stats.num_running),
+        "requests_waiting": ("Requests that wait for their turn.", stats.num_waiting + admission.num_waiting),
+        "requests_open": ("Requests that have been let in.", admission.num_jobs),
+        "tokens_admitted": ("Tokens that open requests may come to take.", admission.num_tokens),
+        "kv_blocks": ("Blocks of the KV cache.", stats.num_blocks),
+        "kv_blocks_used": ("Blocks that hold something in use.", stats.num_blocks - stats.num_free_blocks),
+    }
+    counters: dict[str, tuple[str, float]] = {
+        "engine_steps_total": ("Steps of this run of the engine.", stats.num_steps),
+        "preemptions_total": ("Requests that gave up their blocks for a while.", stats.num_preemptions),
+        "engine_restarts_total": ("Times that the engine was started again.", service.client.num_restarts),
+    }
+    return list(service.metrics.lines(gauges, counters))
+
+
+def _add_page(app: FastAPI) -> None:
+    app.mount("/static", StaticFiles(directory=PAGE.parent, check_dir=False), name="static")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        if not PAGE.is_file():
+            raise ApiError(404, "this server has no page; try /v1/models")
+        return FileResponse(PAGE)

@@ -1,0 +1,105 @@
+"""Runs the service until it is told to stop: the engine, the HTTP server, signals."""
+
+import asyncio
+import gc
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+
+import uvicorn
+
+from infinilm.errors import InvalidValueError
+from infinilm.server.app import create_app
+from infinilm.server.connection import LimitedConnection
+from infinilm.server.messages import Ready
+from infinilm.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which on the first signal lets requests finish while it refuses new ones, and on the second ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Act on SIGTERM or SIGINT."""
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._drain is not None:
+            self.should_exit = self.force_exit = True
+            return
+        logger.info("finishing %d requests; once more to end at once", self._service.admission.num_jobs)
+        self._drain = asyncio.create_task(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        await self._service.drain()
+        self.should_exit = True
+
+
+def run(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
+    """Serve until a signal ends it. `on_ready` is told the model and the address once requests are taken."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(service, on_ready))
+
+
+async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
+    settings = service.settings
+    config = uvicorn.Config(
+        create_app(service),
+        host=settings.host,
+        port=settings.port,
+        http=partial(LimitedConnection, limits=settings.limits),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+        backlog=settings.limits.max_connections,
+    )
+    try:
+        socket = config.bind_socket()
+    except SystemExit:
+        raise InvalidValueError(
+            f"can't listen on {settings.host}:{settings.port}; is another program using it? choose another --port"
+        ) from None
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"http://{host}:{socket.getsockname()[1]}"
+    server = Server(config, service)
+    # It answers while the model is loaded, if only with the state of things.
+    serving = asyncio.create_task(server.serve(sockets=[socket]))
+    loading = asyncio.create_task(service.start())
+    try:
+        await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            ready = loading.result()
+            gc.collect()
+            gc.freeze()  # what is there stays: no later collection needs to look through it
+            on_ready(ready, address)
+            await serving
+    finally:
+        server.should_exit = True
+        loading.cancel()
+        await asyncio.wait({serving, loading})
+        await service.stop()
+        socket.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed: about twice as fast."""
+    if sys.platform == "win32":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,134 @@
+"""From a request's `structured` to a grammar that the sampler can follow."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from infinilm.errors import InvalidValueError
+from infinilm.loading.tokenizer import Tokenizer
+from infinilm.sampling_params import SamplingParams
+from infinilm.structured.matcher import CompiledGrammar, Mask, readable, token_mask
+from infinilm.structured.source import grammar_text
+from infinilm.structured.trial_process import parser_limits
+from infinilm.structured.trials import Trials
+from infinilm.structured.vocabulary import Vocabulary
+from infinilm.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CACHE_SIZE = 32
+"""Grammars kept. A hostile one may hold some 20 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """What is made of the tokenizer, once."""
+
+    vocabulary: Vocabulary
+    real_tokens: Mask
+    lltokenizer: "LLTokenizer"
+    trials: Trials
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, and keeps those used last. All methods are thread-safe.
+
+    Compiling takes milliseconds for most schemas and up to two seconds for what is then refused, most of it outside
+    of the interpreter's lock. Whoever must not wait calls `compile` in a thread; the next call finds the result.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """Take the model's tokenizer, and how many logits it has: it may be more than there are tokens."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._tools: _Tools | None = None
+        self._lock = Lock()
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # the one used last comes last
+
+    def grammar_of(self, params: SamplingParams, stop_ids: Sequence[int]) -> CompiledGrammar | None:
+        """The grammar for one request's answers; None if it asks for no form.
+
+        `stop_ids` are the tokens that end them.
+        """
+        if params.structured is None:
+            return None
+        if not any(token_id < self._vocab_size for token_id in stop_ids):
+            raise InvalidValueError(
+                "structured needs a token that ends the answer, and the checkpoint names none; give stop_token_ids"
+            )
+        return self.compile(params.structured)
+
+    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
+        """Compile what is asked for, or refuse it with the reason."""
+        tools = self._ready_tools()
+        from llguidance import LLMatcher  # it is there, or there would be no tools
+
+        field = structured.kind
+        text = grammar_text(structured, tools.vocabulary.drops_first_space)
+        key = sha256(text.encode()).digest()
+        start = self._recall(key)
+        if start is None:
+            if not structured.json_object:  # the only form that is all our own
+                _refuse_if(tools.trials.try_out(text), field)
+            start = LLMatcher(tools.lltokenizer, text, log_level=0, limits=parser_limits())
+            _refuse_if(start.get_error(), field)
+            self._keep(key, start)
+        return CompiledGrammar(start, tools.vocabulary, tools.real_tokens, field, partial(self._forget, key))
+
+    def close(self) -> None:
+        """End the processes that try out grammars."""
+        with self._lock:
+            tools, self._tools = self._tools, None
+        if tools is not None:
+            tools.trials.close()
+
+    def _ready_tools(self) -> _Tools:
+        with self._lock:
+            if self._tools is None:
+                self._tools = self._make_tools()
+            return self._tools
+
+    def _make_tools(self) -> _Tools:
+        if self._tokenizer is None:
+            raise InvalidValueError("structured needs text, and the checkpoint has no tokenizer")
+        try:
+            import llguidance  # noqa: F401
+        except ImportError as error:
+            raise InvalidValueError(
+                "structured output needs llguidance, which is not installed; pip install 'infinilm[structured]'"
+            ) from error
+        vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size)
+        real_ids = [token_id for token_id, token in enumerate(vocabulary.tokens) if token]
+        return _Tools(
+            vocabulary,
+            token_mask(real_ids, self._vocab_size),
+            vocabulary.lltokenizer(self._tokenizer),
+            Trials(vocabulary),
+        )
+
+    def _recall(self, key: bytes) -> "LLMatcher | None":
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+            return self._compiled.get(key)
+
+    def _keep(self, key: bytes, start: "LLMatcher") -> None:
+        with self._lock:
+            self._compiled[key] = start
+            while len(self._compiled) > CACHE_SIZE:
+                self._compiled.popitem(last=False)
+
+    def _forget(self, key: bytes) -> None:
+        """A grammar failed in use, which may have spoilt what all its users share."""
+        with self._lock:
+            self._compiled.pop(key, None)
+
+
+def _refuse_if(reason: str, field: str) -> None:
+    if reason:
+        raise InvalidValueError(f"structured: this {field} is refused: {readable(reason)}")

@@ -1,0 +1,184 @@
+"""Follows answers through a compiled grammar."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from time import thread_time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from infinilm.errors import InvalidValueError
+from infinilm.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Mask = npt.NDArray[np.int32]
+"""A bit for each token: token t is bit t % 32 of item t // 32."""
+
+ALLOWANCE_S = 0.5
+"""Processor time that a request's answers may take for their grammar, beyond …"""
+ALLOWANCE_PER_TOKEN_S = 0.005
+"""… this for each token. Most take a hundredth of it."""
+
+_MAX_REASON_CHARS = 500
+_EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")
+"""Lines of the grammar that is complained about, and marks below them."""
+
+
+class CompiledGrammar:
+    """A grammar for the answers of one request; what it was compiled to is shared with other requests."""
+
+    def __init__(
+        self,
+        start: "LLMatcher",
+        vocabulary: Vocabulary,
+        real_tokens: Mask,
+        field: str,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """Take what was compiled, before its first token.
+
+        `real_tokens` are all tokens but the empty ones; `field` is the name of what was asked for. `on_failure` is
+        called when an answer can't go on.
+        """
+        self._start = start
+        self._on_failure = on_failure
+        self._vocabulary = vocabulary
+        self._real_tokens = real_tokens
+        self._field = field
+        self._left_s = ALLOWANCE_S
+
+    def matcher(self, output_ids: Sequence[int], stop_ids: Sequence[int], min_tokens: int) -> "GrammarMatcher":
+        """See `infinilm.structured_output.Grammar`."""
+        vocab_size = len(self._vocabulary.tokens)
+        stop_ids = [token_id for token_id in stop_ids if token_id < vocab_size]
+        matcher = GrammarMatcher(
+            self,
+            self._start.deep_copy(),
+            ordinary_tokens=self._real_tokens & ~token_mask(stop_ids, vocab_size),
+            stop_ids=stop_ids,
+            special_stop_ids=[token_id for token_id in stop_ids if token_id in self._vocabulary.special_ids],
+            min_tokens=min_tokens,
+            vocab_size=vocab_size,
+        )
+        matcher.replay(output_ids)
+        return matcher
+
+    def spend(self, seconds: float) -> None:
+        """Take the time for one token off what the request may use."""
+        self._left_s = min(self._left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - seconds
+        if self._left_s < 0:
+            raise self.error(f"following it takes too long ({seconds * 1000:.0f} ms for the last token)")
+
+    def error(self, reason: str) -> InvalidValueError:
+        """What to tell the sender of a request whose answer can't go on."""
+        self._on_failure()
+        return InvalidValueError(f"structured: the answer can't go on with this {self._field}: {readable(reason)}")
+
+
+class GrammarMatcher:
+    """Follows one answer. See `infinilm.structured_output.TokenMatcher`.
+
+    Stop ids are none of the grammar's business: they are allowed where the answer is complete, and nowhere else.
+    Special ones may also stand at the end of the grammar itself, since they leave nothing behind in the text.
+    """
+
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        matcher: "LLMatcher",
+        *,
+        ordinary_tokens: Mask,
+        stop_ids: Sequence[int],
+        special_stop_ids: Sequence[int],
+        min_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+        self._ordinary_tokens = ordinary_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._stop_tokens = token_mask(stop_ids, vocab_size)
+        self._special_stop_ids = special_stop_ids
+        self._min_tokens = min_tokens
+        self._vocab_size = vocab_size
+        self._allowed = np.zeros(_num_items(vocab_size + 1), dtype=np.int32)  # llguidance has its own end of texts
+        self._num_tokens = 0
+        self._has_ended = False
+        self._spent_s = 0.0
+
+    def replay(self, output_ids: Iterable[int]) -> None:
+        """Take in an answer's beginning, once more."""
+        for token_id in output_ids:
+            self.advance(token_id)
+        self._spent_s = 0.0  # it was paid for the first time
+
+    def advance(self, token_id: int) -> None:
+        """See `TokenMatcher`."""
+        self._num_tokens += 1
+        if token_id in self._stop_ids:
+            self._has_ended = True
+        if self._has_ended:
+            return
+        start_s = thread_time()
+        self._matcher.consume_token(token_id)  # an error is the matcher's state from now on
+        self._spent_s += thread_time() - start_s
+
+    def fill(self, mask: Mask) -> None:
+        """See `TokenMatcher`."""
+        if self._has_ended:  # what comes now is thrown away, but something has to be drawn
+            mask[:] = self._stop_tokens
+            return
+        start_s = thread_time()
+        self._fill_by_grammar(mask)
+        spent_s, self._spent_s = self._spent_s + thread_time() - start_s, 0.0
+        self._grammar.spend(spent_s)
+
+    def _fill_by_grammar(self, mask: Mask) -> None:
+        matcher, allowed = self._matcher, self._allowed
+        if matcher.is_stopped():
+            allowed[:] = 0
+        else:
+            matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        if matcher.is_error():
+            raise self._grammar.error(matcher.get_error())
+        np.bitwise_and(allowed[: len(mask)], self._ordinary_tokens, out=mask)
+        can_go_on = bool(mask.any())
+        if can_go_on and self._num_tokens < self._min_tokens:
+            return
+        if matcher.is_accepting():
+            mask |= self._stop_tokens
+        elif completing := [token_id for token_id in self._special_stop_ids if self._completes(token_id)]:
+            mask |= token_mask(completing, self._vocab_size)
+        elif not can_go_on:
+            raise self._grammar.error("it is not complete, and no token is left but one of stop_token_ids")
+
+    def _completes(self, stop_id: int) -> bool:
+        """Whether the grammar asks for this token, and for nothing behind it."""
+        if not self._allowed[stop_id // 32] >> stop_id % 32 & 1:
+            return False
+        after = self._matcher.deep_copy()
+        return after.consume_token(stop_id) and after.is_accepting()
+
+
+def token_mask(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """The mask of these tokens, [ceil(vocab_size / 32)]."""
+    is_in = np.zeros(_num_items(vocab_size) * 32, dtype=np.bool_)
+    is_in[list(token_ids)] = True
+    return np.packbits(is_in, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def readable(reason: str) -> str:
+    """What llguidance says about a grammar, without what is for its own developers."""
+    lines = reason.partition("\n<")[0].splitlines()
+    reason = " ".join(line.strip() for line in lines if not _EXCERPT.fullmatch(line))
+    if reason.startswith("NoExtension"):
+        return "no token that the model has fits here"
+    reason = reason.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "Use anyOf")
+    return reason if len(reason) <= _MAX_REASON_CHARS else reason[:_MAX_REASON_CHARS] + " …"
+
+
+def _num_items(vocab_size: int) -> int:
+    return -(-vocab_size // 32)

@@ -1,0 +1,163 @@
+"""A process that tries out grammars, so that one that hangs, crashes or eats memory does so here.
+
+It speaks with its starter through a socket that is its standard input: first a vocabulary, then grammars, each answered
+with what is wrong with it. It has less stack, memory and time than the engine: what passes here is safe there.
+"""
+
+import json
+import math
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+from io import BytesIO
+from typing import TYPE_CHECKING, BinaryIO
+
+from infinilm.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+TRIAL_S = 1.6
+"""A grammar that has not passed by then is refused."""
+TRIAL_TOKENS = 48
+MAX_TOKEN_S = 0.25
+"""Of processor time, for any one token."""
+_STACK_BYTES = 1 << 20
+"""Threads elsewhere have 2 MiB or more."""
+_MEMORY_BYTES = 1 << 30
+"""Of address space, most of which is never used."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+def parser_limits() -> "LLParserLimits":
+    """What a grammar may cost when it is compiled, and at each token. Any of these reached is an error of its own."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        max_grammar_size=100_000,
+        max_lexer_states=20_000,  # about 1 kB each, kept as long as the grammar
+        step_lexer_fuel=200_000,
+        step_max_items=20_000,
+        max_items_in_row=1_000,  # an object with 250 optional properties; the time for a token grows with its square
+        verbose_errors=False,
+    )
+
+
+def try_out(lltokenizer: "LLTokenizer", grammar: str) -> str:
+    """Compile a grammar and follow it for a few tokens, drawn at random. Returns what went wrong, if anything."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(lltokenizer, grammar, log_level=0, limits=parser_limits())
+    draws = random.Random(0)
+    for _ in range(TRIAL_TOKENS):
+        if matcher.is_stopped():  # complete, or an error
+            break
+        start = time.thread_time()
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            break
+        if (token_id := _random_token(mask, draws, end=lltokenizer.eos_token)) is None:
+            break
+        matcher.consume_token(token_id)
+        if (seconds := time.thread_time() - start) > MAX_TOKEN_S:
+            return f"it takes {seconds:.2f} s to see what may come next; make it simpler"
+    return matcher.get_error()
+
+
+def _random_token(mask: bytes, draws: random.Random, end: int) -> int | None:
+    """A token whose bit is set; not `end`, which is the last one."""
+    start = draws.randrange(len(mask))
+    for place, part in ((start, mask[start:]), (0, mask)):
+        index = len(part) - len(part.lstrip(b"\0"))
+        byte = part[index] if index < len(part) else 0
+        token_ids = [(place + index) * 8 + bit for bit in range(8) if byte >> bit & 1]
+        if token_ids and token_ids != [end]:
+            return draws.choice([token_id for token_id in token_ids if token_id != end])
+    return None
+
+
+def write_frame(connection: socket.socket, content: bytes) -> None:
+    """Send some bytes, to be received as one."""
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def read_frame(stream: BinaryIO) -> bytes:
+    """Wait for the next frame. Raises `EOFError` if the other side is gone."""
+    (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
+    return _read(stream, length)
+
+
+def _read(stream: BinaryIO, num_bytes: int) -> bytes:
+    content = stream.read(num_bytes)
+    if len(content) < num_bytes:
+        raise EOFError
+    return content
+
+
+def write_vocabulary(connection: socket.socket, vocabulary: Vocabulary) -> None:
+    """Send a vocabulary, in two frames."""
+    header = {"lengths": [len(token) for token in vocabulary.tokens], "special_ids": sorted(vocabulary.special_ids)}
+    write_frame(connection, json.dumps(header).encode())
+    write_frame(connection, b"".join(vocabulary.tokens))
+
+
+def _read_vocabulary(stream: BinaryIO) -> Vocabulary:
+    header = json.loads(read_frame(stream))
+    tokens = BytesIO(read_frame(stream))
+    return Vocabulary([tokens.read(length) for length in header["lengths"]], frozenset(header["special_ids"]), False)
+
+
+def _limit_memory() -> None:
+    import resource  # which not every system has; the engine can do without
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # elsewhere it can't be set
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        least = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (least, most))
+
+
+def _limit_time() -> None:
+    """Have this process ended some time after the trial, in case that its starter does not live to do it."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + TRIAL_S) + 1, most))
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    _limit_memory()
+    connection = socket.socket(fileno=sys.stdin.fileno())
+    stream = connection.makefile("rb")
+    lltokenizer = _read_vocabulary(stream).lltokenizer()
+    threading.stack_size(_STACK_BYTES)
+    verdicts: list[str] = []
+
+    def judge(grammar: str) -> None:
+        try:
+            verdicts.append(try_out(lltokenizer, grammar))
+        except BaseException as error:  # a panic of the library is no Exception
+            verdicts.append(f"{type(error).__name__}: {error}")
+
+    while True:
+        try:
+            write_frame(connection, "".join(verdicts).encode())  # at first: ready
+            grammar = read_frame(stream).decode()
+        except (EOFError, ConnectionError):
+            return
+        _limit_time()
+        verdicts.clear()
+        thread = threading.Thread(target=judge, args=(grammar,))
+        thread.start()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The form an answer must have, checked once when it is asked for; and how the sampler is told what keeps it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from infinilm.checks import check_flag
+from infinilm.errors import InvalidTypeError, InvalidValueError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+MAX_SCHEMA_CHARS = 256 * 1024
+MAX_SCHEMA_DEPTH = 96
+"""Objects and lists within each other. The parser behind `structured/` takes 128, and some are ours."""
+MAX_REGEX_CHARS = 16 * 1024
+MAX_GRAMMAR_CHARS = 256 * 1024
+MAX_CHOICES = 10_000
+MAX_CHOICE_CHARS = 256 * 1024
+"""Of all choices together."""
+
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form of an answer, given in one of five ways. What ends with `finish_reason="stop"` has it."""
+
+    json_schema: Mapping[str, Any] | str | bool | None = None
+    """A JSON schema (draft 2020-12), as an object or as text; kept as text. Properties come in the schema's order.
+    Keywords that cannot be held to are refused; nothing is fetched."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression in the syntax of Rust's regex crate. It matches the whole answer."""
+    choice: Sequence[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's variant of Lark; its rule `start` is the whole answer."""
+
+    def __post_init__(self) -> None:
+        check_flag("json_object", self.json_object)
+        given = [name for name in KINDS if self._is_given(name)]
+        if len(given) != 1:
+            seen = f"has {' and '.join(given)}" if given else "has nothing"
+            raise InvalidValueError(f"structured {seen}; give exactly one of {', '.join(KINDS)}")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.regex is not None:
+            _check_text("regex", self.regex, MAX_REGEX_CHARS)
+            if (len(self.regex) - len(self.regex.rstrip("\\"))) % 2:
+                raise InvalidValueError("regex ends with a backslash that escapes nothing; remove it or double it")
+        if self.grammar is not None:
+            _check_text("grammar", self.grammar, MAX_GRAMMAR_CHARS)
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choices(self.choice))
+
+    def _is_given(self, name: str) -> bool:
+        return self.json_object if name == "json_object" else getattr(self, name) is not None
+
+    @property
+    def kind(self) -> str:
+        """The way in which it was given, one of `KINDS`."""
+        return next(filter(self._is_given, KINDS))
+
+
+class TokenMatcher(Protocol):
+    """Follows one answer, token by token."""
+
+    def fill(self, mask: "npt.NDArray[np.int32]") -> None:
+        """Set the bits of the tokens that may come next, and no others: token t is bit t % 32 of item t // 32.
+
+        Raises if there are none, or if finding them takes more than a request may have.
+        """
+
+    def advance(self, token_id: int) -> None:
+        """Take in the token that came. What is wrong with it is raised by the next `fill`."""
+
+
+class Grammar(Protocol):
+    """A form that is ready to be followed, for all answers of one request."""
+
+    def matcher(self, output_ids: Sequence[int], stop_ids: Sequence[int], min_tokens: int) -> TokenMatcher:
+        """A matcher that has seen `output_ids`. It never raises.
+
+        `stop_ids` are let through only where the answer is complete. Before `min_tokens` they are not even then,
+        unless nothing else may come.
+        """
+
+
+def _schema_text(schema: object) -> str:
+    """The schema as JSON text, if it is one that can be considered at all."""
+    if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA_CHARS:
+            raise InvalidValueError(f"json_schema has {len(schema)} characters; at most {MAX_SCHEMA_CHARS} are allowed")
+        try:
+            schema = json.loads(schema, parse_constant=_refuse_constant)
+        except RecursionError:
+            raise InvalidValueError(f"json_schema is nested deeper than {MAX_SCHEMA_DEPTH} levels") from None
+        except ValueError as error:
+            raise InvalidValueError(f"json_schema is not valid JSON: {error}") from None
+    if schema is False:
+        raise InvalidValueError("json_schema=False permits no answer at all; give a schema that some value satisfies")
+    if not isinstance(schema, Mapping) and schema is not True:
+        raise InvalidTypeError(
+            f"json_schema is of type {type(schema).__name__}; it must be an object, the text of one, or True"
+        )
+    _check_depth(schema)
+    if isinstance(schema, Mapping) and "x-guidance" in schema:
+        raise InvalidValueError("json_schema has 'x-guidance', which can make answers that are not JSON; leave it out")
+    try:
+        text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(f"json_schema can't be written as JSON: {error}") from None
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise InvalidValueError(f"json_schema has {len(text)} characters; at most {MAX_SCHEMA_CHARS} are allowed")
+    return text
+
+
+def _check_depth(schema: object) -> None:
+    """Refuse a schema that is nested too deep, or too large to be looked through."""
+    level: list[object] = [schema]
+    num_seen = 0
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        inner: list[object] = []
+        for value in level:
+            inner += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        num_seen += len(inner)
+        if num_seen > MAX_SCHEMA_CHARS:  # each has a character at least
+            raise InvalidValueError(f"json_schema has more than {MAX_SCHEMA_CHARS} values; make it smaller")
+        level = inner
+        if not level:
+            return
+    raise InvalidValueError(
+        f"json_schema is nested deeper than {MAX_SCHEMA_DEPTH} levels; make it flatter, or use $ref"
+    )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _checked_choices(choices: object) -> tuple[str, ...]:
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise InvalidTypeError(f"choice is of type {type(choices).__name__}; it must be a list of strings")
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise InvalidValueError(f"choice has {len(choices)} texts; give 1 to {MAX_CHOICES}")
+    num_chars = 0
+    for text in choices:
+        _check_text("choice", text, MAX_CHOICE_CHARS)
+        num_chars += len(text)
+    if num_chars > MAX_CHOICE_CHARS:
+        raise InvalidValueError(f"choice has {num_chars} characters in all; at most {MAX_CHOICE_CHARS} are allowed")
+    return tuple(choices)
+
+
+def _check_text(name: str, text: object, max_chars: int) -> None:
+    if not isinstance(text, str):
+        raise InvalidTypeError(f"{name} has a value of type {type(text).__name__}; it must be a string")
+    if len(text) > max_chars:
+        raise InvalidValueError(f"{name} has {len(text)} characters; at most {max_chars} are allowed")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(
+            f"{name} has a lone surrogate {text[error.start]!a} at character {error.start}, which no text can have"
+        ) from None

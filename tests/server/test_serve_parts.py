@@ -1,0 +1,154 @@
+"""Parts of the service by themselves: messages, metrics, keys, settings, and what it is without its extra."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from infinilm import Config, SamplingParams
+from infinilm.distributed import DistConfig
+from infinilm.engine.stats import EngineStats
+from infinilm.errors import InfinilmError
+from infinilm.outputs import RequestMetrics, TokenLogprobs
+from infinilm.server.guard import KeyRing
+from infinilm.server.messages import (
+    Abort,
+    Delta,
+    FrameReader,
+    Stats,
+    Stepped,
+    Submit,
+    config_from_wire,
+    config_to_wire,
+    decode_command,
+    decode_report,
+    frame,
+    params_from_wire,
+    params_to_wire,
+)
+from infinilm.server.metrics import Histogram, Metrics
+from infinilm.server.settings import Limits, ServerSettings
+from infinilm.structured_output import StructuredOutput
+
+DELTA = Delta(
+    "7",
+    1,
+    [5, 6],
+    "stop",
+    "END",
+    [TokenLogprobs(5, -0.5, 1, {5: -0.5, 9: -2.0})],
+    [None, TokenLogprobs(2, -1.0, 3, {})],
+    None,
+    RequestMetrics(arrival_time=1.0, queue_time=0.5, num_cached_tokens=16),
+)
+
+
+def test_messages_survive_the_wire_however_it_is_cut() -> None:
+    ours, theirs = socket.socketpair()
+    commands = [Submit("1", [1, 2, 299], {"top_k": 5}, "salt"), Abort("1"), Submit("2", list(range(5000)), {}, None)]
+    data = b"".join(map(frame, commands))
+    with ours, theirs:
+        reader = FrameReader(theirs)
+        found = []
+        for start in range(0, len(data), 1000):
+            ours.sendall(data[start : start + 1000])
+            found += [decode_command(message) for message in reader.read_all()]
+        assert found == commands
+        assert list(reader.read_all()) == []
+        ours.sendall(data)
+        assert decode_command(reader.read_one()) == commands[0]
+        list(reader.read_all())
+        ours.close()
+        with pytest.raises(EOFError):
+            list(reader.read_all())
+
+
+def test_reports_survive_the_wire() -> None:
+    for report in (Stepped([DELTA, Delta("8", 0, [1])]), Stats(EngineStats(num_steps=3, num_blocks=5))):
+        assert decode_report(frame(report)[4:]) == report
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0, max_tokens=5, logit_bias={3: -1.5}, stop_token_ids=(4, 5), seed=-3, n=2),
+        SamplingParams(structured=StructuredOutput(json_schema={"type": "integer"}), logprobs=3, prompt_logprobs=0),
+        SamplingParams(structured=StructuredOutput(choice=["a", "b"])),
+    ],
+)
+def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
+    sent = decode_command(frame(Submit("1", [1], params_to_wire(params), None))[4:])
+    assert params_from_wire(sent.params) == params
+
+
+def test_settings_survive_the_wire() -> None:
+    for config in (Config(), Config(model="x", seed=4, distributed=DistConfig(tp_device_ids=[1, 0]))):
+        assert config_from_wire(config_to_wire(config)) == config
+
+
+def test_a_histogram_counts_up_to_its_bounds() -> None:
+    histogram = Histogram((0.1, 1))
+    for value in (0.05, 0.1, 0.5, 2.0):
+        histogram.observe(value)
+    assert list(histogram.lines("x")) == [
+        'x_bucket{le="0.1"} 2',
+        'x_bucket{le="1"} 3',
+        'x_bucket{le="+Inf"} 4',
+        "x_sum 2.650000",
+        "x_count 4",
+    ]
+
+
+def test_every_metric_has_help_and_a_type() -> None:
+    lines = list(Metrics().lines({"a": ("A.", 1)}, {"b_total": ("B.", 2)}))
+    assert lines[:2] == [
+        "# HELP infinilm_requests_total Requests for text, by how they ended.",
+        "# TYPE infinilm_requests_total counter",
+    ]
+    assert {"infinilm_a 1", "infinilm_b_total 2", "# TYPE infinilm_a gauge"} <= set(lines)
+
+
+def test_keys() -> None:
+    keys = KeyRing(["first-key", "second-key"])
+    assert keys.find(b"first-key") != keys.find(b"second-key")
+    assert keys.find(b"first-key") == KeyRing(["first-key"]).find(b"first-key")
+    assert keys.find(b"") is None
+    assert keys.find(b"first-ke\xff") is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_addresses_of_this_machine_need_no_key(host: str) -> None:
+    assert ServerSettings(host=host).is_loopback
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
+def test_all_others_do(host: str) -> None:
+    with pytest.raises(InfinilmError, match="no API key"):
+        ServerSettings(host=host)
+    assert ServerSettings(host=host, api_keys=("long-enough",)).host == host
+
+
+@pytest.mark.parametrize("pair", ["max_n=0", "max_n=1.5", "request_timeout=0", "request_timeout=nan", "max_n", "n=1"])
+def test_bad_limits(pair: str) -> None:
+    with pytest.raises(InfinilmError, match=pair.partition("=")[0]):
+        Limits.from_pairs([pair])
+    assert Limits.from_pairs(["max-n=3", "read_timeout=0.5"]) == Limits(max_n=3, read_timeout=0.5)
+
+
+def run_code(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_http_process_does_without_torch() -> None:
+    code = "import infinilm.server.run, sys; print(sorted({'torch', 'transformers', 'llguidance'} & set(sys.modules)))"
+    assert run_code(code) == "[]\n"
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['fastapi'] = None; sys.stderr = sys.stdout\n"
+        "from infinilm.cli.main import run; print(run(['serve']))"
+    )
+    assert run_code(code) == "error: serving needs fastapi; install it with: pip install 'infinilm[serve]'\n2\n"

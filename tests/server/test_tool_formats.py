@@ -1,0 +1,89 @@
+"""Which format a chat template asks for. The templates are shortened to what gives them away."""
+
+import subprocess
+import sys
+
+import pytest
+
+from infinilm.errors import InvalidValueError
+from infinilm.server.tools import FORMATS, detect_format, supports_tools
+from infinilm.server.tools.formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
+
+QWEN = r"""
+{%- if tools %}
+    {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+    {{- "a json object within <tool_call></tool_call> tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\":
+    <args-json-object>}\n</tool_call><|im_end|>\n" }}
+{%- endif %}
+"""
+HERMES_2 = """{%- for tool in tools %}{{ tool|tojson }}{% endfor %}{{- "<tool_call>
+" }}{{- '{"name": <function-name>, "arguments": <args-dict>}
+' }}{{- '</tool_call>' }}"""
+SMOLLM_LIST = """{% if tools %}{{ tools | tojson }} answer: <tool_call>[
+{"name": "func_name1", "arguments": {"argument1": "value1"}}]</tool_call>{% endif %}"""
+SMOLLM2 = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ 'You are a helpful
+ AI assistant named SmolLM, trained by Hugging Face' }}{% endif %}{{ message['content'] }}{% endfor %}""".replace(
+    "\n", ""
+)
+LLAMA_3 = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+{%- for t in tools %}{{- t | tojson(indent=4) }}{%- endfor %}"""
+NEMO = """{%- if tools is not none %}{{- "[AVAILABLE_TOOLS][" }}{% for tool in tools %}{{ tool }}{% endfor %}{% endif %}
+{{- "[TOOL_CALLS][" }}"""
+MISTRAL_7B = """{%- for tool in tools %}{{ tool }}{%- endfor %}{{- "[TOOL_CALLS] [" }}"""
+# Ways to write calls that are not known here.
+MISTRAL_3_2 = (
+    """{%- for tool in tools %}{{ tool }}{% endfor %}{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments }}"""
+)
+QWEN_CODER = """{%- for tool in tools %}{% endfor %}{{ '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
+{% for name, value in tool_call.arguments|items %}{{ '<parameter=' + name }}{% endfor %}{{ '</tool_call>' }}"""
+GLM = """{% for tool in tools %}{{ tool|tojson }}{% endfor %}<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>"""
+CHATML = "{% for message in messages %}{{ message.role + ': ' + message.content }}{% endfor %} No tools here."
+
+
+@pytest.mark.parametrize(
+    ("template", "expected", "is_supported"),
+    [
+        (QWEN, HERMES, True),
+        (HERMES_2, HERMES, True),
+        (SMOLLM_LIST, SMOLLM, True),
+        (SMOLLM2, SMOLLM, False),
+        (LLAMA_3, LLAMA, True),
+        (NEMO, MISTRAL, True),
+        (MISTRAL_7B, MISTRAL, True),
+        (MISTRAL_3_2, HERMES, False),
+        (QWEN_CODER, HERMES, False),
+        (GLM, HERMES, False),
+        (CHATML, HERMES, False),
+        (QWEN.replace("tools", "xml_tools"), HERMES, False),
+        (None, HERMES, False),
+    ],
+)
+def test_templates_give_their_format_away(template: str | None, expected: ToolFormat, is_supported: bool) -> None:
+    assert detect_format(template) is expected
+    assert supports_tools(template, expected) is is_supported
+
+
+def test_the_format_can_be_named() -> None:
+    for name, expected in FORMATS.items():
+        assert detect_format(QWEN, name) is expected
+    assert not supports_tools(QWEN, MISTRAL)
+    assert supports_tools(QWEN, SMOLLM)
+    assert supports_tools(GLM, PLAIN)
+    with pytest.raises(InvalidValueError, match=r"tool_call_parser='qwen' is unknown.*hermes, smollm, llama, mistral"):
+        detect_format(QWEN, "qwen")
+
+
+@pytest.mark.parametrize("word", ["{{ 'no tools' }}", "{# tools #}", "{{ message.tools }}", "tools", "{{ my_tools }}"])
+def test_speaking_of_tools_is_not_reading_them(word: str) -> None:
+    assert not supports_tools(QWEN.replace("tools", "x") + word, HERMES)
+
+
+def test_markers() -> None:
+    assert HERMES.markers == ("<tool_call>", "</tool_call>")
+    assert MISTRAL.markers == ("[TOOL_CALLS]",)
+
+
+def test_it_is_text_logic_that_needs_no_torch() -> None:
+    code = "import sys, infinilm.server.tools; print('torch' in sys.modules or 'fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
