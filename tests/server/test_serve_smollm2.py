@@ -1,6 +1,9 @@
 """The embedded model behind the official client: answers that make sense."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,23 +39,23 @@ PERSON = {
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path) -> Iterator[Server]:
-    with serving(smollm2, "--max-model-len", "2048", "--model-name", "smollm2") as running:
+    with serving(smollm2, "--max-model-len", "2048", "--model-name", "smollm2-135m") as running:
         yield running
 
 
 def test_chat(server: Server) -> None:
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    reply = server.openai.chat.completions.create(model="smollm2", messages=messages, temperature=0, max_tokens=30)
+    reply = server.openai.chat.completions.create(model="smollm2-135m", messages=messages, temperature=0, max_tokens=30)
     assert "Paris" in reply.choices[0].message.content
     assert reply.choices[0].finish_reason == "stop"
     chunks = server.openai.chat.completions.create(
-        model="smollm2", messages=messages, temperature=0, max_tokens=30, stream=True
+        model="smollm2-135m", messages=messages, temperature=0, max_tokens=30, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == reply.choices[0].message.content
 
 
 def test_tools(server: Server) -> None:
-    asked = {"model": "smollm2", "messages": WEATHER, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+    asked = {"model": "smollm2-135m", "messages": WEATHER, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
     asked |= {"tool_choice": "required", "parallel_tool_calls": False}
     reply = server.openai.chat.completions.create(**asked).choices[0]
     (call,) = reply.message.tool_calls
@@ -68,7 +71,7 @@ def test_tools(server: Server) -> None:
 
 def test_a_streamed_call_of_a_named_tool_is_the_same(server: Server) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
-    asked = {"model": "smollm2", "messages": WEATHER, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+    asked = {"model": "smollm2-135m", "messages": WEATHER, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
     whole = server.openai.chat.completions.create(**asked, tool_choice=named).choices[0]
     name, text, last = "", "", None
     for chunk in server.openai.chat.completions.create(**asked, tool_choice=named, stream=True):
@@ -81,7 +84,7 @@ def test_a_streamed_call_of_a_named_tool_is_the_same(server: Server) -> None:
 
 def test_json_schema(server: Server) -> None:
     reply = server.openai.chat.completions.create(
-        model="smollm2",
+        model="smollm2-135m",
         messages=[{"role": "user", "content": "Describe a person as JSON."}],
         response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
         temperature=0.7,
@@ -129,3 +132,26 @@ def test_bad_guides_are_refused(server: Server, guide: dict) -> None:
 def test_structured_output_and_tools_exclude_each_other(server: Server) -> None:
     body = {"messages": WEATHER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
     assert "combined" in server.error("/v1/chat/completions", 400, **body)["message"]
+
+
+# --- what the README says can be typed in -----------------------------------------------------------------
+
+
+def readme_block(beginning: str, server: Server) -> str:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (found,) = (text for text in re.findall(r"^```\w+\n(.*?)^```$", readme, re.M | re.S) if text.startswith(beginning))
+    return found.replace("http://127.0.0.1:8000", server.url)
+
+
+def test_curl_as_in_the_readme(server: Server) -> None:
+    done = subprocess.run(["bash", "-c", readme_block("curl", server)], capture_output=True, text=True, check=True)
+    (choice,) = json.loads(done.stdout)["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"]
+
+
+def test_the_openai_client_as_in_the_readme(server: Server, tmp_path: Path) -> None:
+    script = tmp_path / "client.py"
+    script.write_text(readme_block("# client.py", server), encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) > 5
