@@ -13,7 +13,7 @@ from starlette.requests import Request
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 from infinilm.loading.gguf import GGUFFile
-from infinilm.loading.sources import resolve
+from infinilm.loading.sources import DEFAULT_MODEL, resolve
 from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.admission import Admission
@@ -41,7 +41,7 @@ class Service:
             raise InvalidValueError(f"{path} has no tokenizer, and the service speaks text; add its tokenizer.json")
         self.settings = settings
         self.limits = settings.limits
-        self.model_name = settings.model_name or path.name
+        self.model_name = settings.model_name or _name_of(config.model, path)
         self.tokenizer = tokenizer
         self.tool_format = detect_format(tokenizer.chat_template, tool_call_parser)
         self.template_takes_tools = supports_tools(tokenizer.chat_template, self.tool_format)
@@ -149,3 +149,9 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 def make_id(prefix: str) -> str:
     """A new id for a reply."""
     return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def _name_of(model: str | Path | None, path: Path) -> str:
+    """What a model is called by those who ask for it: as it was asked for here, or as its file."""
+    name = DEFAULT_MODEL if model is None else str(model)
+    return path.name if Path(name).exists() else name

@@ -61,7 +61,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=" ".join)
 def test_whatever_else_is_asked_for(llm, settings):
     outputs = llm.generate(PROMPTS, params(**settings), use_tqdm=False)
     for output in outputs:

@@ -24,7 +24,7 @@ BAD = [
     ({"regex": "\ud800"}, InvalidValueError, r"regex has a lone surrogate '\\ud800' at character 0"),
     ({"grammar": 1}, InvalidTypeError, "grammar has a value of type int"),
     ({"choice": "yes"}, InvalidTypeError, "choice is of type str"),
-    ({"choice": {"yes", "no"}}, InvalidTypeError, "choice is of type set"),
+    ({"choice": {"yes"}}, InvalidTypeError, "choice is of type set"),
     ({"choice": []}, InvalidValueError, "choice has 0 texts; give 1 to 10000"),
     ({"choice": [None]}, InvalidTypeError, "choice has a value of type NoneType"),
 ]

@@ -1,0 +1,94 @@
+/** Talking to the server: the key, errors in words, and answers as they come. */
+
+const KEY_NAME = "infinilm.key";
+const DONE = "[DONE]";
+
+/** What the server, or the way to it, has to say against a request. */
+export class ServerError extends Error {
+  constructor(message, { status = 0, param = null } = {}) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+
+  get needsKey() {
+    return this.status === 401;
+  }
+}
+
+/** Keep the key until the tab is closed. */
+export function keepKey(key) {
+  sessionStorage.setItem(KEY_NAME, key);
+}
+
+export function hasKey() {
+  return sessionStorage.getItem(KEY_NAME) !== null;
+}
+
+/** What `/health` says: it has a body in good times (200) and in bad ones (503). */
+export async function readHealth() {
+  const response = await request("health");
+  if (response.ok || response.status === 503) return response.json();
+  throw await readError(response);
+}
+
+/** The events of a chat completion. Ends with an error if the server reports one, or if the end is missing. */
+export async function* streamChat(body, signal) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw await readError(response);
+  for await (const data of readData(response.body)) {
+    if (data === DONE) return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ServerError(event.error.message, { param: event.error.param });
+    yield event;
+  }
+  throw new ServerError("the connection was cut before the answer was complete");
+}
+
+async function request(path, { headers = {}, ...options } = {}) {
+  const key = sessionStorage.getItem(KEY_NAME);
+  const all = key ? { ...headers, Authorization: `Bearer ${key}` } : headers;
+  try {
+    return await fetch(path, { ...options, headers: all, cache: "no-store" });
+  } catch (error) {
+    throw asReachError(error);
+  }
+}
+
+/** The data of server-sent events, of which one may come in several chunks. */
+async function* readData(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data: ")) yield line.slice(6);
+      }
+    }
+  } catch (error) {
+    throw asReachError(error);
+  }
+}
+
+function asReachError(error) {
+  return error.name === "AbortError" ? error : new ServerError("the server can't be reached; is it running?");
+}
+
+async function readError(response) {
+  const { status } = response;
+  try {
+    const { error } = await response.json();
+    return new ServerError(error.message, { status, param: error.param });
+  } catch {
+    return new ServerError(`the server answered with the status ${status}`, { status });
+  }
+}
