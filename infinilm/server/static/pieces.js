@@ -7,7 +7,7 @@
  * make up a character.
  */
 export class PieceMaker {
-  #utf8 = new TextDecoder();
+  #utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
   #unfinished = []; // tokens whose bytes do not end a character
   #waiting = []; // pieces whose text has not come
   #isFirst = true;

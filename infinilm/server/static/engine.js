@@ -1,0 +1,116 @@
+/** The live view of the engine: `/health`, once a second while the page is seen. */
+
+import { readHealth } from "./api.js";
+import { byId } from "./page.js";
+
+const INTERVAL_MS = 1000;
+const NUM_POINTS = 60;
+const HEIGHT = 20;
+const NUMBERS = ["running", "waiting", "blocks-used", "rate"];
+const MIN_SECONDS = 0.5; // a rate over less is noise
+const AT_WORK = ["ready", "draining"];
+const STATES = {
+  starting: "loading",
+  ready: "ready",
+  restarting: "restarting",
+  draining: "shutting down",
+  stopped: "stopped",
+  locked: "needs a key",
+  unreachable: "not reachable",
+};
+
+export class EngineMonitor {
+  #onLocked;
+  #timer = 0;
+  #before = null; // {time, numTokens} at the last look
+  #rates = [];
+
+  /** `onLocked` is called when the server wants a key; `look` goes on after that. */
+  constructor(onLocked) {
+    this.#onLocked = onLocked;
+    document.addEventListener("visibilitychange", () => this.look());
+  }
+
+  /** Look now, and then again and again. */
+  async look() {
+    clearTimeout(this.#timer);
+    if (document.hidden) {
+      this.#before = null;
+      return;
+    }
+    try {
+      this.#show(await readHealth());
+    } catch (error) {
+      this.#showNothing();
+      this.#showState(error.needsKey ? "locked" : "unreachable", error.message);
+      if (error.needsKey) {
+        this.#onLocked();
+        return;
+      }
+    }
+    clearTimeout(this.#timer); // another look may have begun meanwhile
+    this.#timer = setTimeout(() => this.look(), INTERVAL_MS);
+  }
+
+  #show({ status, model, cause, engine }) {
+    this.#showState(status, cause);
+    byId("model").textContent = byId("model").title = byId("welcome-model").textContent = model;
+    document.title = `${model} – infinilm`;
+    if (!AT_WORK.includes(status)) {
+      this.#showNothing();
+      return;
+    }
+    const numUsed = engine.num_blocks - engine.num_free_blocks;
+    byId("running").textContent = write(engine.num_running);
+    byId("waiting").textContent = write(engine.num_waiting + engine.num_queued);
+    byId("blocks-used").textContent = write(numUsed);
+    byId("blocks-total").textContent = ` / ${write(engine.num_blocks)}`;
+    byId("blocks-bar").style.width = `${(100 * numUsed) / Math.max(1, engine.num_blocks)}%`;
+    this.#showRate(engine.num_output_tokens);
+  }
+
+  /** There is no engine whose state could be shown. */
+  #showNothing() {
+    this.#before = null;
+    for (const id of NUMBERS) byId(id).textContent = "–";
+    byId("blocks-total").textContent = "";
+    byId("blocks-bar").style.width = 0;
+  }
+
+  #showRate(numTokens) {
+    const now = { time: performance.now(), numTokens };
+    const before = (this.#before ??= now);
+    const seconds = (now.time - before.time) / 1000;
+    if (seconds < MIN_SECONDS) return;
+    const rate = Math.max(0, (numTokens - before.numTokens) / seconds);
+    this.#before = now;
+    this.#rates = [...this.#rates, rate].slice(-NUM_POINTS);
+    byId("rate").textContent = rate < 100 ? rate.toFixed(1) : write(Math.round(rate));
+    this.#draw();
+  }
+
+  #draw() {
+    const peak = Math.max(...this.#rates);
+    const start = NUM_POINTS - this.#rates.length;
+    const points = this.#rates.map((rate, i) => `${start + i},${HEIGHT - 1 - (rate / Math.max(peak, 1)) * (HEIGHT - 2)}`);
+    byId("history-line").setAttribute("points", points.join(" "));
+    byId("history-area").setAttribute("points", `${start},${HEIGHT} ${points.join(" ")} ${NUM_POINTS - 1},${HEIGHT}`);
+    byId("peak").textContent = peak >= 1 ? `peak ${write(Math.round(peak))}` : "";
+  }
+
+  #showState(state, cause) {
+    const pill = byId("status");
+    if (pill.dataset.state === state && byId("notice").title === (cause ?? "")) return;
+    pill.dataset.state = state;
+    pill.textContent = STATES[state] ?? state;
+    const notice = byId("notice");
+    const isTrouble = state !== "ready" && state !== "locked";
+    notice.hidden = !isTrouble;
+    notice.title = cause ?? "";
+    notice.textContent = isTrouble ? [`The engine is ${pill.textContent}`, cause].filter(Boolean).join(": ") : "";
+  }
+}
+
+function write(number) {
+  return number.toLocaleString("en");
+}

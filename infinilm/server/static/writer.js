@@ -1,0 +1,91 @@
+/** One answer of the conversation, with what is said below it. */
+
+import { AnswerView } from "./answer.js";
+import { make, makeButton } from "./page.js";
+
+const INTERVAL_MS = 40;
+const ENDS = { length: "cut off at max tokens", stopped: "stopped" };
+
+/** Writes an answer as its events come: all of them, but only so often, for the engine may need this processor too. */
+export class AnswerWriter {
+  /** Where the text goes. */
+  body = make("div", "answer", "");
+  view = new AnswerView(this.body);
+  finishReason = null;
+  #note = make("p", "note", "waiting for the first token");
+  #grow;
+  #text = "";
+  #tokens = [];
+  #timer = 0;
+  #numTokens = 0;
+  #firstTime = 0;
+  #timings = null;
+
+  /** `grow` is called with each change of the page. */
+  constructor(element, grow) {
+    this.#grow = grow;
+    this.body.tabIndex = 0;
+    this.body.setAttribute("role", "group");
+    this.body.setAttribute("aria-label", "Answer; the arrow keys go from token to token");
+    const actions = make("div", "actions", "");
+    actions.append(this.#note, makeButton("copy plain", "Copy"), makeButton("regenerate plain", "Regenerate"));
+    element.append(this.body, actions);
+    element.classList.add("coming");
+  }
+
+  /** Take in an event. */
+  take({ choices: [choice], usage, timings }) {
+    if (choice) {
+      this.#text += choice.delta.content ?? "";
+      this.#tokens.push(...(choice.logprobs?.content ?? []));
+      if (choice.delta.content) this.#count(choice);
+      this.finishReason = choice.finish_reason ?? this.finishReason;
+    }
+    if (usage) this.#numTokens = usage.completion_tokens;
+    this.#timings = timings ?? this.#timings;
+    this.#timer ||= setTimeout(() => this.#flush(), INTERVAL_MS);
+  }
+
+  /** The answer is over: by a finish reason, by "stopped", or by an error. */
+  end(reason) {
+    clearTimeout(this.#timer);
+    this.#flush();
+    this.#grow(() => {
+      this.view.finish();
+      this.#note.textContent = this.#sumUp(reason);
+      this.#note.classList.toggle("wrong", reason instanceof Error);
+      this.body.parentElement.classList.remove("coming");
+    });
+  }
+
+  #count(choice) {
+    this.#firstTime ||= performance.now();
+    this.#numTokens += choice.logprobs?.content.length ?? 1;
+  }
+
+  #flush() {
+    this.#timer = 0;
+    if (!this.#text && !this.#tokens.length) return;
+    const [text, tokens] = [this.#text, this.#tokens];
+    [this.#text, this.#tokens] = ["", []];
+    this.#grow(() => {
+      this.view.add(text, tokens);
+      const seconds = (performance.now() - this.#firstTime) / 1000;
+      this.#note.textContent = seconds > 0.5 ? this.#describe(this.#numTokens / seconds) : this.#describe(null);
+    });
+  }
+
+  #sumUp(reason) {
+    if (reason instanceof Error) return reason.message;
+    const { ttft_s: wait = null, itl_s: gap = null } = this.#timings ?? {};
+    const parts = [this.#describe(gap && 1 / gap)];
+    if (wait !== null) parts.push(`first after ${wait < 1 ? `${Math.round(wait * 1000)} ms` : `${wait.toFixed(1)} s`}`);
+    if (ENDS[reason]) parts.push(ENDS[reason]);
+    return parts.join(" · ");
+  }
+
+  #describe(rate) {
+    const count = `${this.#numTokens.toLocaleString("en")} ${this.#numTokens === 1 ? "token" : "tokens"}`;
+    return rate ? `${count} · ${rate < 100 ? rate.toFixed(1) : Math.round(rate)}/s` : count;
+  }
+}
