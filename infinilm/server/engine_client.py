@@ -116,6 +116,7 @@ class EngineClient:
         while True:
             start_time = now()
             self.cause = await self._follow(child)
+            self.stats = EngineStats()  # what it had is gone with it
             while not self._stopping.is_set():
                 self.state = State.RESTARTING
                 if now() - start_time > STEADY_S:
