@@ -78,6 +78,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 self._metrics.responses[label, message["status"]] += 1
                 message["headers"] = [*message["headers"], *SECURITY_HEADERS]
+                if path == "/" or path.startswith(STATIC_PREFIX):  # or a browser could mix the files of two versions
+                    message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
         try:

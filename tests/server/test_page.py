@@ -60,6 +60,7 @@ def test_a_file_is_served_as_what_it_is(server: Server, file: Path) -> None:
     assert response.status_code == 200
     assert response.headers["content-type"].partition(";")[0] == TYPES[file.suffix]
     assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["cache-control"] == "no-cache"
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self'; style-src 'self'" in policy
