@@ -4,10 +4,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Without an isolated environment for each build the tools have the versions of constraints.txt.
+EDITABLE := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable
+CMAKE := $(BIN)/cmake
+CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+SANITIZED := build/sanitize
 
-.PHONY: run test format format-check lint types tests clean
+.PHONY: run test format format-check lint types tests native sanitize clean
 
-run: $(VENV)/.run
+run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
 		"What is the capital of France, and what is it known for?" \
 		"Write a haiku about the sea." \
@@ -28,20 +34,41 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-tests: $(VENV)/.dev
+tests: native $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
+native: $(VENV)/.run
+	@mkdir -p build
+	@if $(CONFIGURE) -B build/native >build/native.log 2>&1; then \
+		$(CMAKE) --build build/native -- --quiet && $(CMAKE) --install build/native >/dev/null; \
+	else \
+		rm -rf build/native infinilm/_native.*.so; \
+		echo "The native kernels can't be built here (build/native.log says why): InfiniLM will run on torch alone."; \
+	fi
+
+# The kernels' tests, on a build that stops at the first bad memory access or undefined behaviour.
+# The C++ library is preloaded along with the sanitizer because Python itself doesn't link it.
+sanitize: $(VENV)/.dev
+	CXX=$(CXX) $(CONFIGURE) -B $(SANITIZED) -DINFINILM_SANITIZE=ON
+	$(CMAKE) --build $(SANITIZED)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	INFINILM_NATIVE="$$(ls $(abspath $(SANITIZED))/_native.*)" \
+	$(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --quiet --capture=sys tests/native
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 or 3.12; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 12) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
-	$(PIP) --editable .
+	$(PIP) scikit-build-core nanobind cmake ninja
+	$(EDITABLE) .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing the test tools into $(VENV) …"
-	$(PIP) --editable '.[dev]'
+	$(EDITABLE) '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist infinilm/_native.*.so

@@ -19,7 +19,8 @@ class DeviceType(StrEnum):
 
 
 DEVICES = ("auto", *DeviceType)
-ATTENTION_BACKENDS = ("auto", "torch", "triton")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "native")
+QUANTIZATIONS = ("none", "q8", "q4")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # A laptop: few rows at a time, steps short enough that decoding goes on while a prompt is read.
@@ -63,7 +64,12 @@ class Config:
     """None: as many as fit into memory and can be of use."""
     device: str = "auto"
     dtype: str = "auto"
-    """auto: float32 on a CPU, the checkpoint's own elsewhere."""
+    """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: quantised weights are turned into it."""
+    quantization: str | None = None
+    """How matrices are kept on a CPU. None: as the checkpoint has them; those of a GGUF file stay quantised if `dtype`
+    is auto. q8, q4: those that are not quantised yet become so, with 8 or 4 bits. none: all are dense."""
+    kv_cache_dtype: str = "auto"
+    """auto: `dtype`; float16 on a CPU whose weights are quantised."""
     seed: int = 0
     """Requests without a seed of their own draw from this and the order they came in."""
     enable_prefix_caching: bool = True
@@ -85,6 +91,9 @@ class Config:
             check_integer("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
         check_choice("device", self.device, DEVICES)
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES))
         check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)

@@ -44,7 +44,7 @@ class SamplingParams:
     n: int = 1
     """Answers per prompt. They share the prompt's KV cache."""
     repetition_penalty: float = 1.0
-    """Divides (or multiplies, if negative) the logits of tokens in the prompt or the answer."""
+    """Divides (or multiplies, if negative) the logits of tokens in the prompt or the answer; 0.01 to 100."""
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
@@ -80,7 +80,7 @@ class SamplingParams:
         check_real("temperature", self.temperature, low=0.0, high=100.0)
         check_real("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
         check_real("min_p", self.min_p, low=0.0, high=1.0)
-        check_real("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, above_low=True)
+        check_real("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         check_real("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
         check_real("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
         check_integer("top_k", self.top_k, low=-1)

@@ -6,11 +6,20 @@ import torch
 
 from infinilm.attention.backend import AttentionBackend
 from infinilm.attention.batch import ForwardBatch, HostBatch
+from infinilm.attention.native_backend import NativeAttention, why_not_native
 from infinilm.attention.torch_backend import TorchAttention
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.support import why_no_triton
 
-__all__ = ["AttentionBackend", "ForwardBatch", "HostBatch", "TorchAttention", "select_backend"]
+__all__ = [
+    "AttentionBackend",
+    "ForwardBatch",
+    "HostBatch",
+    "NativeAttention",
+    "TorchAttention",
+    "select_backend",
+    "why_not_native",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +27,9 @@ logger = logging.getLogger(__name__)
 def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
     """Make the backend of that name, or with `auto` the best that can serve the device."""
     device = torch.device(device)
-    # Best first. Kernels that could run on a CPU would run in Triton's interpreter, which nobody wants by default.
-    names = ["triton", "torch"] if device.type == "cuda" else ["torch", "triton"]
+    # Best first. On a CPU the native library's is the best where weights are quantised, which the engine knows: with
+    # plain weights its threads and torch's would be in each other's way. Triton would be its interpreter there.
+    names = ["triton", "torch", "native"] if device.type == "cuda" else ["torch", "native", "triton"]
     if name not in ("auto", *names):
         raise InvalidValueError(f"attention_backend={name!r} is unknown; use one of auto, {', '.join(names)}")
     reasons: list[str] = []
@@ -37,7 +47,7 @@ def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
 
 def _why_not(name: str, device: torch.device) -> str | None:
     """What the backend itself would say, without importing what it takes: Triton is only there where it is of use."""
-    return why_no_triton(device) if name == "triton" else None
+    return {"triton": why_no_triton, "native": why_not_native}.get(name, lambda _: None)(device)
 
 
 def _make(name: str) -> AttentionBackend:
@@ -45,4 +55,4 @@ def _make(name: str) -> AttentionBackend:
         from infinilm.attention.triton_backend import TritonAttention
 
         return TritonAttention()
-    return TorchAttention()
+    return NativeAttention() if name == "native" else TorchAttention()

@@ -1,18 +1,23 @@
-"""How long this engine takes for a workload, and what many runs come to."""
+"""How long this engine takes for a workload, and what many runs come to.
+
+Torch is imported only by what needs it: a peer's process counts in the same way without our libraries in its memory.
+"""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from infinilm.bench.workloads import Workload
-from infinilm.engine.llm_engine import LLMEngine
 from infinilm.errors import EngineError
 from infinilm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from infinilm.engine.llm_engine import LLMEngine
 
 
 @dataclass(slots=True)
@@ -83,7 +88,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def run_engine(engine: LLMEngine, workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:
+def run_engine(engine: "LLMEngine", workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:
     """Time this engine: greedy, every answer of full length, `workload.batch_size` requests at a time."""
     params = SamplingParams(temperature=0.0, max_tokens=workload.output_len, ignore_eos=True)
     run = Run(token_ids=[[] for _ in prompts])

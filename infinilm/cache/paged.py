@@ -2,7 +2,6 @@
 
 import mmap
 import sys
-from contextlib import suppress
 
 import torch
 
@@ -25,7 +24,7 @@ class CacheMemory:
     def zeros(self, num_bytes: int) -> torch.Tensor:
         """`[num_bytes]` uint8, all 0. Whoever had some before must be done with it: it is the same memory if it fits.
 
-        On a CPU it costs nothing before it is touched, and then comes in large pages.
+        On a CPU it costs nothing before it is touched.
         """
         if num_bytes <= len(self._bytes):
             self._clear()
@@ -46,8 +45,6 @@ class CacheMemory:
             return
         if sys.platform == "linux":
             self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # only a wish: some kernels have no large pages
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
         else:
             self._mapping = mmap.mmap(-1, num_bytes)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
@@ -89,7 +86,9 @@ class PagedKVCache:
         self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
         num_bytes = num_blocks * self.bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
         # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        self._layers = self.memory.zeros(num_bytes).view(dtype).view(shape).unbind(0)
+        self.tensor = self.memory.zeros(num_bytes).view(dtype).view(shape)
+        """All layers' keys and values, `[layers, blocks, block_size, 2, kv_heads, head_dim]`."""
+        self._layers = self.tensor.unbind(0)
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""

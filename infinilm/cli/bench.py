@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinilm.cli.answering import open_engine
+from infinilm.cli.bench_llamacpp import compare_with_llamacpp, make_comparison
 from infinilm.cli.display import NONE, console, format_rate, format_seconds, make_table, note
 from infinilm.cli.options import takes_config, takes_sizes
 from infinilm.config import Config
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from infinilm.bench.workloads import Workload
 
 DEFAULT_WORKLOADS = ("single", "batch", "prefill")
+PEERS = ("transformers", "llama.cpp")
 OURS = "infinilm"
 
 
@@ -38,15 +40,19 @@ def bench(
             "--workload",
             "-w",
             help="single, batch, prefill, prefix or custom; can be given several times. "
-            f"Default: {', '.join(DEFAULT_WORKLOADS)}.",
+            f"Default: {', '.join(DEFAULT_WORKLOADS)}. Not with --peer llama.cpp, whose work is always the same.",
             rich_help_panel="Workload",
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Measured runs of each workload.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, help="Measured runs of each workload.")] = 5,
     peer: Annotated[
         str | None,
-        typer.Option(help="Run the same work in another engine, in turns: transformers.", show_default=False),
+        typer.Option(help=f"Run the same work in another engine, in turns: {', '.join(PEERS)}.", show_default=False),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads of each engine on a CPU. Default: as many as cores.", show_default=False),
     ] = None,
     json_file: Annotated[
         str | None,
@@ -58,26 +64,47 @@ def bench(
     """Measure throughput and latency of a workload.
 
     Prompts are random token ids, the same everywhere; answers are greedy and of full length. With --peer, both
-    engines compute the same tokens in one process, by turns. To measure a server, use bench serve.
+    engines do the same work by turns: transformers in this process, llama.cpp and we each in one of our own, which
+    tells its memory and its time to start as well. To measure a server, use bench serve.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    if peer not in (None, "transformers"):
-        raise InvalidValueError(f"peer={peer!r} is unknown; use transformers")
+    if peer not in (None, *PEERS):
+        raise InvalidValueError(f"peer={peer!r} is unknown; use one of {', '.join(PEERS)}")
+    if peer == "llama.cpp":
+        if workloads or sizes:
+            raise InvalidValueError(f"--peer {peer} has work of its own; leave out --workload and sizes of workloads")
+        found, report = compare_with_llamacpp(config, threads, repeat)
+        _write(report, json_file, [make_comparison(found.figures()), ""])
+        return
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
+    _set_threads(threads)
+    if peer is not None and config.quantization is None:
+        config = config.replace(quantization="none")  # as transformers has them
     with open_engine(config) as engine:
         other = _load_peer(engine) if peer else None
         results = [_measure(engine, other, workload, repeat) for workload in chosen]
         report = _report(engine, other, results, repeat)
+    _write(report, json_file, [part for result in results for part in _show(result)])
+
+
+def _set_threads(number: int | None) -> None:
+    if number is not None:
+        import torch
+
+        torch.set_num_threads(number)
+
+
+def _write(report: dict[str, Any], json_file: str | None, tables: Sequence["RenderableType"]) -> None:
+    """Into a file if there is one, and onto the screen unless that is the file."""
     if json_file is not None:
         write_json(report, json_file)
     if json_file != "-":
         screen = console()
         screen.print(_title(report), soft_wrap=True)
         screen.print()
-        for result in results:
-            screen.print(*_show(result), sep="\n")
+        screen.print(*tables, sep="\n")
 
 
 def _refuse_options(context: typer.Context) -> None:
@@ -186,8 +213,9 @@ def _title(report: dict[str, Any]) -> str:
     versions = " · ".join(f"{name} {version}" for name, version in report["versions"].items())
     threads = "1 thread" if machine["num_threads"] == 1 else f"{machine['num_threads']} threads"
     where = machine["gpu"] if report["device"] != "cpu" else machine["cpu"]
+    what = " · ".join(report[name] for name in ("model", "dtype") if name in report)
     return (
-        f"{report['model']} · {report['dtype']} · {where}, {threads}\n"
+        f"{what} · {where}, {threads}\n"
         f"{versions} · torch {machine['torch']} · Python {machine['python']} · median of {report['repeat']}"
     )
 

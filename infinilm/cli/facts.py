@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from infinilm.config import Config
 
 if TYPE_CHECKING:
+    from infinilm.loading.checkpoint import Checkpoint
     from infinilm.loading.tokenizer import Tokenizer
     from infinilm.models import LlamaConfig
 
 DTYPES = ("float32", "bfloat16")
-"""The types whose needs are compared."""
+"""The types whose needs are compared …"""
+QUANTIZED = "quantised"
+"""… with those of weights that stay as they are stored, where they can."""
 
 
 def collect_facts(path: Path) -> dict[str, Any]:
@@ -27,6 +30,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
         config = LlamaConfig.from_dict(checkpoint.config)
         tokenizer = checkpoint.tokenizer()
         num_parameters = sum(math.prod(shape) for shape in checkpoint.shapes().values())
+        memory = _memory_needs(checkpoint, config, num_parameters)
     finally:
         checkpoint.close()
     return {
@@ -48,7 +52,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
         "tied_head": config.tie_word_embeddings,
         "max_context_len": config.max_context_len(),
         "tokenizer": _describe_tokenizer(tokenizer) if tokenizer else None,
-        "memory": _memory_needs(config, num_parameters),
+        "memory": memory,
     }
 
 
@@ -107,7 +111,7 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
     }
 
 
-def _memory_needs(model_config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
+def _memory_needs(checkpoint: "Checkpoint", model_config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
     """By type: bytes of the weights, of a token and a full context in the cache, and how many tokens fit here."""
     import torch
 
@@ -115,15 +119,21 @@ def _memory_needs(model_config: "LlamaConfig", num_parameters: int) -> dict[str,
     from infinilm.engine.loader import select_devices
     from infinilm.engine.memory import free_memory_bytes
     from infinilm.engine.workspace import estimate_workspace
+    from infinilm.models.auto import outline_model
+    from infinilm.models.quantization import choose_formats
 
     config, max_len = Config(), model_config.max_context_len()
     (device,) = select_devices(config.device, DistConfig())
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
-    for name in DTYPES:
-        dtype: torch.dtype = getattr(torch, name)
-        weight_bytes = num_parameters * dtype.itemsize
-        token_bytes = 2 * model_config.num_hidden_layers * model_config.kv_dim() * dtype.itemsize
+    # By name: the type that is computed in, that of the cache, and the bytes of the weights.
+    kinds = {name: (dtype := getattr(torch, name), dtype, num_parameters * dtype.itemsize) for name in DTYPES}
+    formats = choose_formats(checkpoint, model_config.model_type, quantization=None, dtype="auto", device=device)
+    if formats.by_name:
+        weight_bytes = outline_model(model_config, torch.float32, formats=formats).num_bytes()
+        kinds[QUANTIZED] = (torch.float32, torch.float16, weight_bytes)
+    for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
+        token_bytes = 2 * model_config.num_hidden_layers * model_config.kv_dim() * kv_dtype.itemsize
         workspace = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len)
         workspace_bytes = workspace.total(max_len)
         left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinilm.cli.display import console, format_count, make_facts, make_table
-from infinilm.cli.facts import DTYPES, collect_facts
+from infinilm.cli.facts import DTYPES, QUANTIZED, collect_facts
 from infinilm.cli.options import ModelArgument
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
     from infinilm.engine.memory import format_bytes
 
     needs, context = facts["memory"], facts["max_context_len"]
-    table = make_table("memory", *DTYPES)
+    kinds = [name for name in (*DTYPES, QUANTIZED) if name in needs]
+    table = make_table("memory", *kinds)
     rows = {
         "weights": "weight_bytes",
         "workspace, at most": "workspace_bytes",
@@ -72,9 +73,9 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
         f"KV cache, {context:,} tokens": "kv_bytes_of_max_context",
     }
     for label, key in rows.items():
-        table.add_row(label, *(format_bytes(needs[name][key]) for name in DTYPES))
+        table.add_row(label, *(format_bytes(needs[name][key]) for name in kinds))
     table.add_section()
-    fits = [needs[name]["num_tokens_that_fit"] for name in DTYPES]
+    fits = [needs[name]["num_tokens_that_fit"] for name in kinds]
     where = f"{format_bytes(needs['free_bytes'])} free on {needs['device']}"
     table.add_row(f"fits here, {where}", *(f"{num_tokens:,} tokens" if num_tokens else "no" for num_tokens in fits))
     table.add_row("", *(_sequences(num_tokens, context) for num_tokens in fits), style="dim")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinilm.config import ATTENTION_BACKENDS, DEVICES, PRESETS, Config
+from infinilm.config import ATTENTION_BACKENDS, DEVICES, PRESETS, QUANTIZATIONS, Config
 from infinilm.sampling_params import SamplingParams
 
 Command = Callable[..., None]
@@ -37,6 +37,10 @@ _ENGINE_OPTIONS = {
     "model": _engine_option(str, MODEL_HELP, "--model", "-m"),
     "preset": _engine_option(str, f"Ready-made settings: {', '.join(PRESETS)}."),
     "dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float32 on a CPU."),
+    "quantization": _engine_option(
+        str, f"{', '.join(QUANTIZATIONS)}: how matrices are kept on a CPU. Default: as the checkpoint has them."
+    ),
+    "kv_cache_dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float16 with quantised weights."),
     "device": _engine_option(str, f"{', '.join(DEVICES)}."),
     "tensor_parallel_size": _engine_option(
         int, "GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp"

@@ -38,12 +38,14 @@ def verify(
 ) -> None:
     """Check logits, greedy tokens and log-probabilities against transformers.
 
+    Weights are dense, as transformers has them, unless --quantization says otherwise.
+
     Ends with exit code 1 if a difference is beyond the tolerance.
     """
     from infinilm.bench.agreement import compare
     from infinilm.bench.transformers_peer import TransformersPeer
 
-    with open_engine(config.replace(model=model)) as engine:
+    with open_engine(config.replace(model=model, quantization=config.quantization or "none")) as engine:
         path = Path(str(engine.config.model))
         dtype = engine.workers.worker.dtype
         note("Loading the same weights with transformers …")

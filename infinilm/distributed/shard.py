@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from infinilm.errors import InvalidValueError
+from infinilm.errors import EngineError, InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +61,46 @@ class WeightShard:
         return full
 
 
-Weights = Mapping[str, WeightShard]
+class PackedMatrix(Protocol):
+    """A quantised matrix in the memory of a model, in a layout of its own."""
+
+    @property
+    def format(self) -> str:
+        """GGML's name of the type whose blocks it takes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+
+    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+        """Put rows of GGML's blocks, uint8 `[n, bytes of a row]`, in the places `rows`, int64 `[n]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """A rank's piece of a matrix that stays quantised."""
+
+    matrix: PackedMatrix
+    shape: tuple[int, int]
+    """The piece's. The matrix may have rows to spare."""
+    full_shape: tuple[int, int]
+    starts: tuple[int, int]
+    """Where the piece begins in each dimension of the whole."""
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix, rows: Piece, columns: Piece) -> "PackedShard":
+        """A matrix that holds these rows and columns of the whole."""
+        return cls(matrix, (rows.length, columns.length), (rows.full, columns.full), (rows.start, columns.start))
+
+
+Shard = WeightShard | PackedShard
+Weights = Mapping[str, Shard]
 """A model's weights by their names in a Hugging Face checkpoint."""
+
+
+def dense_weights(weights: Weights) -> dict[str, WeightShard]:
+    """The weights of a model that keeps none of them quantised."""
+    dense = {name: shard for name, shard in weights.items() if isinstance(shard, WeightShard)}
+    if len(dense) < len(weights):
+        raise EngineError("quantised weights can't be read or replaced; load the model with quantization='none'")
+    return dense

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from xxhash import xxh3_64_intdigest
 
+from infinilm.checks import check_integer
 from infinilm.config import Config
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import check_registry
@@ -374,12 +375,23 @@ class LLMEngine:
         for seq in request.seqs:
             del self._owners[seq.arrival]
 
-    def abort(self, request_id: str) -> bool:
-        """End a request; the next `step` reports it. Returns False if there is no such request (any more)."""
+    def abort(self, request_id: str, answer: int | None = None) -> bool:
+        """End a request, or only one of its answers; the next `step` reports it.
+
+        Returns False if there is none (any more).
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._end(request)
+        if answer is None:
+            self._end(request)
+            return True
+        check_integer("answer", answer, low=0, high=len(request.seqs) - 1)
+        seq = request.seqs[answer]
+        if seq.is_finished:
+            return False
+        self.scheduler.finish(seq, "abort")
+        self._tell(request)
         return True
 
     # --- the rest ---------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ from time import perf_counter
 
 import torch
 
+from infinilm.attention import why_not_native
 from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
+from infinilm.distributed.shard import PackedShard
 from infinilm.engine.memory import MemoryLedger, describe_oom, give_back, is_out_of_memory, plan_memory
 from infinilm.engine.model_runner import ModelRunner
 from infinilm.engine.rank_worker import CacheShape
@@ -17,12 +19,14 @@ from infinilm.engine.worker_group import WorkerGroup
 from infinilm.engine.workspace import estimate_workspace, uses_graphs
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.support import has_kernels
+from infinilm.layers.packed import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.tokenizer import Tokenizer
 from infinilm.models import LlamaConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids
 from infinilm.models.cpu import avoid_false_amx
+from infinilm.models.quantization import choose_formats, note_dense
 
 logger = logging.getLogger(__name__)
 
@@ -64,28 +68,54 @@ def load_model(config: Config) -> LoadedModel:
     return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What is decided from settings and headers, before memory is taken for anything."""
+
+    dtype: torch.dtype
+    formats: WeightFormats
+    weight_bytes: int
+    attention_backend: str
+    kv_dtype: torch.dtype
+
+
+def _choose(
+    checkpoint: Checkpoint, config: Config, model_config: LlamaConfig, devices: Sequence[torch.device]
+) -> _Choices:
+    device = devices[0]
+    dtype = choose_dtype(config.dtype, model_config, device)
+    formats = choose_formats(
+        checkpoint, model_config.model_type, quantization=config.quantization, dtype=config.dtype, device=device
+    )
+    outline = check_fits(checkpoint, model_config, dtype, len(devices), formats)
+    weights = outline.weight_targets()
+    note_dense(weights, formats)
+    is_quantized = any(isinstance(shard, PackedShard) for shard in weights.values())
+    attention_backend = select_attention(config, model_config, device, dtype, is_quantized=is_quantized)
+    kv_dtype = select_kv_dtype(config, device, dtype, is_half=is_quantized and attention_backend == "native")
+    return _Choices(dtype, formats, outline.num_bytes(), attention_backend, kv_dtype)
+
+
 def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
-    # Everything is decided from the headers, before memory is taken for anything.
     model_config = LlamaConfig.from_dict(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     distributed = config.distributed or DistConfig(config.tensor_parallel_size)
     devices = select_devices(config.device, distributed)
-    dtype = choose_dtype(config.dtype, model_config, devices[0])
     longest = select_max_model_len(config, model_config)
-    weight_bytes = check_fits(checkpoint, model_config, dtype, len(devices))
+    choices = _choose(checkpoint, config, model_config, devices)
     workers: WorkerGroup | None = None
     memory: MemoryLedger | None = None
     try:
-        workers = start_workers(devices, dtype, config.attention_backend)
+        workers = start_workers(devices, choices.dtype, choices.attention_backend)
         workspace = estimate_workspace(
-            config, model_config, dtype, devices[0], max_model_len=longest, num_ranks=len(devices)
+            config, model_config, choices.dtype, devices[0], max_model_len=longest, num_ranks=len(devices)
         )
         memory = plan_memory(
             config,
             model_config,
             device=devices[0],
-            dtype=dtype,
-            weight_bytes=weight_bytes,
+            kv_dtype=choices.kv_dtype,
+            weight_bytes=choices.weight_bytes,
             workspace=workspace,
             free_bytes=workers.free_bytes,
             max_model_len=longest,
@@ -95,8 +125,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
 
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
-        workers.load_model(model_config, memory.max_model_len, checkpoint.path)
-        runner = _make_runner(workers, config, model_config, memory)
+        workers.load_model(model_config, memory.max_model_len, checkpoint.path, choices.formats)
+        runner = _make_runner(workers, config, model_config, memory, choices.kv_dtype)
     except BaseException as error:
         if workers is not None:
             workers.close()
@@ -108,10 +138,12 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     return LoadedModel(workers, runner, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory)
 
 
-def _make_runner(workers: WorkerGroup, config: Config, model_config: LlamaConfig, memory: MemoryLedger) -> ModelRunner:
+def _make_runner(
+    workers: WorkerGroup, config: Config, model_config: LlamaConfig, memory: MemoryLedger, kv_dtype: torch.dtype
+) -> ModelRunner:
     """Take the memory for the KV cache and everything that steps need."""
     worker = workers.worker
-    workers.reset_cache(CacheShape(memory.num_blocks, memory.block_size, str(worker.dtype).removeprefix("torch.")))
+    workers.reset_cache(CacheShape(memory.num_blocks, memory.block_size, str(kv_dtype).removeprefix("torch.")))
     runner = ModelRunner(
         workers,
         vocab_size=model_config.vocab_size,
@@ -146,6 +178,38 @@ def select_devices(kind: str, distributed: DistConfig) -> list[torch.device]:
             "numbered from 0"
         )
     return [torch.device("cuda", index) for index in distributed.tp_device_ids]
+
+
+def select_attention(
+    config: Config, model_config: LlamaConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
+) -> str:
+    """The backend asked for; with `auto` the native library's where it also multiplies with the weights, if it can."""
+    if config.attention_backend not in ("auto", "native"):
+        return config.attention_backend
+    if config.attention_backend == "auto" and not is_quantized:
+        return "auto"
+    group = model_config.num_attention_heads // model_config.num_key_value_heads
+    reason = why_not_native(device, dtype, model_config.head_dim, group)
+    if reason is not None and config.attention_backend == "native":
+        raise InvalidValueError(
+            f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"
+        )
+    return "native" if reason is None else "auto"
+
+
+def select_kv_dtype(config: Config, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
+    """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type == "cuda" and config.kv_cache_dtype not in ("auto", name):
+        raise InvalidValueError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r}: on a GPU the cache has the model's dtype, {name}; use 'auto'"
+        )
+    if config.kv_cache_dtype != "auto":
+        name = config.kv_cache_dtype
+    elif is_half:
+        name = "float16"
+    chosen: torch.dtype = getattr(torch, name)
+    return chosen
 
 
 def select_max_model_len(config: Config, model_config: LlamaConfig) -> int:

@@ -128,7 +128,7 @@ def plan_memory(
     model_config: LlamaConfig,
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     weight_bytes: int,
     workspace: Workspace,
     free_bytes: int,
@@ -142,7 +142,7 @@ def plan_memory(
         block_size,
         kv_heads_per_rank(model_config.num_key_value_heads, num_ranks),
         model_config.head_dim,
-        dtype,
+        kv_dtype,
     )
     without_cache = MemoryLedger(
         device=str(device),

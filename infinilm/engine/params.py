@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from infinilm.distributed.shard import dense_weights
 from infinilm.engine.infer_input import share_array
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.models import InfinilmModel
@@ -24,7 +25,7 @@ class ParamTable:
 
     def __init__(self, outlines: Sequence[InfinilmModel]) -> None:
         """`outlines` are every rank's share of the model; they need no memory."""
-        self._shards = [outline.weight_targets() for outline in outlines]
+        self._shards = [dense_weights(outline.weight_targets()) for outline in outlines]
         self._is_ignorable = outlines[0].is_ignorable
 
     def names(self) -> list[str]:

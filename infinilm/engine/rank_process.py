@@ -20,6 +20,7 @@ from infinilm.distributed.channel import Channel, ChannelClosedError, Message
 from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
 from infinilm.engine.memory import free_memory_bytes
 from infinilm.engine.rank_worker import Command, RankWorker
+from infinilm.engine.threads import computing_threads
 from infinilm.errors import EngineError
 from infinilm.models.registry import register_described
 
@@ -67,7 +68,7 @@ class _Rank:
     """A worker, and what it takes to get it going."""
 
     def __init__(self, settings: RankSettings) -> None:
-        torch.set_num_threads(settings.num_threads)
+        self.num_threads = settings.num_threads
         device = torch.device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -81,7 +82,8 @@ class _Rank:
             return Message()
         if registration := message.values.pop("registration", None):
             register_described(registration)
-        return self.worker.execute(command, message)
+        with computing_threads(self.num_threads, self.worker.thread_users):
+            return self.worker.execute(command, message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,11 @@ from infinilm.debug import HookRegistry
 from infinilm.debug.taps import Taps
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationGroup
+from infinilm.distributed.shard import PackedShard, dense_weights
+from infinilm.engine.threads import ThreadUsers
 from infinilm.errors import EngineError
 from infinilm.layers.linear import kv_heads_per_rank
+from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, LlamaConfig, create_model
@@ -101,6 +104,7 @@ class RankWorker:
         self.dtype = dtype
         self.backend = select_backend(attention_backend, self.device)
         self.cache: PagedKVCache | None = None
+        self.thread_users = ThreadUsers()
         self._model: InfinilmModel | None = None
         self._memory = CacheMemory(self.device)
 
@@ -111,10 +115,12 @@ class RankWorker:
             raise EngineError("no model is loaded")
         return self._model
 
-    def load_model(self, config: LlamaConfig, max_len: int, source: Path | int) -> None:
+    def load_model(self, config: LlamaConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         """Build the model for texts of up to `max_len` tokens; read its weights from a checkpoint, or make them up
-        from a seed."""
-        model = create_model(config, max_len=max_len, dtype=self.dtype, device=self.device, group=self.group)
+        from a seed. Those with a format stay quantised, or become so."""
+        model = create_model(
+            config, max_len=max_len, dtype=self.dtype, device=self.device, group=self.group, formats=formats
+        )
         if isinstance(source, int):
             fill_randomly(model.weight_targets(), source)
         else:
@@ -129,12 +135,17 @@ class RankWorker:
             finally:
                 checkpoint.close()
         self._model = model
+        matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
+        are_packed = [isinstance(shard, PackedShard) for shard in matrices]
+        self.thread_users = ThreadUsers(
+            torch=not all(are_packed), native=any(are_packed) or self.backend.name == "native"
+        )
         self._settle_weights()
 
     @torch.inference_mode()
     def load_pieces(self, pieces: Mapping[str, Tensor]) -> None:
         """Put this rank's pieces of some weights into the model."""
-        targets = self.model.weight_targets()
+        targets = dense_weights(self.model.weight_targets())
         for name, piece in pieces.items():
             targets[name].tensor.copy_(piece)
         self._settle_weights()
@@ -148,7 +159,7 @@ class RankWorker:
         """Copies of this rank's weights, on the host, by their names in a checkpoint."""
         return {
             name: shard.tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, shard in self.model.weight_targets().items()
+            for name, shard in dense_weights(self.model.weight_targets()).items()
         }
 
     def reset_cache(self, shape: CacheShape | None) -> None:
@@ -209,8 +220,12 @@ class RankWorker:
         match command:
             case Command.LOAD if "config" in values:
                 source = values["source"]
-                config = LlamaConfig.from_dict(values["config"])
-                self.load_model(config, values["max_len"], source if isinstance(source, int) else Path(source))
+                self.load_model(
+                    LlamaConfig.from_dict(values["config"]),
+                    values["max_len"],
+                    source if isinstance(source, int) else Path(source),
+                    WeightFormats(values["formats"]),
+                )
             case Command.LOAD:
                 self.load_pieces(message.tensors)
             case Command.RUN:

@@ -1,8 +1,7 @@
 """All ranks of an engine, driven as one: rank 0 in this process, the others in processes of their own."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,9 @@ from infinilm.engine.memory import free_memory_bytes
 from infinilm.engine.peers import Peers
 from infinilm.engine.rank_process import RankSettings, WireError
 from infinilm.engine.rank_worker import CacheShape, Command, OnLogits, RankWorker, StepInput
+from infinilm.engine.threads import computing_threads, share_of_threads
 from infinilm.errors import EngineError, WorkerDiedError
+from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.models import LlamaConfig
 from infinilm.models.registry import describe_registration
 
@@ -44,9 +45,7 @@ class WorkerGroup:
         self._is_whole = True
         """Whether all ranks have done the same so far, and none of them owes a reply."""
         self._num_meetings = 0
-        self._num_threads = torch.get_num_threads()
-        if devices[0].type == "cpu":  # which all ranks share
-            self._num_threads = max(1, self._num_threads // self.size)
+        self._num_threads = share_of_threads(devices[0], self.size)
         store, port = make_store() if self.size > 1 else (None, 0)
         group = CommunicationGroup(RankInfo(0, self.size, devices[0]), store)
         self._worker: RankWorker | None = RankWorker(group, dtype, attention_backend)
@@ -92,17 +91,18 @@ class WorkerGroup:
 
     # --- commands ---------------------------------------------------------------------------------------
 
-    def load_model(self, config: LlamaConfig, max_len: int, source: Path | int) -> None:
+    def load_model(self, config: LlamaConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         """Build the model on every rank, its weights from a checkpoint or made up from a seed."""
         message = Message(
             {
                 "config": config.to_dict(),
                 "max_len": max_len,
                 "source": source if isinstance(source, int) else str(source.absolute()),
+                "formats": dict(formats.by_name),
                 "registration": describe_registration(config.model_type) if self.size > 1 else None,
             }
         )
-        self._on_all(Command.LOAD, lambda: message, lambda: self.worker.load_model(config, max_len, source))
+        self._on_all(Command.LOAD, lambda: message, lambda: self.worker.load_model(config, max_len, source, formats))
 
     def load_pieces(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Put pieces of weights into the model, `pieces[rank]` on each rank."""
@@ -168,11 +168,12 @@ class WorkerGroup:
             )
         try:
             self.check_alive()
-            if self.size == 1:
-                return own(), []
-            if not self._is_whole:
-                self._recover()
-            return self._on_many(command, make, own)
+            with computing_threads(self._num_threads, self.worker.thread_users):
+                if self.size == 1:
+                    return own(), []
+                if not self._is_whole:
+                    self._recover()
+                return self._on_many(command, make, own)
         except WorkerDiedError:
             self.close()
             raise
@@ -184,8 +185,7 @@ class WorkerGroup:
         try:
             for peer in self._peers.all:
                 peer.send(command, make())
-            with _threads_limited(self._num_threads):
-                result = own()
+            result = own()
             replies = self._peers.receive()
             _raise_first(replies)
         except WorkerDiedError:
@@ -236,14 +236,3 @@ def _raise_first(replies: Sequence[Message]) -> None:
     errors.sort(key=lambda error: isinstance(error, CommunicationError))
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _threads_limited(num_threads: int) -> Iterator[None]:
-    """Compute with this many threads: ranks on CPUs share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

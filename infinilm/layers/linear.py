@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import Piece, WeightShard
+from infinilm.distributed.shard import PackedShard, Piece, Shard, WeightShard
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.norm import RMSNorm
+from infinilm.layers.packed import DENSE, PackedWeight, WeightFormats
 
 MAX_KERNEL_ROWS = 8
 """Up to so many rows our own products with a small matrix are faster than the libraries' …"""
@@ -37,9 +38,12 @@ class Linear(nn.Module):
     `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, first the gate's values, then the up's. Where a rank
     holds only a piece of the rows or of the columns, it says which.
 
-    This is where a weight's format is known and nowhere else: one that is faster or smaller than the plain
-    matrix brings its own `forward` and `weight_targets`.
+    This is where a weight's format is known and nowhere else. If all matrices have one in `formats`, and their blocks
+    can be shared out, they stay quantised (`packed`); otherwise they become one plain matrix (`weight`).
     """
+
+    packed: PackedWeight | None
+    """None: there is a `weight`."""
 
     def __init__(
         self,
@@ -49,18 +53,25 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        formats: WeightFormats = DENSE,
     ) -> None:
         super().__init__()
         self.columns = _as_piece(in_features)
         self.outputs = {name: _as_piece(rows) for name, rows in outputs.items()}
-        num_rows = sum(piece.length for piece in self.outputs.values())
+        rows = [piece.length for piece in self.outputs.values()]
+        num_rows = sum(rows)
         self._has_kernels = has_kernels(device)
-        # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
-        is_input_first = torch.device(device).type == "cpu"
-        shape = (self.columns.length, num_rows) if is_input_first else (num_rows, self.columns.length)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-        self._matrix = self.weight if is_input_first else self.weight.t()  # [in, out]
-        self._max_kernel_rows = max_kernel_rows(self.weight)
+        self._max_kernel_rows = 0
+        self.packed = None
+        if found := formats.find([f"{name}.weight" for name in self.outputs], self.columns):
+            self.packed = PackedWeight(found, rows, self.columns.length, device)
+        else:
+            # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
+            is_input_first = torch.device(device).type == "cpu"
+            shape = (self.columns.length, num_rows) if is_input_first else (num_rows, self.columns.length)
+            self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            self._matrix = self.weight if is_input_first else self.weight.t()  # [in, out]
+            self._max_kernel_rows = max_kernel_rows(self.weight)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(num_rows, dtype=dtype, device=device), requires_grad=False)
@@ -74,11 +85,16 @@ class Linear(nn.Module):
             return self._few_rows(x, residual, norm)
         if norm is not None:
             x = norm(x)
+        if self.packed is not None:
+            return self.packed.multiply(x, self.bias, residual)
         if residual is None:
             return torch.mm(x, self._matrix) if self.bias is None else torch.addmm(self.bias, x, self._matrix)
         if self.bias is not None:
             residual = residual + self.bias
         return residual.addmm_(x, self._matrix)
+
+    def _without_bias(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self._matrix) if self.packed is None else self.packed.multiply(x)
 
     def _few_rows(self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
         from infinilm.kernels.gemv import gemv, norm_gemv
@@ -87,14 +103,18 @@ class Linear(nn.Module):
             return gemv(x, self.weight, bias=self.bias, residual=residual)
         return norm_gemv(x, norm.weight, norm.eps, self.weight, bias=self.bias, residual=residual)
 
-    def weight_targets(self, prefix: str = "") -> dict[str, WeightShard]:
-        """Views to load into, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""
-        targets: dict[str, WeightShard] = {}
+    def weight_targets(self, prefix: str = "") -> dict[str, Shard]:
+        """Where to load to, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""
+        targets: dict[str, Shard] = {}
         first = 0
-        for name, rows in self.outputs.items():
+        for index, (name, rows) in enumerate(self.outputs.items()):
             own = slice(first, first + rows.length)
             first += rows.length
-            targets[f"{prefix}{name}.weight"] = WeightShard.of(self._matrix.t()[own], rows, self.columns)
+            targets[f"{prefix}{name}.weight"] = (
+                WeightShard.of(self._matrix.t()[own], rows, self.columns)
+                if self.packed is None
+                else PackedShard.of(self.packed.matrices[index], rows, self.columns)
+            )
             if self.bias is not None:
                 targets[f"{prefix}{name}.bias"] = WeightShard.of(self.bias[own], rows)
         return targets
@@ -112,9 +132,10 @@ class ColumnParallelLinear(Linear):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup = SINGLE,
+        formats: WeightFormats = DENSE,
     ) -> None:
         shares = {name: Piece.share(name, rows, group.rank, group.size) for name, rows in outputs.items()}
-        super().__init__(in_features, shares, bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, shares, bias=bias, dtype=dtype, device=device, formats=formats)
 
 
 class GateUpParallelLinear(Linear):
@@ -129,9 +150,11 @@ class GateUpParallelLinear(Linear):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup = SINGLE,
+        formats: WeightFormats = DENSE,
     ) -> None:
         share = Piece.share("intermediate_size", intermediate_size, group.rank, group.size)
-        super().__init__(hidden_size, {"gate_proj": share, "up_proj": share}, bias=bias, dtype=dtype, device=device)
+        outputs = {"gate_proj": share, "up_proj": share}
+        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
 
     def activated(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """`silu(gate) * up` of the normed `x`: this rank's `[T, intermediate]`."""
@@ -163,6 +186,7 @@ class QKVParallelLinear(Linear):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup = SINGLE,
+        formats: WeightFormats = DENSE,
     ) -> None:
         check_heads(num_heads, num_kv_heads, group.size)
         self.num_copies = max(1, group.size // num_kv_heads)
@@ -173,7 +197,7 @@ class QKVParallelLinear(Linear):
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
         q, kv = (Piece(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
         outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device)
+        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
 
 
 class RowParallelLinear(Linear):
@@ -188,15 +212,16 @@ class RowParallelLinear(Linear):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup = SINGLE,
+        formats: WeightFormats = DENSE,
     ) -> None:
         columns = Piece.share("in_features", in_features, group.rank, group.size)
-        super().__init__(columns, outputs, bias=bias, dtype=dtype, device=device)
+        super().__init__(columns, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """This rank's `x` `[T, share of in]` to the whole `[T, out]`, added to the `residual` if there is one."""
         if self.group.rank > 0:  # the sum holds bias and residual once
-            return self.group.all_reduce(torch.mm(x, self._matrix))
+            return self.group.all_reduce(self._without_bias(x))
         return self.group.all_reduce(super().forward(x, residual, norm))
 
 

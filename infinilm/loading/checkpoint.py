@@ -1,6 +1,6 @@
 """What the engine sees of a model on disk, whatever the format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+from infinilm.loading.quantize import PackedRows
 from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 from infinilm.loading.tokenizer import Tokenizer
 
@@ -27,6 +28,10 @@ class Checkpoint(Protocol):
         """Every tensor's shape in the order of the file, read from the headers only."""
         ...
 
+    def formats(self) -> Mapping[str, str]:
+        """The type in which each tensor is stored, as its file calls it: `BF16`, `Q4_K`."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """Read one tensor in the type it is stored in; quantised ones come as float32."""
         ...
@@ -36,6 +41,14 @@ class Checkpoint(Protocol):
 
         With `starts`, only the piece of the tensor is read that begins there, one number for each
         dimension, and has the shape of `target`. Several threads may call this at once.
+        """
+        ...
+
+    def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
+        """The piece of a matrix that begins at `starts` and has this `shape`, some rows at a time.
+
+        They come in GGML's blocks of `format`: as they are stored, or quantised on the way, which only
+        `QUANTIZERS` can be. Several threads may call this at once.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Turn a stream of token ids into text piece by piece, and watch that text for stop strings."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.loading.tokenizer import Tokenizer
@@ -11,11 +11,14 @@ class Detokenizer:
     """Decodes ids as they come.
 
     However the ids are cut into feeds, the pieces add up to `tokenizer.decode(ids, skip_special_tokens)`, and
-    text once returned never changes: the bytes of an unfinished character are held back.
+    text once returned never changes: the bytes of an unfinished character are held back. Special tokens among
+    `kept_ids` are never skipped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        skipped_ids = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, kept_ids: Collection[int] = ()
+    ) -> None:
+        skipped_ids = tokenizer.special_ids.difference(kept_ids) if skip_special_tokens else frozenset[int]()
         self._stream = (
             _ByteStream(tokenizer, skipped_ids) if tokenizer.is_byte_level else _WindowStream(tokenizer, skipped_ids)
         )

@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.piece import locate_piece
+from infinilm.loading.quantize import PackedRows, quantize_rows
 from infinilm.loading.tokenizer import Tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -61,6 +62,10 @@ class SafetensorsCheckpoint:
         """Every tensor's shape, file by file, in the order of the data."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
+    def formats(self) -> Mapping[str, str]:
+        """The type in which each tensor is stored."""
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
     def read(self, name: str) -> Tensor:
         """Read one tensor as it is stored."""
         tensor = self._tensor(name)
@@ -77,6 +82,10 @@ class SafetensorsCheckpoint:
         if not hasattr(self._readers, "reader"):
             self._readers.reader = _Reader(max_mapped_bytes=min(max(self.num_bytes // 128, 2**21), 2**26))
         self._readers.reader.read(name, tensor, target, starts)
+
+    def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
+        """Rows of a matrix's piece, quantised to blocks of `format`."""
+        return quantize_rows(self, name, format, starts, shape)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer beside the weights, if there is one."""

@@ -188,6 +188,11 @@ class Tokenizer:
         """The source of the default chat template."""
         return self._chat_templates.get("default")
 
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the chat template for conversations with tools."""
+        return self._chat_templates.get("tool_use", self.chat_template)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from infinilm.distributed.shard import Weights
+from infinilm.distributed.shard import Shard, Weights, WeightShard
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint
 
@@ -58,7 +58,7 @@ def load_weights(
     is_ignorable: Callable[[str], bool] = is_rotary_buffer,
     show_progress: bool = True,
 ) -> None:
-    """Fill every piece of `targets` (by Hugging Face name) in place, converting type and device.
+    """Fill every piece of `targets` (by Hugging Face name) in place, converting type and device, or quantising.
 
     Names and the shapes of the whole tensors must agree exactly, see `check_shapes`; nothing is read
     before they do, and then no more than the pieces.
@@ -66,13 +66,12 @@ def load_weights(
     check_shapes({name: target.full_shape for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
     def read(name: str) -> int:
-        target = targets[name]
         with torch.inference_mode():  # which holds for one thread only; weights may have been made in it
-            checkpoint.read_into(name, target.tensor, target.starts)
-        return target.tensor.nbytes
+            _read(name, targets[name], checkpoint)
+        return _num_bytes(targets[name])
 
     names = [name for name in checkpoint.shapes() if name in targets]
-    num_bytes = sum(target.tensor.nbytes for target in targets.values())
+    num_bytes = sum(map(_num_bytes, targets.values()))
     with (
         _tensor_workers() as workers,
         tqdm(
@@ -81,6 +80,18 @@ def load_weights(
     ):
         for num_bytes_read in workers.map(read, names):
             bar.update(num_bytes_read)
+
+
+def _read(name: str, target: Shard, checkpoint: Checkpoint) -> None:
+    if isinstance(target, WeightShard):
+        checkpoint.read_into(name, target.tensor, target.starts)
+        return
+    for blocks, rows in checkpoint.read_packed(name, target.matrix.format, target.starts, target.shape):
+        target.matrix.load(blocks, rows)
+
+
+def _num_bytes(target: Shard) -> int:
+    return target.tensor.nbytes if isinstance(target, WeightShard) else target.matrix.num_bytes
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from infinilm.cache.config import DTYPES
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.tokenizer import Tokenizer
@@ -64,10 +65,16 @@ def choose_dtype(dtype: str | torch.dtype | None, config: LlamaConfig, device: t
     return chosen
 
 
-def check_fits(checkpoint: Checkpoint, config: LlamaConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+def check_fits(
+    checkpoint: Checkpoint,
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    num_ranks: int = 1,
+    formats: WeightFormats = DENSE,
+) -> InfinilmModel:
     """Compare the model that the config describes with the tensors there are and with the number of ranks.
 
-    Returns the bytes it will take on each rank. Only headers are read, and no memory is taken.
+    Returns the outline of a rank's share. Only headers are read, and no memory is taken.
     """
     num_tensors = len(checkpoint.shapes())
     if config.num_hidden_layers > num_tensors:
@@ -75,17 +82,19 @@ def check_fits(checkpoint: Checkpoint, config: LlamaConfig, dtype: torch.dtype, 
             f"{checkpoint.path}: num_hidden_layers={config.num_hidden_layers}, but there are only "
             f"{num_tensors} tensors; the config and the weights do not belong together"
         )
-    outline = outline_model(config, dtype, num_ranks)
+    outline = outline_model(config, dtype, num_ranks, formats=formats)
     shapes = {name: target.full_shape for name, target in outline.weight_targets().items()}
     check_shapes(shapes, checkpoint, is_ignorable=outline.is_ignorable)
-    return outline.num_bytes()
+    return outline
 
 
-def outline_model(config: LlamaConfig, dtype: torch.dtype, num_ranks: int = 1, rank: int = 0) -> InfinilmModel:
+def outline_model(
+    config: LlamaConfig, dtype: torch.dtype, num_ranks: int = 1, rank: int = 0, formats: WeightFormats = DENSE
+) -> InfinilmModel:
     """A rank's share of the model without any memory: what its weights are called, and their shapes."""
     meta = torch.device("meta")
     group = CommunicationGroup(RankInfo(rank, num_ranks, meta))
-    return create_model(config, max_len=1, dtype=dtype, device=meta, group=group)
+    return create_model(config, max_len=1, dtype=dtype, device=meta, group=group, formats=formats)
 
 
 def find_eos_token_ids(checkpoint: Checkpoint, config: LlamaConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

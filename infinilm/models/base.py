@@ -7,7 +7,7 @@ from torch import Tensor
 from infinilm.attention import AttentionBackend, ForwardBatch
 from infinilm.cache.paged import PagedKVCache
 from infinilm.debug.taps import Taps
-from infinilm.distributed.shard import WeightShard
+from infinilm.distributed.shard import Weights
 from infinilm.models.config import LlamaConfig
 
 
@@ -20,7 +20,7 @@ class InfinilmModel(Protocol):
 
     config: LlamaConfig
 
-    def weight_targets(self) -> dict[str, WeightShard]:
+    def weight_targets(self) -> Weights:
         """The weights to load, by their names in a Hugging Face checkpoint; filling them fills the model."""
         ...
 

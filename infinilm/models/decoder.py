@@ -12,11 +12,13 @@ from infinilm.attention import AttentionBackend, ForwardBatch
 from infinilm.cache.paged import PagedKVCache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import WeightShard
+from infinilm.distributed.shard import Shard, WeightShard
+from infinilm.kernels import native
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from infinilm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from infinilm.layers.linear import GateUpParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
 from infinilm.layers.norm import RMSNorm
+from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
 from infinilm.models.config import LlamaConfig
 
@@ -50,6 +52,7 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup,
+        formats: WeightFormats,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -65,6 +68,7 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
             group=group,
+            formats=formats,
         )
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
         self._has_kernels = has_kernels(device)
@@ -75,6 +79,7 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
             group=group,
+            formats=formats,
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
@@ -142,7 +147,7 @@ class Attention(nn.Module):
             point = f"attention_{name}_{stage}"
             taps.see(point, view, self.layer, is_shared_out=True, num_copies=num_copies)
 
-    def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by name."""
         targets = self.qkv.weight_targets(prefix) | self.out.weight_targets(prefix)
         if self.q_norm is not None and self.k_norm is not None:
@@ -162,15 +167,16 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup,
+        formats: WeightFormats,
     ) -> None:
         super().__init__()
         self.layer = layer
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up = GateUpParallelLinear(
-            hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, group=group
+            hidden, inner, bias=config.mlp_bias, dtype=dtype, device=device, group=group, formats=formats
         )
         self.down = RowParallelLinear(
-            inner, {"down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device, group=group
+            inner, {"down_proj": hidden}, bias=config.mlp_bias, dtype=dtype, device=device, group=group, formats=formats
         )
 
     def forward(self, hidden: Tensor, norm: RMSNorm, step: _Step) -> Tensor:
@@ -190,7 +196,7 @@ class MLP(nn.Module):
         taps.see("mlp_output", output, self.layer)
         return output.add_(hidden)
 
-    def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by name."""
         return self.gate_up.weight_targets(prefix) | self.down.weight_targets(prefix)
 
@@ -206,13 +212,16 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         group: CommunicationGroup,
+        formats: WeightFormats,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.self_attn = Attention(config, layer, dtype=dtype, device=device, group=group)
+        self.self_attn = Attention(
+            config, layer, dtype=dtype, device=device, group=group, formats=formats.below("self_attn.")
+        )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.mlp = MLP(config, layer, dtype=dtype, device=device, group=group)
+        self.mlp = MLP(config, layer, dtype=dtype, device=device, group=group, formats=formats.below("mlp."))
 
     def forward(self, hidden: Tensor, step: _Step) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
@@ -224,7 +233,7 @@ class DecoderLayer(nn.Module):
             step.taps.see("output", hidden, self.layer)
         return hidden
 
-    def weight_targets(self, prefix: str) -> dict[str, WeightShard]:
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by name."""
         return {
             f"{prefix}input_layernorm.weight": WeightShard.whole(self.input_layernorm.weight),
@@ -233,12 +242,32 @@ class DecoderLayer(nn.Module):
             **self.mlp.weight_targets(f"{prefix}mlp."),
         }
 
+    def to_native(self) -> Any | None:
+        """This layer as one of the native library's; None unless all its matrices are quantised."""
+        attention, mlp, library = self.self_attn, self.mlp, native.load()
+        linears = {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
+        packed = {name: each.packed.linear(each.bias) for name, each in linears.items() if each.packed is not None}
+        if library is None or len(packed) < len(linears):
+            return None
+        return library.Layer(
+            **packed,
+            input_norm=self.input_layernorm.weight,
+            q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+            k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+            post_norm=self.post_attention_layernorm.weight,
+            eps=self.input_layernorm.eps,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            window=attention.window,
+        )
+
 
 class CausalLM(nn.Module):
     """The whole model; see `InfinilmModel` for the life it leads.
 
     `max_len` is the longest text it will be asked to compute (default: what it was trained for), `group` the ranks
-    over which it is shared out.
+    over which it is shared out, `formats` which of its matrices are to stay quantised.
     """
 
     def __init__(
@@ -249,13 +278,22 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         group: CommunicationGroup = SINGLE,
+        formats: WeightFormats = DENSE,
     ) -> None:
         super().__init__()
         config.validate()
         self.config = config
         self.dtype = dtype
+        self.group = group
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden_size, dtype=dtype, device=device, group=group)
+        self.embed_tokens = VocabParallelEmbedding(
+            vocab_size,
+            hidden_size,
+            dtype=dtype,
+            device=device,
+            group=group,
+            formats=formats.below("model.embed_tokens."),
+        )
         self.rotary = RotaryEmbedding(
             config.head_dim,
             config.rope_parameters,
@@ -266,12 +304,17 @@ class CausalLM(nn.Module):
         )
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, dtype=dtype, device=device, group=group) for layer in layers
+            DecoderLayer(
+                config, layer, dtype=dtype, device=device, group=group, formats=formats.below(f"model.layers.{layer}.")
+            )
+            for layer in layers
         )
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = ParallelLMHead(vocab_size, hidden_size, dtype=dtype, device=device, group=group)
+            self.lm_head = ParallelLMHead(
+                vocab_size, hidden_size, dtype=dtype, device=device, group=group, formats=formats.below("lm_head.")
+            )
         self._windows = {config.window(layer) for layer in layers}
 
     def forward(
@@ -283,12 +326,29 @@ class CausalLM(nn.Module):
         hidden: Tensor = self.embed_tokens(batch.input_ids)
         if taps is not None:
             taps.see("embed_tokens", hidden)
+        if taps is None and backend.name == "native" and self._native is not None:
+            self._native.forward(hidden, cache.tensor, plan)
+            return hidden
         for layer in self.layers:
             hidden = layer(hidden, step)
         hidden = self.norm(hidden)
         if taps is not None:
             taps.see("final_norm", hidden)
         return hidden
+
+    @cached_property
+    def _native(self) -> Any | None:
+        """All layers and the final norm in one call of the native library; None unless it can compute all of them.
+
+        Made when it is first needed, which is after the weights were loaded.
+        """
+        if self.group.size > 1:
+            return None
+        layers = [layer.to_native() for layer in self.layers if isinstance(layer, DecoderLayer)]
+        library = native.load()
+        if library is None or None in layers:
+            return None
+        return library.Decoder(layers, self.rotary.table, self.norm.weight)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]`.
@@ -298,7 +358,7 @@ class CausalLM(nn.Module):
         logits: Tensor = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
         return logits
 
-    def weight_targets(self) -> dict[str, WeightShard]:
+    def weight_targets(self) -> dict[str, Shard]:
         """The weights to load, by their names in a Hugging Face checkpoint."""
         targets = self.embed_tokens.weight_targets("model.embed_tokens.")
         for index, layer in enumerate(self.layers):
@@ -316,4 +376,6 @@ class CausalLM(nn.Module):
 
     def num_bytes(self) -> int:
         """What weights and tables of this rank take."""
-        return sum(weight.nbytes for weight in self.parameters()) + self.rotary.table.nbytes
+        packed = [module.packed for module in self.modules() if isinstance(module, Linear | VocabParallelEmbedding)]
+        packed_bytes = sum(weight.num_bytes for weight in packed if weight is not None)
+        return sum(weight.nbytes for weight in self.parameters()) + packed_bytes + self.rotary.table.nbytes

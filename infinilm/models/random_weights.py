@@ -3,7 +3,7 @@
 import torch
 from xxhash import xxh3_64_intdigest
 
-from infinilm.distributed.shard import Weights
+from infinilm.distributed.shard import Weights, dense_weights
 
 STD = 0.02
 """The spread of Hugging Face's initial weights."""
@@ -13,7 +13,7 @@ STD = 0.02
 def fill_randomly(weights: Weights, seed: int = 0) -> None:
     """Norms become 1, biases 0, matrices random. A weight depends on its name and the seed, not on how the model
     is shared out: every rank makes the whole and takes its piece."""
-    for name, shard in weights.items():
+    for name, shard in dense_weights(weights).items():
         if name.endswith("bias"):
             shard.tensor.zero_()
         elif len(shard.full_shape) == 1:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.errors import InvalidValueError
 from infinilm.layers.linear import check_heads
+from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.models.architectures import ARCHITECTURES, Architecture
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import LlamaConfig
@@ -19,7 +21,7 @@ from infinilm.models.rope_parameters import ROPE_SETTINGS
 
 ModelBuilder = Callable[..., InfinilmModel]
 """Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
-group's rank has, with empty weights."""
+group's rank has, with empty weights. One that can keep matrices quantised has a parameter `formats` for it."""
 
 _BUILDERS: dict[str, ModelBuilder] = dict.fromkeys(ARCHITECTURES, CausalLM)
 _BUILT_IN = frozenset(ARCHITECTURES)
@@ -59,11 +61,21 @@ def create_model(
     dtype: torch.dtype,
     device: torch.device | str,
     group: CommunicationGroup = SINGLE,
+    formats: WeightFormats = DENSE,
 ) -> InfinilmModel:
-    """Build the model that a configuration describes, with empty weights, for texts of up to `max_len` tokens."""
+    """Build the model that a configuration describes, with empty weights, for texts of up to `max_len` tokens.
+
+    `formats`, unless empty, are for a model that `keeps_quantized`.
+    """
     config.validate()
     check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
-    return _BUILDERS[config.model_type](config, max_len=max_len, dtype=dtype, device=device, group=group)
+    kept: dict[str, Any] = {"formats": formats} if formats.by_name else {}
+    return _BUILDERS[config.model_type](config, max_len=max_len, dtype=dtype, device=device, group=group, **kept)
+
+
+def keeps_quantized(model_type: str) -> bool:
+    """Whether models of this type can keep matrices quantised."""
+    return "formats" in signature(_BUILDERS[model_type]).parameters
 
 
 def describe_registration(model_type: str) -> dict[str, Any] | None:

@@ -78,6 +78,11 @@ class Admission:
             del self._queues[job.tenant]
         self._drop(job)
 
+    def leave_answer(self, job: Job, answer: int) -> None:
+        """End one answer of a job that the engine has, before its time; the others go on."""
+        if not job.is_ended:
+            self._client.abort(job, answer)
+
     def _refuse(self, message: str) -> ApiError:
         num_at_work = max(self.num_jobs - self.num_waiting, 1)
         wait = self._mean_seconds * (1 + self.num_waiting / num_at_work)

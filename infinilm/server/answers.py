@@ -1,5 +1,7 @@
 """From token ids to an answer's text: incremental, with stop strings cut off."""
 
+from collections.abc import Collection
+
 from infinilm.loading.detokenizer import Detokenizer, StopStrings
 from infinilm.loading.tokenizer import Tokenizer
 from infinilm.outputs import TokenLogprobs
@@ -16,7 +18,7 @@ class Answer:
         *,
         stops: tuple[str, ...] = (),
         min_tokens: int = 0,
-        keep_special_tokens: bool = False,
+        kept_ids: Collection[int] = (),
     ) -> None:
         self.index = index
         self.text = ""
@@ -27,7 +29,7 @@ class Answer:
         """Of all tokens so far, those that ended the answer included."""
         self.ends_with_token = False
         """Whether the last token is one that ends answers, and no part of the text."""
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=not keep_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, kept_ids=kept_ids)
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
 

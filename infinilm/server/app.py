@@ -116,6 +116,13 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         token_ids = service.prompts.check_ids(body.tokens, "tokens")
         return _json({"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)})
 
+    @app.get("/tokenizer_info", operation_id="tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What clients that make prompts themselves ask for: special tokens by their role, the chat template."""
+        tokenizer = service.tokenizer
+        named = {"bos_token": None, "eos_token": None, **tokenizer.named_tokens}
+        return _json({**named, "chat_template": tokenizer.chat_template, "vocab_size": tokenizer.vocab_size})
+
 
 def _add_health_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health/live", operation_id="is_live")

@@ -99,8 +99,8 @@ class Call:
             text = answer.take(delta)
             is_end = answer.finish_reason is not None
             news.append(News(answer, text, delta, is_end))
-            if is_end and not job.is_ended:
-                self.end_early(job)
+            if is_end and delta.finish_reason is None:
+                self.end_early(job, delta.index)
         return news
 
     @property
@@ -108,11 +108,9 @@ class Call:
         """Whether the engine has ended all jobs, and all of it was read."""
         return self._inbox.is_empty and all(job.is_ended for job in self.jobs)
 
-    def end_early(self, job: Job) -> None:
-        """Abort a job if all its answers are done though the engine would go on: it knows no stop strings."""
-        answers = self.answers[job.first_answer : job.first_answer + job.params.n]
-        if all(answer.is_done for answer in answers):
-            self._admission.leave(job)
+    def end_early(self, job: Job, index: int) -> None:
+        """End an answer that is done though the engine would go on with it: it knows neither stop strings nor calls."""
+        self._admission.leave_answer(job, index)
 
     def close(self) -> None:
         """End what has not ended, and count."""

@@ -32,7 +32,7 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=find_structure(body, plan.grammar),
     )
-    call = service.open_call(request, body, [token_ids], [params], keep_special_tokens=plan.keeps_special_tokens)
+    call = service.open_call(request, body, [token_ids], [params], kept_ids=plan.kept_ids)
     reply = ChatReply(service, body, call, plan)
     return await respond(service, body, request, call, reply)
 
@@ -89,7 +89,7 @@ class ChatReply:
         if parser.is_done:
             news.is_end = True
             news.answer.finish_reason = "stop"
-            self._call.end_early(self._call.jobs[0])
+            self._call.end_early(self._call.jobs[0], news.answer.index)
         if news.is_end:
             found += parser.finish()
         return found

@@ -1,5 +1,6 @@
 """From a conversation, and the tools it may use, to a prompt."""
 
+from collections.abc import Collection
 from typing import Any
 
 from infinilm.errors import InfinilmError
@@ -56,9 +57,11 @@ class ToolPlan:
             raise bad_request(str(error), "tools") from error
 
     @property
-    def keeps_special_tokens(self) -> bool:
-        """Whether the parser has to see tokens that are no text otherwise."""
-        return bool(self.request.names and self._special)
+    def kept_ids(self) -> Collection[int]:
+        """Special tokens that are text here: the markers of calls, or all where the client itself looks for calls."""
+        if not self.request.names:
+            return ()
+        return self._special.values() if self._service.tool_format.is_parsed else self._service.tokenizer.special_ids
 
     def prepare(self, messages: list[dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
         """The messages and keywords for the chat template."""
@@ -67,7 +70,7 @@ class ToolPlan:
                 messages,
                 self._tools,
                 self._choice,
-                self._service.template_takes_tools,
+                self._service.template_takes_tools[bool(self.request.tools)],
                 parallel_tool_calls=self._is_parallel,
                 tool_format=self._service.tool_format,
             )

@@ -1,14 +1,14 @@
 """Grammars are compiled in threads: whoever sends one that takes long holds up nobody but himself."""
 
 import socket
-from collections.abc import Callable
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.messages import Submit
-from infinilm.structured_output import StructuredOutput
+from infinilm.structured.compiler import GrammarCompiler
 
 NUM_THREADS = 2
 
@@ -23,16 +23,17 @@ class Compiled:
 
 
 class GrammarQueue:
-    """Requests whose grammar is being compiled. `compile` keeps what it made, so that asking again costs nothing."""
+    """Requests whose grammar is being compiled. The compiler keeps what it made, so that asking again costs nothing."""
 
-    def __init__(self, compile: Callable[[StructuredOutput], object]) -> None:
-        self._compile = compile
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammars")
         self._waiting: set[str] = set()
         self._done: SimpleQueue[Compiled] = SimpleQueue()
         self.bell, self._bell_rope = socket.socketpair()
         """Can be read from when something is done."""
         self.bell.setblocking(False)
+        self._threads.submit(self._prepare)
 
     def add(self, request: Submit, params: SamplingParams) -> None:
         """Begin with a request's grammar."""
@@ -65,10 +66,18 @@ class GrammarQueue:
         error = None
         try:
             assert params.structured is not None
-            self._compile(params.structured)
+            self._compiler.compile(params.structured)
         except Exception as failed:
             error = failed
         self._done.put(Compiled(request, params, error))
+        if error is not None:
+            self._threads.submit(self._prepare)  # the process that tried it out may not have outlived it
+
+    def _prepare(self) -> None:
+        try:
+            self._compiler.prepare()
+        except Exception:  # whoever asks for a form will be told
+            traceback.print_exc()
 
     def _ring(self, future: "Future[None]") -> None:  # noqa: ARG002
         self._bell_rope.send(b"!")

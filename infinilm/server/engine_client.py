@@ -152,7 +152,7 @@ class EngineClient:
             else:
                 self._take(report)
         end = await child.end()
-        return f"{failure} ({end})" if failure else end
+        return failure or end
 
     # --- jobs -------------------------------------------------------------------------------------------
 
@@ -170,10 +170,10 @@ class EngineClient:
             return
         self._jobs[job.request_id] = job
 
-    def abort(self, job: Job) -> None:
-        """End a job that the engine has. It is over once the engine says so."""
+    def abort(self, job: Job, answer: int | None = None) -> None:
+        """End a job that the engine has, or one of its answers. It is over once the engine says so."""
         if job.request_id in self._jobs and self._child is not None:
-            self._child.send(Abort(job.request_id))
+            self._child.send(Abort(job.request_id, answer))
 
     def _take(self, report: Report) -> None:
         if isinstance(report, Stepped):

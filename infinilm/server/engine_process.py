@@ -54,7 +54,7 @@ class EngineLoop:
         self._engine = engine
         self._socket = connection
         self._reader = reader
-        self._grammars = GrammarQueue(engine.grammars.compile)
+        self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class EngineLoop:
                 if isinstance(command, Submit):
                     self._submit(command)
                 elif isinstance(command, Abort):
-                    self._abort(command.request_id)
+                    self._abort(command)
                 elif isinstance(command, Stop):
                     self._grammars.close()
                     return
@@ -111,11 +111,11 @@ class EngineLoop:
             traceback.print_exc()
             self._send(Rejected(request.request_id, _name(error), is_bug=True))
 
-    def _abort(self, request_id: str) -> None:
-        if self._grammars.cancel(request_id):
-            self._send(Rejected(request_id, "the request was aborted"))
+    def _abort(self, command: Abort) -> None:
+        if self._grammars.cancel(command.request_id):
+            self._send(Rejected(command.request_id, "the request was aborted"))
         else:
-            self._engine.abort(request_id)
+            self._engine.abort(command.request_id, command.answer)
 
     def _tell_stats(self) -> None:
         self._stats_time = perf_counter()

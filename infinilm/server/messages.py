@@ -36,9 +36,10 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """End a request."""
+    """End a request, or one of its answers."""
 
     request_id: str
+    answer: int | None = None
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):

@@ -63,6 +63,8 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        # Clients keep idle connections for 5 s (httpx) or 15 s (aiohttp); if we close one, it may just be taken again.
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
         backlog=settings.limits.max_connections,
     )

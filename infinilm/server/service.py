@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -43,8 +43,12 @@ class Service:
         self.limits = settings.limits
         self.model_name = settings.model_name or _name_of(config.model, path)
         self.tokenizer = tokenizer
-        self.tool_format = detect_format(tokenizer.chat_template, tool_call_parser)
-        self.template_takes_tools = supports_tools(tokenizer.chat_template, self.tool_format)
+        self.tool_format = detect_format(tokenizer.tool_template, tool_call_parser)
+        self.template_takes_tools = {
+            has_tools: supports_tools(template, self.tool_format)
+            for has_tools, template in ((False, tokenizer.chat_template), (True, tokenizer.tool_template))
+        }
+        """Whether the chat template itself writes tools, calls and results; a request with tools may have its own."""
         self.client = EngineClient(config.replace(model=path))
         self.admission = Admission(self.client, settings.limits)
         self.metrics = Metrics()
@@ -106,9 +110,9 @@ class Service:
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
         *,
-        keep_special_tokens: bool = False,
+        kept_ids: Collection[int] = (),
     ) -> Call:
-        """A call with a job for each prompt."""
+        """A call with a job for each prompt; special tokens among `kept_ids` stay in the answers' text."""
         user = f" of {body.user!r}" if body.user else ""
         log_as = f"{request.url.path}{user}" if self.settings.log_requests else None
         inbox = Inbox()
@@ -131,7 +135,7 @@ class Service:
                     self.tokenizer,
                     stops=stop_strings(body),
                     min_tokens=each.min_tokens,
-                    keep_special_tokens=keep_special_tokens,
+                    kept_ids=kept_ids,
                 )
                 for index in range(each.n)
             ]

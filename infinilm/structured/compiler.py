@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -79,6 +80,11 @@ class GrammarCompiler:
             _refuse_if(start.get_error(), field)
             self._keep(key, start)
         return CompiledGrammar(start, tools.vocabulary, tools.real_tokens, field, partial(self._forget, key))
+
+    def prepare(self) -> None:
+        """Make what compiling needs, if that is possible at all: the next grammar takes no longer than it must."""
+        with suppress(InvalidValueError):  # whoever asks for a form will be told
+            self._ready_tools().trials.prepare()
 
     def close(self) -> None:
         """End the processes that try out grammars."""

@@ -85,11 +85,19 @@ class Trials:
         with self._free:
             process = self._take()
             verdict = process.try_out(grammar)
-            if not self._end.alive:
-                process.kill()
-            elif process.is_alive:
-                self._idle.append(process)
+            self._keep(process)
             return verdict
+
+    def prepare(self) -> None:
+        """Have a process at hand: the next grammar need not wait for its start."""
+        with self._free:
+            self._keep(self._take())
+
+    def _keep(self, process: TrialProcess) -> None:
+        if not self._end.alive:
+            process.kill()
+        elif process.is_alive:
+            self._idle.append(process)
 
     def _take(self) -> TrialProcess:
         with suppress(IndexError):  # none is left

@@ -30,6 +30,7 @@ BAD_PARAMS = [
     ({"n": 10**6}, "n=1000000"),
     ({"seed": 2**64}, "seed="),
     ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+    ({"repetition_penalty": 1e-30}, r"repetition_penalty=1e-30 .* \[0.01, 100\]"),
     ({"presence_penalty": INF}, "presence_penalty=inf"),
     ({"frequency_penalty": NAN}, "frequency_penalty=nan"),
     ({"logit_bias": {1: NAN}}, r"logit_bias\[1\]=nan"),

@@ -283,6 +283,26 @@ def test_abort_waiting_running_and_gone(llm) -> None:
     assert is_idle(llm)
 
 
+def test_aborting_one_answer_leaves_the_others(llm) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, n=3, seed=5)
+    [whole] = llm.generate("to " * 5, params, use_tqdm=False)
+    request_id = llm.add_request("to " * 5, params)
+    assert llm.abort(request_id, answer=1), "it waits for the first answer's prompt"
+    llm.step()
+    llm.step()
+    assert llm.abort(request_id, answer=0)
+    assert not llm.abort(request_id, answer=0)
+    with pytest.raises(InvalidValueError, match="answer=3 is out of range; use 0 to 2"):
+        llm.abort(request_id, answer=3)
+    while not llm.is_finished():
+        [output] = llm.step()
+        assert llm.stats().num_running <= 1
+    assert [answer.finish_reason for answer in output.outputs] == ["abort", "abort", "length"]
+    assert output.outputs[2].token_ids == whole.outputs[2].token_ids
+    assert output.outputs[1].token_ids == []
+    assert is_idle(llm)
+
+
 def test_closing_a_stream_early_frees_its_blocks(llm) -> None:
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)

@@ -133,7 +133,7 @@ def plan(
         config,
         MODEL,
         device=torch.device(device),
-        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
         weight_bytes=10_000,
         workspace=WORKSPACE,
         free_bytes=free_bytes,

@@ -13,7 +13,7 @@ PROMPTS = ["The capital of France is", "def fib(n):", "日本の首都は", "Emo
 
 @pytest.fixture(scope="module")
 def real_llm(smollm2):
-    with LLM(smollm2, max_model_len=1024) as llm:
+    with LLM(smollm2, max_model_len=1024, dtype="float32") as llm:
         yield llm
 
 
@@ -39,7 +39,8 @@ def test_company_chunks_and_prefix_hits_change_no_token(real_llm, smollm2) -> No
     together = [o.token_ids for o in real_llm.generate(PROMPTS, params[: len(PROMPTS)], use_tqdm=False)]
     alone = [real_llm.generate(*pair, use_tqdm=False)[0].token_ids for pair in zip(PROMPTS, params, strict=False)]
     assert together == alone
-    with LLM(smollm2, max_model_len=1024, max_num_batched_tokens=3, num_kvcache_blocks=8) as tight:
+    settings = {"max_model_len": 1024, "dtype": "float32"}
+    with LLM(smollm2, max_num_batched_tokens=3, num_kvcache_blocks=8, **settings) as tight:
         chunked = [o.token_ids for o in tight.generate(PROMPTS, params[: len(PROMPTS)], use_tqdm=False)]
     assert chunked == alone
 

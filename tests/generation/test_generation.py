@@ -153,7 +153,7 @@ def test_settings_of_the_draw_reach_each_row(model) -> None:
 def test_the_real_model_answers_as_the_engine_does(smollm2: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(smollm2)
     question = [{"role": "user", "content": "Answer with one word: what is the capital of France?"}]
-    with LLM(smollm2, max_model_len=256) as llm:
+    with LLM(smollm2, max_model_len=256, dtype="float32") as llm:
         prompt = llm.chat_prompt(question)
         [expected] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
     output = model.generate(prompt, 40, temperature=0)

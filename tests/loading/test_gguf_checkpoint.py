@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from infinilm.errors import CheckpointError
 from infinilm.loading import gguf_checkpoint
 from infinilm.loading.checkpoint import open_checkpoint
-from infinilm.loading.gguf import GGUFFile
+from infinilm.loading.gguf import GGML_TYPES, GGUFFile
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 96, 4, 2, 16, 48, 2
@@ -374,6 +374,39 @@ def test_no_damage_does_more_than_raise_checkpoint_error(tmp_path: Path) -> None
         except CheckpointError:
             num_refused += 1
     assert 100 < num_refused < 800
+
+
+def test_no_damage_makes_blocks_that_do_not_fit(tmp_path: Path) -> None:
+    """Whatever opens gives whole rows of blocks, each with a place of its own: kernels believe it."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_weights(), kind="Q8_0")
+    content = path.read_bytes()
+    file = GGUFFile(path)
+    header_bytes = min(tensor.offset for tensor in file.tensors.values())
+    file.close()
+    first_tensor = content.index(b"token_embd.weight")
+    block_sizes = {each.name: (each.block_elements, each.block_bytes) for each in GGML_TYPES.values()}
+    rng = random.Random(2)
+    num_read = 0
+    for _ in range(600):
+        damaged = bytearray(content)
+        for _ in range(rng.choice((1, 2))):  # types, shapes and offsets of tensors, for the most part
+            damaged[rng.randrange(first_tensor, header_bytes)] = rng.choice((0, 1, 2, 3, 6, 7, 8, 12, 14, 32, 64, 255))
+        path.write_bytes(damaged)
+        try:
+            checkpoint = GGUFCheckpoint(path)
+            for name, shape in checkpoint.shapes().items():
+                format = checkpoint.formats()[name]
+                columns, num_bytes = block_sizes[format]
+                if len(shape) != 2 or columns == 1:
+                    continue
+                rows = list(checkpoint.read_packed(name, format, (0, 0), shape))
+                assert all(blocks.shape == (len(at), shape[1] // columns * num_bytes) for blocks, at in rows)
+                assert sorted(torch.cat([at for _, at in rows]).tolist()) == list(range(shape[0]))
+                num_read += 1
+            checkpoint.close()
+        except CheckpointError:
+            continue
+    assert num_read > 1000
 
 
 def test_reading_what_is_not_there(tmp_path: Path) -> None:

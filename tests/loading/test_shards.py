@@ -22,6 +22,7 @@ from torch import Tensor
 from infinilm.distributed.shard import WeightShard
 from infinilm.errors import CheckpointError
 from infinilm.loading import gguf_checkpoint, safetensors_checkpoint
+from infinilm.loading import quantize as quantize_module
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
@@ -225,6 +226,69 @@ def test_rows_that_change_places_are_cut_between_heads_only(
     starts, shape = ((start, 0), (num_rows, HIDDEN)) if len(SHAPES[name]) == 2 else ((start,), (num_rows,))
     with pytest.raises(CheckpointError, match=f"rows {start} to {start + num_rows} of '{name}'.*whole heads of 16"):
         checkpoint.read_into(name, torch.zeros(shape), starts)
+
+
+def read_packed(checkpoint: Checkpoint, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The piece as floats, its rows in the places that they are said to have."""
+    found = torch.full(tuple(shape), math.nan)
+    for blocks, places in checkpoint.read_packed(name, format, starts, shape):
+        assert blocks.is_contiguous()
+        values = dequantize(blocks.numpy(), GGMLQuantizationType[format])
+        found[places] = torch.from_numpy(values.reshape(-1, shape[1]))
+    return found
+
+
+PACKED_LAYOUTS = [
+    "rows",
+    "rows, the last piece shorter",
+    "rows, the last pieces empty",
+    "columns",
+    "heads of q",
+    "whole",
+]
+
+
+@pytest.mark.parametrize("slice_elements", [1, 2**18])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_blocks_of_all_ranks_are_the_whole(
+    layout: str, kind: str, slice_elements: int, all_opened: dict[str, Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "_SLICE_ELEMENTS", slice_elements)
+    checkpoint, tensors = all_opened[kind]
+    name, bounds = LAYOUTS[layout]
+    assert checkpoint.formats()[name] == kind
+    together = torch.full_like(tensors[name], math.nan)
+    for piece in itertools.product(*(itertools.pairwise(along) for along in bounds)):
+        starts, shape = [start for start, _ in piece], [stop - start for start, stop in piece]
+        together[tuple(slice(*ends) for ends in piece)] = read_packed(checkpoint, name, kind, starts, shape)
+    assert torch.equal(together, tensors[name])
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["safetensors", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("layout", PACKED_LAYOUTS)
+def test_plain_matrices_are_quantised_on_the_way(
+    layout: str, kind: str, format: str, all_opened: dict[str, Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_module, "_SLICE_ELEMENTS", 700)
+    checkpoint, tensors = all_opened[kind]
+    name, bounds = LAYOUTS[layout]
+    for piece in itertools.product(*(itertools.pairwise(along) for along in bounds)):
+        starts, shape = [start for start, _ in piece], [stop - start for start, stop in piece]
+        found = read_packed(checkpoint, name, format, starts, shape)
+        values = tensors[name][tuple(slice(*ends) for ends in piece)]
+        spread = values.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True)
+        allowed = spread / 127 if format == "Q8_0" else 2 * spread / 15
+        assert ((found - values).unflatten(1, (-1, 32)).abs() <= 0.8 * allowed).all()
+
+
+@pytest.mark.parametrize(("start", "num_columns"), [(32, 480), (0, 32), (256, 128), (100, 256)])
+def test_columns_that_are_not_whole_blocks(start: int, num_columns: int, all_opened: dict[str, Opened]) -> None:
+    checkpoint, _ = all_opened["Q4_K"]
+    message = f"columns {start} to {start + num_columns} of '{GATE}' are not whole blocks of 256, as Q4_K has them"
+    with pytest.raises(CheckpointError, match=message):
+        list(checkpoint.read_packed(GATE, "Q4_K", (0, start), (12, num_columns)))
 
 
 @pytest.fixture

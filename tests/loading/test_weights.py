@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from packing import library, needs_native
 from safetensors.torch import save_file
 
-from infinilm.distributed.shard import WeightShard
+from infinilm.distributed.shard import PackedShard, Shard, WeightShard
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
@@ -75,6 +76,18 @@ def test_what_may_be_ignored(tmp_path: Path) -> None:
     target = torch.zeros(2)
     load_weights(whole({"w": target}), checkpoint, is_ignorable=lambda name: name != "w", show_progress=False)
     assert torch.equal(target, torch.ones(2))
+
+
+@needs_native
+def test_quantised_matrices_are_filled_beside_plain_ones(tmp_path: Path) -> None:
+    stored = {"w": torch.randn(20, 64), "norm": torch.randn(64)}
+    checkpoint = make_checkpoint(tmp_path, stored)
+    matrix, norm, out = library().Matrix("Q8_0", 24, 32), torch.zeros(64), torch.empty(18, 32)
+    shard = PackedShard(matrix, (18, 32), (20, 64), (2, 32))
+    load_weights({"w": shard, "norm": WeightShard.whole(norm)}, checkpoint, show_progress=False)
+    matrix.dequantize(torch.arange(18), out)
+    torch.testing.assert_close(out, stored["w"][2:, 32:], atol=0.02, rtol=0)
+    assert norm.equal(stored["norm"])
 
 
 def test_progress_is_shown_in_bytes_on_a_terminal_only(
@@ -157,3 +170,24 @@ def test_peak_memory_stays_near_the_weights(name: str, tmp_path: Path) -> None:
     assert resident_bytes("VmHWM") - before < num_bytes / 10
     expected = torch.arange(96 * 1024) % 1000
     assert torch.equal(targets[tensor][:, 0], expected.half())
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_peak_memory_stays_near_quantised_weights(smollm2: Path) -> None:
+    """The file's pages are given back, and what is quantised is never there as floats."""
+    checkpoint = open_checkpoint(smollm2)
+    shapes, formats = checkpoint.shapes(), checkpoint.formats()
+    targets: dict[str, Shard] = {
+        name: PackedShard(library().Matrix(formats[name], *shape), shape, shape, (0, 0))
+        if len(shape) == 2
+        else WeightShard.whole(torch.zeros(shape))
+        for name, shape in shapes.items()
+    }
+    num_bytes = sum(target.matrix.num_bytes for target in targets.values() if isinstance(target, PackedShard))
+    assert num_bytes < 1.01 * checkpoint.num_bytes
+    load_weights(targets, checkpoint, show_progress=False)
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    load_weights(targets, checkpoint, show_progress=False)
+    assert resident_bytes("VmHWM") - before < checkpoint.num_bytes / 10

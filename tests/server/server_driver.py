@@ -118,8 +118,13 @@ def serving(model: Path, *options: str, key: str | None = None, **environment: s
 
 
 def is_engine(pid: int) -> bool:
+    return runs(pid, b"infinilm.server.engine_process")
+
+
+def runs(pid: int, module: bytes) -> bool:
+    """Whether a process is there and runs a module."""
     try:
-        return b"infinilm.server.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return module in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -8,26 +8,44 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from processes import children
-from server_driver import Server, check_error, is_engine, serving, wait_until
+from checkpoints import make_reference, save
+from processes import children, ranks
+from server_driver import Server, check_error, is_engine, runs, serving, wait_until
+from tiny_tokenizer import save_tokenizer
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
 def server(long_dir: Path) -> Iterator[Server]:
-    limits = ("--limit", "write_timeout=0.5", "--limit", "drain_timeout=1")
+    limits = ("--limit", "write_timeout=0.5", "--limit", "drain_timeout=2")
     with serving(long_dir, "--num-kvcache-blocks", "4096", *limits) as running:
         yield running
 
 
 def lines_of(response: httpx.Response) -> list[str]:
     return [line for line in response.iter_lines() if line]
+
+
+def test_a_grammar_bomb_as_the_first_request_is_refused_in_time(server: Server) -> None:
+    """What tries it out is there before anybody asks for a form, and is there again afterwards."""
+    wait_until(lambda: trial_processes(server.engine_pid), 30)
+    (first,) = trial_processes(server.engine_pid)
+    bomb = {"patternProperties": {f"^p{i}x.*$": {} for i in range(1000)}}
+    start = time.monotonic()
+    assert "longer than 1.6 s" in server.error("/v1/completions", 400, prompt="a", guided_json=bomb)["message"]
+    assert time.monotonic() - start < 10  # two seconds, but the machine may be busy with other things
+    wait_until(lambda: trial_processes(server.engine_pid) not in ([], [first]), 30)
+
+
+def trial_processes(engine: int) -> list[int]:
+    return [pid for pid in children(engine) if runs(pid, b"infinilm.structured.trial_process")]
 
 
 def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
@@ -115,6 +133,26 @@ def as_request(body: bytes) -> bytes:
     return head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + body
 
 
+def test_a_grammar_that_fails_at_work_fails_alone(server: Server) -> None:
+    """Its rows grow with every token, until they are too long."""
+    grammar = "start: s\ns: s s s s s s | A |\nA: /[a-z]/"
+    body = {"prompt": "a", "guided_grammar": grammar, "min_tokens": 200, "max_tokens": 400}
+    with server.http.stream("POST", "/v1/completions", json=LONG) as other:
+        lines = other.iter_lines()
+        next(lines)
+        whole = server.error("/v1/completions", 500, **body)
+        streamed = server.post("/v1/completions", **body, stream=True)
+        first, *_, last = (json.loads(x.removeprefix("data: ")) for x in streamed.text.strip().split("\n\n"))
+        assert first["choices"][0]["text"].isalpha()
+        for error in (whole, last["error"]):
+            assert error["code"] == "engine_error"
+            assert "can't go on with this grammar" in error["message"]
+        fine = server.post("/v1/completions", prompt="a", guided_choice=["fine"]).json()["choices"][0]
+        assert (fine["text"], fine["finish_reason"]) == ("fine", "stop")
+        assert json.loads([line for line, _ in zip(lines, range(50), strict=False) if line][-1][6:])["choices"]
+    wait_until(server.is_empty, 2)
+
+
 def test_an_engine_that_is_killed_is_named_and_started_again(server: Server) -> None:
     engine = server.engine_pid
     with server.http.stream("POST", "/v1/completions", json=LONG) as response:
@@ -160,10 +198,46 @@ def test_sigterm_lets_requests_finish_and_refuses_new_ones(server: Server) -> No
     wait_until(lambda: not is_engine(engine), 5)
 
 
-def test_an_engine_ends_with_its_server(long_dir: Path) -> None:
-    with serving(long_dir) as server:
-        engine = server.engine_pid
-        os.kill(server.pid, signal.SIGKILL)
-        server.wait()
-        wait_until(lambda: not is_engine(engine), 5)
-        assert not children(os.getpid()) or server.pid not in children(os.getpid())
+@pytest.fixture(scope="module")
+def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose engine is three processes."""
+    directory = tmp_path_factory.mktemp("shared-out")
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
+    save(make_reference("llama-mha", vocab_size=300, eos_token_id=1, max_position_embeddings=4096, **sizes), directory)
+    save_tokenizer(directory)
+    with serving(directory, "--tp", "3", "--num-kvcache-blocks", "512") as running:
+        yield running
+
+
+def test_a_rank_that_is_killed_is_named_and_the_engine_started_again(shared_out: Server) -> None:
+    server, engine = shared_out, shared_out.engine_pid
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
+    with (
+        ThreadPoolExecutor() as pool,
+        server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        others = [pool.submit(server.post, "/v1/completions", **body) for _ in range(3)]
+        wait_until(lambda: server.metrics()["infinilm_requests_open"] == 4)
+        os.kill(ranks(engine)[1], signal.SIGKILL)
+        errors = [check_error(other.result(), 500) for other in others]
+        *_, last = [line for line in lines if line]
+    for error in (*errors, json.loads(last.removeprefix("data: "))["error"]):
+        assert error["code"] == "engine_died"
+        assert "rank 2" in error["message"]
+    wait_until(server.is_ready, 60)
+    assert server.engine_pid != engine
+    assert len(ranks(server.engine_pid)) == 2
+    assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    assert server.is_empty()
+
+
+def test_an_engine_ends_with_its_server(shared_out: Server) -> None:
+    """The last of that server: nobody tells the engine and its ranks, and all the same they go."""
+    engine = shared_out.engine_pid
+    processes = [engine, *children(engine)]
+    assert len(processes) >= 3
+    os.kill(shared_out.pid, signal.SIGKILL)
+    shared_out.wait()
+    wait_until(lambda: not any(runs(process, b"infinilm") for process in processes), 5)

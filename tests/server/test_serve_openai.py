@@ -5,7 +5,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from server_driver import Server, events
+from server_driver import Server, events, wait_until
+from tiny_tokenizer import TEMPLATE
 
 from infinilm import LLM, SamplingParams
 
@@ -154,6 +155,21 @@ def test_a_stop_string_is_cut_off(server: Server) -> None:
     assert "".join(event["choices"][0]["text"] for event in streamed) == choice["text"]
 
 
+def test_an_answer_that_a_stop_string_has_ended_is_not_computed_any_further(server: Server) -> None:
+    def num_computed() -> int:
+        wait_until(server.is_empty)
+        return server.http.get("/health").json()["engine"]["num_decode_tokens"]
+
+    asked = {"prompt": PROMPT, "seed": 3, "max_tokens": 300, "ignore_eos": True, "n": 2}
+    first, second = (choice["text"] for choice in server.post("/v1/completions", **asked).json()["choices"])
+    stop = next(first[at : at + 2] for at in range(5, 50) if first[at : at + 2] not in second)
+    before = num_computed()
+    cut, full = server.post("/v1/completions", **asked, stop=stop).json()["choices"]
+    assert (cut["text"], cut["finish_reason"]) == (first[: first.index(stop)], "stop")
+    assert (full["text"], full["finish_reason"]) == (second, "length")
+    assert 300 < num_computed() - before < 400
+
+
 def test_sampling_parameters_reach_the_engine(server: Server, offline: LLM) -> None:
     def complete(**settings: object) -> dict:
         return server.post("/v1/completions", prompt=PROMPT, **{**GREEDY, **settings}).json()["choices"][0]
@@ -184,6 +200,13 @@ def test_timings_and_cached_tokens(server: Server) -> None:
     assert again["timings"]["cached_tokens"] == 192
     usage = server.post("/v1/completions", **asked).json()["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 192}
+
+
+def test_what_is_known_of_the_tokenizer(server: Server) -> None:
+    """Clients that count tokens themselves, such as lm-eval, ask for it."""
+    info = server.http.get("/tokenizer_info").json()
+    assert info == {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE, "vocab_size": 300}
+    assert server.post("/tokenize", prompt=info["eos_token"], add_special_tokens=False).json()["tokens"] == [1]
 
 
 def test_models(server: Server) -> None:

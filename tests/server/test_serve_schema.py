@@ -42,6 +42,7 @@ OPERATIONS = [
     "GET /v1/models/{name}",
     "POST /tokenize",
     "POST /detokenize",
+    "GET /tokenizer_info",
     "GET /health/live",
     "GET /health/ready",
     "GET /health",

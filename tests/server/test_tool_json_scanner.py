@@ -57,7 +57,7 @@ def test_a_value_is_read_to_its_end_and_no_further(
     assert is_done or (not rest and isinstance(value, int | float))  # a number at the end may go on
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_it_breaks_exactly_where_no_ending_could_help(data: st.DataObject) -> None:
     text = json.dumps(data.draw(VALUES), ensure_ascii=data.draw(st.booleans()))
@@ -72,7 +72,7 @@ def test_it_breaks_exactly_where_no_ending_could_help(data: st.DataObject) -> No
         assert not can_become_json(text[: end + 1])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet=CHARS, max_size=12))
 def test_arbitrary_text_is_judged_as_json_judges_it(text: str) -> None:
     end, is_done = scan(text)

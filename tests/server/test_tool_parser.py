@@ -111,7 +111,7 @@ def calls(draw: st.DrawFn) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda each: each.name)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), places=st.lists(st.integers(0, 200), max_size=8), is_parallel=st.booleans())
 def test_any_text_cut_anyhow(
     tool_format: ToolFormat, data: st.DataObject, places: list[int], is_parallel: bool
@@ -123,7 +123,7 @@ def test_any_text_cut_anyhow(
 
 
 @pytest.mark.parametrize("tool_format", PARSED, ids=lambda each: each.name)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), found=st.lists(calls(), min_size=1, max_size=3), places=st.lists(st.integers(0, 200)))
 def test_answers_cut_short_or_damaged(
     tool_format: ToolFormat, data: st.DataObject, found: list[tuple[str, str]], places: list[int]
@@ -136,7 +136,7 @@ def test_answers_cut_short_or_damaged(
 
 
 @pytest.mark.parametrize("tool_format", PARSED, ids=lambda each: each.name)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(found=st.lists(calls(), min_size=1, max_size=3), before=st.text(max_size=5), after=st.text(max_size=5))
 def test_calls_come_out_as_they_were_written(
     tool_format: ToolFormat, found: list[tuple[str, str]], before: str, after: str

@@ -1,0 +1,201 @@
+"""How near the next-token distributions of quantised computation are to the dense float32 model's.
+
+    python bench/cpu_accuracy.py [MODEL.gguf] [--threads N] [--max-len 512] [--quick] [--json FILE]
+
+The reference is `LLM(dtype="float32")`, which computes with the file's weights as they are, dequantised, and matches
+transformers (`infinilm verify`). Held against it, on the same token ids: this engine with its defaults, which
+multiplies packed weights, and llama.cpp. Both read the texts twice: as prompts, many tokens at a time, and as decoding
+would, one token at a time, because engines may compute the two in different ways. The columns:
+
+- `mean KL`, with its standard error, and `max`: the Kullback-Leibler divergence of the whole vocabulary's distribution
+  from the reference's, in nats, computed in float64.
+- `perplexity` of the texts, and how far it is from the reference's.
+- `same top`: positions at which the most likely token is the reference's.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from cpu_texts import read_texts
+
+from infinilm import LLM
+from infinilm.attention import HostBatch
+from infinilm.bench.engine_process import LLAMA_CPP, OURS, EngineProcess
+from infinilm.bench.llamacpp_peer import LlamaCpp
+from infinilm.bench.measure import describe_machine
+from infinilm.bench.side_by_side import count_cores
+from infinilm.bench.workloads import Workload
+from infinilm.cli.bench import write_json
+from infinilm.cli.display import console, make_table
+from infinilm.engine.rank_worker import StepInput
+from infinilm.loading.sources import resolve
+
+Floats = npt.NDArray[np.floating[Any]]
+
+ROWS = {"prefill": 512, "decode": 1}
+"""Tokens computed at a time."""
+SLICE = 64
+"""Positions compared at a time: in float64 all of them would take gigabytes."""
+
+
+class Engine(Protocol):
+    """What tells the logits of a text."""
+
+    def logits(self, token_ids: Sequence[int], rows: int) -> Floats:
+        """What comes after each token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
+        ...
+
+
+class Ours:
+    """The model as `LLM` runs it, asked for every token's logits."""
+
+    def __init__(self, engine: LLM) -> None:
+        self.engine = engine
+
+    def logits(self, token_ids: Sequence[int], rows: int) -> Floats:
+        """What comes after each token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
+        found: list[Floats] = []
+        ids, block_size = np.array(token_ids), self.engine.memory.block_size
+        for start in range(0, len(ids), rows):
+            end = min(start + rows, len(ids))
+            places = np.arange(start, end)
+            batch = HostBatch(  # nothing else runs, so the text lies in the cache's first blocks, in order
+                input_ids=ids[start:end],
+                positions=places,
+                slot_mapping=places,
+                block_tables=np.arange(-(-end // block_size))[None],
+                query_lens=np.array([end - start]),
+                context_lens=np.array([end]),
+            )
+            step = StepInput(batch, (np.arange(end - start),))
+            self.engine.workers.run(step, lambda _, logits: found.append(logits.numpy(force=True).copy()))
+        return np.concatenate(found)
+
+
+@dataclass(slots=True)
+class Distance:
+    """What was found at the positions of all texts, in nats."""
+
+    divergences: list[float] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
+    """Of the token that is there in truth: minus the logarithm of its probability."""
+    num_same_top: int = 0
+
+    def add(self, reference: Floats, logits: Floats, following: npt.NDArray[np.int64]) -> None:
+        """Count positions: logits `[n, vocab]` of both and the token that follows each."""
+        for start in range(0, len(following), SLICE):
+            rows = slice(start, start + SLICE)
+            expected, found = log_softmax(reference[rows]), log_softmax(logits[rows])
+            self.divergences += (np.exp(expected) * (expected - found)).sum(axis=1).tolist()
+            self.surprises += (-np.take_along_axis(found, following[rows, None], axis=1)[:, 0]).tolist()
+            self.num_same_top += int((expected.argmax(axis=1) == found.argmax(axis=1)).sum())
+
+    @property
+    def perplexity(self) -> float:
+        """Of the texts."""
+        return float(np.exp(np.mean(self.surprises)))
+
+    def summary(self, reference: "Distance") -> dict[str, float]:
+        """The figures, next to the reference's."""
+        return {
+            "mean_kl": float(np.mean(self.divergences)),
+            "mean_kl_error": float(np.std(self.divergences) / np.sqrt(len(self.divergences))),
+            "p99_kl": float(np.percentile(self.divergences, 99)),
+            "max_kl": max(self.divergences),
+            "perplexity": self.perplexity,
+            "perplexity_change": self.perplexity / reference.perplexity - 1,
+            "same_top": self.num_same_top / len(self.divergences),
+        }
+
+
+def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+    """Log-probabilities `[n, vocab]` in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def compare(
+    texts: dict[str, list[int]], exact: Engine, engines: dict[str, Engine]
+) -> tuple[Distance, dict[str, Distance]]:
+    """Read every text with every engine, as a prompt and token by token: the reference itself, and the others."""
+    reference = Distance()
+    found = {f"{name} {way}": Distance() for name in engines for way in ROWS}
+    for text, token_ids in texts.items():
+        start_time = perf_counter()
+        following = np.array(token_ids[1:])
+        expected = exact.logits(token_ids[:-1], ROWS["prefill"])
+        reference.add(expected, expected, following)
+        for name, engine in engines.items():
+            for way, rows in ROWS.items():
+                found[f"{name} {way}"].add(expected, engine.logits(token_ids[:-1], rows), following)
+        print(f"{text}: {len(following)} positions, {perf_counter() - start_time:.1f} s", flush=True)
+    return reference, found
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?", help="a .gguf file; the embedded model by default")
+    parser.add_argument("--threads", type=int, default=count_cores())
+    parser.add_argument("--max-len", type=int, default=512, help="tokens of each text at most")
+    parser.add_argument("--quick", action="store_true", help="64 tokens of each text at most")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args(args)
+    path = resolve(options.model)
+    check_llamacpp(path, options.threads)
+
+    import torch
+
+    torch.set_num_threads(options.threads)
+    max_len = 64 if options.quick else options.max_len
+    settings = {"device": "cpu", "max_model_len": max_len, "max_num_seqs": 1}
+    with LLM(path, dtype="float32", **settings) as exact, LLM(path, **settings) as packed:
+        texts = read_texts(exact, max_len)
+        peer = LlamaCpp(path, num_threads=options.threads)
+        reference, found = compare(texts, Ours(exact), {OURS: Ours(packed), LLAMA_CPP: peer})
+    report = {
+        "model": path.name,
+        "machine": describe_machine(),
+        LLAMA_CPP: peer.version,
+        "num_positions": len(reference.divergences),
+        "perplexity": reference.perplexity,
+        "engines": {name: distance.summary(reference) for name, distance in found.items()},
+    }
+    show(report)
+    if options.json is not None:
+        write_json(report, options.json)
+
+
+def check_llamacpp(path: Path, num_threads: int) -> None:
+    """Let a process of its own try llama.cpp first: it can die of a build for another CPU, and then says so."""
+    work = Workload("try", num_prompts=1, input_len=8, output_len=2)
+    with EngineProcess(LLAMA_CPP, {"model": str(path)}, num_threads) as process:
+        process.run(work, work.prompts(process.vocab_size, repeat=0))
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the figures as a table."""
+    print(f"\n{report['model']}: {report['num_positions']:,} positions, against float32 by {OURS}\n")
+    table = make_table("", "mean KL", "error", "max", "perplexity", "change", "same top")
+    table.add_row("float32", "", "", "", f"{report['perplexity']:.3f}", "", "")
+    for name, figures in report["engines"].items():
+        table.add_row(
+            name,
+            f"{figures['mean_kl']:.2e}",
+            f"{figures['mean_kl_error']:.0e}",
+            f"{figures['max_kl']:.0e}",
+            f"{figures['perplexity']:.3f}",
+            f"{figures['perplexity_change']:+.3%}",
+            f"{figures['same_top']:.2%}",
+        )
+    console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The native library (sources in `native/`); `infinilm.kernels.native.load` gives it, where it was built.
+
+Arrays are CPU tensors or numpy arrays, contiguous where nothing else is said, and never copied. What does not fit is a
+`ValueError` or a `TypeError`. The GIL is released while something is computed.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Floats: TypeAlias = Tensor | npt.NDArray[np.float32]
+Ints: TypeAlias = Tensor | npt.NDArray[np.int64]
+Bytes: TypeAlias = Tensor | npt.NDArray[np.uint8]
+
+def instruction_set() -> str:
+    """What the kernels run on: avx512_vnni, avx_vnni, avx2 or generic."""
+
+def instruction_sets() -> list[str]:
+    """All that this machine has, the best first."""
+
+def use_instruction_set(name: str) -> None:
+    """Have the kernels run on another one of them; not while they run."""
+
+def set_num_threads(count: int) -> None:
+    """Have kernels run on so many threads, the caller's included."""
+
+def num_threads() -> int:
+    """The threads that kernels run on."""
+
+class Matrix:
+    """A quantised weight `[rows, columns]` in the kernels' own layout."""
+
+    def __init__(self, format: str, rows: int, columns: int) -> None:
+        """All zero; `format` is a GGML type's name, `columns` a multiple of its block."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def load(self, blocks: Bytes, rows: Ints) -> None:
+        """Take GGML's raw rows `[n, bytes]`; `rows` `[n]` says where each goes. Threads may load different rows."""
+
+    def dequantize(self, rows: Ints, out: Floats) -> None:
+        """Some rows `[n]` as floats `[n, columns]`. Group scales of the K formats are rounded to float16."""
+
+class Linear:
+    """Matrices with as many columns, their results side by side."""
+
+    def __init__(self, matrices: list[Matrix], bias: Floats | None) -> None: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    def multiply(self, x: Floats, out: Floats, accumulate: bool) -> None:
+        """`out` `[T, out]` = or += `x Wᵀ + b`, with `x` `[T, in]` rounded to 16 bits by groups of 32."""
+
+class Layer:
+    """One decoder layer's weights."""
+
+    def __init__(
+        self,
+        *,
+        input_norm: Floats,
+        qkv: Linear,
+        q_norm: Floats | None,
+        k_norm: Floats | None,
+        out: Linear,
+        post_norm: Floats,
+        gate_up: Linear,
+        down: Linear,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+    ) -> None: ...
+
+class Step:
+    """A step's batch, as `ForwardBatch` has it."""
+
+    def __init__(
+        self, positions: Ints, slots: Ints, block_tables: Ints, query_lens: Ints, context_lens: Ints
+    ) -> None: ...
+
+class Decoder:
+    """All layers and the final norm, with the table `[max_len, head_dim]` of cosines and sines."""
+
+    def __init__(self, layers: list[Layer], rotary: Floats, norm: Floats) -> None: ...
+    def forward(self, hidden: Floats, cache: Tensor, step: Step) -> None:
+        """Put `hidden` `[T, hidden]` through them, in place; `cache` `[layers, blocks, block_size, 2, kv_heads,
+        head_dim]` is float32, float16 or bfloat16."""
+
+def store(new: Floats, cache: Tensor, step: Step) -> None:
+    """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""
+
+def attend(query: Floats, cache: Tensor, step: Step, out: Floats, scale: float, window: int | None) -> None:
+    """Attend `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
+
+def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
+    """`x / rms(x) * weight` for `x` and `out` `[T, H]`."""

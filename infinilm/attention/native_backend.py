@@ -1,0 +1,76 @@
+"""Attention by the native library: on a CPU, in float32, over the cache as it lies in memory."""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinilm.attention.batch import ForwardBatch
+from infinilm.kernels import native
+
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64
+"""Query heads that share a key-value head."""
+
+
+class NativeAttention:
+    """Attention by the native library. Its plan of a step is the library's own `Step`."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._library: Any = native.load()
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why the device can't be served; None if it can."""
+        return why_not_native(device)
+
+    def prepare(
+        self,
+        batch: ForwardBatch,
+        *,
+        block_size: int,  # noqa: ARG002 - the cache says it
+        windows: Collection[int | None],  # noqa: ARG002 - nothing is worked out for them
+        dtype: torch.dtype,  # noqa: ARG002 - the library checks it
+    ) -> Any:
+        """The library's view of the batch."""
+        return self._library.Step(
+            batch.positions.contiguous(),
+            batch.slot_mapping.contiguous(),
+            batch.block_tables.contiguous(),
+            np.ascontiguousarray(batch.query_lens),
+            np.ascontiguousarray(batch.context_lens),
+        )
+
+    def store(self, new: Tensor, cache: Tensor, plan: Any) -> None:
+        """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
+        self._library.store(new, cache, plan)
+
+    def attend(self, query: Tensor, cache: Tensor, plan: Any, *, scale: float, window: int | None) -> Tensor:
+        """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
+        out = torch.empty(query.shape)
+        self._library.attend(query, cache, plan, out, scale, window)
+        return out
+
+
+def why_not_native(
+    device: torch.device, dtype: torch.dtype = torch.float32, head_dim: int = 2, group: int = 1
+) -> str | None:
+    """Why the native library can't attend on this device, in this type, with such heads; None if it can.
+
+    `group` is the number of query heads that share a key-value head.
+    """
+    if device.type != "cpu":
+        return f"the native library computes on a CPU, not on {device}"
+    if dtype != torch.float32:
+        return f"the native library computes in float32, not in {str(dtype).removeprefix('torch.')}"
+    if head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+        return (
+            f"the native library takes heads of up to {MAX_HEAD_DIM} numbers, and up to {MAX_GROUP} that share one for "
+            f"keys and values, not {head_dim} and {group}"
+        )
+    if native.load() is None:
+        return "the native library was not built with the package"
+    return None

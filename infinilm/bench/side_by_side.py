@@ -1,0 +1,207 @@
+"""This engine and llama.cpp on the same file, prompts and threads: by turns, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+from infinilm.bench.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death, environment
+from infinilm.bench.measure import Run, Summary
+from infinilm.bench.workloads import Workload
+from infinilm.errors import EngineError
+
+ENGINES = (OURS, LLAMA_CPP)
+FIRST_PROMPT = "The capital of France is"
+SETTLE_SECONDS = 0.05
+"""Between turns: threads that have no more work spin for a moment before they sleep."""
+
+# What a user would write to see a first token; `infinilm generate` is the other side of it.
+LLAMA_CPP_START = """
+import sys
+from llama_cpp import Llama
+model = Llama(sys.argv[1], n_threads=int(sys.argv[2]), n_threads_batch=int(sys.argv[2]), verbose=False)
+for piece in model(sys.argv[3], max_tokens=1, temperature=0.0, stream=True):
+    print(piece["choices"][0]["text"], end="", flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Works:
+    """What both engines are given to do."""
+
+    decode: Workload
+    prefill: Workload
+    streams: Workload
+    memory: Workload
+    """Loading, this and nothing else is what the peak of resident memory is of."""
+
+
+WORKS = Works(
+    decode=Workload("decode", num_prompts=1, input_len=89, output_len=128),
+    prefill=Workload("prefill", num_prompts=1, input_len=512, output_len=1),
+    streams=Workload("streams", num_prompts=8, input_len=89, output_len=128),
+    memory=Workload("memory", num_prompts=1, input_len=512, output_len=64),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How both engines are started: our `Config`'s settings, with the path of a .gguf file as `model`, and threads."""
+
+    settings: Mapping[str, Any]
+    num_threads: int
+
+    def start(self, engine: str) -> EngineProcess:
+        """Start one of them."""
+        return EngineProcess(engine, self.settings, self.num_threads)
+
+    def first_token_command(self, engine: str) -> list[str]:
+        """What shows an engine's first token, as a command of its own."""
+        if engine == LLAMA_CPP:
+            arguments = ["-c", LLAMA_CPP_START, str(self.settings["model"]), str(self.num_threads), FIRST_PROMPT]
+        else:
+            options = ((f"--{name.replace('_', '-')}", str(value)) for name, value in self.settings.items())
+            flat = [part for option in options for part in option]
+            arguments = ["-m", "infinilm", "generate", *flat, "--max-tokens", "1", FIRST_PROMPT]
+        return [sys.executable, *arguments]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number of both engines, and which of them is to be liked."""
+
+    name: str
+    unit: str
+    ours: float
+    theirs: float
+    is_more_better: bool
+
+    @property
+    def ratio(self) -> float:
+        """Ours to theirs."""
+        return self.ours / self.theirs
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Everything that was measured, by engine."""
+
+    works: Works
+    versions: dict[str, str] = field(default_factory=dict)
+    runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
+    """By workload's name and engine."""
+    peak_bytes: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+    """Empty where the system does not tell."""
+    start_seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+
+    def summary(self, workload: Workload, engine: str) -> Summary:
+        """What an engine's runs of a workload come to."""
+        return Summary.of(self.runs[workload.name][engine])
+
+    def figures(self) -> list[Figure]:
+        """Medians of everything."""
+        works = self.works
+        decode, streams = (
+            [self.summary(work, name).decode_per_second for name in ENGINES] for work in (works.decode, works.streams)
+        )
+        prefill = [self.summary(works.prefill, name).prefill_per_second for name in ENGINES]
+        count = works.streams.num_prompts
+        found: list[tuple[str, str, Sequence[float | None], bool]] = [
+            ("decode, one stream", "tok/s", decode, True),
+            (f"prefill, {works.prefill.input_len}-token prompt", "tok/s", prefill, True),
+            (f"{count} streams, against its one", "tok/s", (streams[0], decode[1]), True),
+            (f"{count} streams, against its {count}", "tok/s", streams, True),
+            ("peak resident memory", "MiB", _medians(self.peak_bytes, 2**20), False),
+            ("start to first token", "s", _medians(self.start_seconds), False),
+        ]
+        return [
+            Figure(name, unit, ours, theirs, is_more_better)
+            for name, unit, (ours, theirs), is_more_better in found
+            if ours is not None and theirs is not None
+        ]
+
+
+def _medians(values: Mapping[str, Sequence[float]], unit: float = 1.0) -> list[float | None]:
+    return [median(values[name]) / unit if values[name] else None for name in ENGINES]
+
+
+def compare(setup: Setup, repeat: int, note: Callable[[str], None], works: Works = WORKS) -> Comparison:
+    """Measure everything `repeat` times. `note` is told what is going on."""
+    found = Comparison(works)
+    _measure_workloads(found, setup, repeat, note)
+    note(f"Measuring the peak of resident memory · {repeat} times …")
+    for number in range(repeat):
+        for name in ENGINES:
+            with setup.start(name) as engine:
+                engine.run(found.works.memory, found.works.memory.prompts(engine.vocab_size, number))
+                if engine.peak_bytes is not None:
+                    found.peak_bytes[name].append(engine.peak_bytes)
+    note(f"Measuring the start to the first token · {repeat} times …")
+    for number in range(repeat + 1):
+        for name in ENGINES:
+            seconds = time_to_output(name, setup)
+            if number > 0:  # the first one reads files that the others find in memory
+                found.start_seconds[name].append(seconds)
+    return found
+
+
+def _measure_workloads(found: Comparison, setup: Setup, repeat: int, note: Callable[[str], None]) -> None:
+    with ExitStack() as stack:
+        engines = [stack.enter_context(setup.start(name)) for name in ENGINES]
+        found.versions = {engine.name: engine.version for engine in engines}
+        for workload in (found.works.decode, found.works.prefill, found.works.streams):
+            note(f"Measuring {workload} · {repeat} times …")
+            found.runs[workload.name] = run_by_turns(engines, workload, repeat)
+
+
+def run_by_turns(
+    engines: Sequence[EngineProcess], workload: Workload, repeat: int, *, warm_up: bool = True
+) -> dict[str, list[Run]]:
+    """Run a workload by turns, so that what else happens on the machine hits all engines alike: runs by engine."""
+    runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    if warm_up:
+        _take_turns(engines, replace(workload, output_len=min(workload.output_len, 4)), repeat)
+    for number in range(repeat):
+        for name, run in _take_turns(engines, workload, number).items():
+            runs[name].append(run)
+    return runs
+
+
+def _take_turns(engines: Sequence[EngineProcess], workload: Workload, number: int) -> dict[str, Run]:
+    """Each engine once, all with the same prompts: those with this number."""
+    prompts = workload.prompts(engines[0].vocab_size, number)
+    runs = {}
+    for engine in engines:
+        sleep(SETTLE_SECONDS)
+        runs[engine.name] = engine.run(workload, prompts)
+    return runs
+
+
+def time_to_output(engine: str, setup: Setup) -> float:
+    """The seconds from starting an engine's command until there is something on its stdout."""
+    start_time = perf_counter()
+    with subprocess.Popen(
+        setup.first_token_command(engine),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(setup.num_threads),
+        bufsize=0,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        seconds = perf_counter() - start_time
+        _, errors = process.communicate()
+    if process.returncode != 0 or not first:
+        raise EngineError(describe_death(engine, process.returncode, errors.decode(errors="replace")))
+    return seconds
+
+
+def count_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

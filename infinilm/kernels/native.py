@@ -1,0 +1,55 @@
+"""The native CPU kernels. No other module imports `infinilm._native`."""
+
+import importlib.util
+import logging
+import os
+import sys
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from infinilm.errors import InvalidValueError
+
+logger = logging.getLogger(__name__)
+
+_NAME = "infinilm._native"
+
+
+@cache
+def load() -> ModuleType | None:
+    """The native library, or None where it is not installed: torch does its work then, and a warning says so once.
+
+    `INFINILM_NATIVE=0` in the environment asks for torch; the path of a library asks for that build of it.
+    """
+    choice = os.environ.get("INFINILM_NATIVE")
+    if choice == "0":
+        logger.info("INFINILM_NATIVE=0: the CPU runs on torch alone")
+        return None
+    if choice is not None:
+        return _load_build(choice)
+    try:
+        return importlib.import_module(_NAME)
+    except ImportError as error:
+        logger.warning(
+            "The native CPU kernels are missing (%s): running on torch alone, which is slower. To have them, install "
+            "a C++ compiler and Python's headers, then install InfiniLM again: `make native` in a checkout, else "
+            "`pip install -v --force-reinstall --no-deps --no-cache-dir`, which shows what hinders it.",
+            error,
+        )
+        return None
+
+
+def _load_build(path: str) -> ModuleType:
+    """The library in that file, in place of the installed one."""
+    if not Path(path).is_file():
+        raise InvalidValueError(
+            f"INFINILM_NATIVE={path!r}: no such file. Set it to 0 for torch alone, or to the path of a built "
+            "infinilm/_native.*.so, or leave it unset."
+        )
+    loader = ExtensionFileLoader(_NAME, path)
+    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    assert spec is not None
+    sys.modules[_NAME] = module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

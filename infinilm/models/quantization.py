@@ -1,0 +1,76 @@
+"""Which matrices of a checkpoint stay quantised in memory, or become so while they are read."""
+
+import logging
+
+import torch
+
+from infinilm.distributed.shard import PackedShard, Weights
+from infinilm.errors import InvalidValueError
+from infinilm.kernels import native
+from infinilm.layers.packed import DENSE, FORMATS, WeightFormats
+from infinilm.loading.checkpoint import Checkpoint
+from infinilm.models.registry import keeps_quantized
+
+logger = logging.getLogger(__name__)
+
+QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1"}
+"""The format that each setting stands for …"""
+OUTER_FORMAT = "Q8_0"
+"""… except for the embedding and the head, where errors cost most."""
+OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
+_MAX_LISTED = 8
+
+
+def choose_formats(
+    checkpoint: Checkpoint, model_type: str, *, quantization: str | None, dtype: str, device: torch.device
+) -> WeightFormats:
+    """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
+    if quantization in QUANTIZED_TO:
+        _check_quantization(model_type, quantization, dtype, device)
+    elif quantization == "none" or dtype != "auto" or device.type != "cpu" or not keeps_quantized(model_type):
+        return DENSE
+    found: dict[str, str] = {}
+    shapes = checkpoint.shapes()
+    for name, stored in checkpoint.formats().items():
+        if len(shapes[name]) != 2:
+            continue
+        if stored in FORMATS:
+            found[name] = stored
+        elif quantization is not None:
+            found[name] = OUTER_FORMAT if name in OUTER_NAMES else QUANTIZED_TO[quantization]
+    if found and native.load() is None:  # which has said so
+        return DENSE
+    return WeightFormats(found)
+
+
+def note_dense(weights: Weights, formats: WeightFormats) -> None:
+    """Say once which matrices could not be kept quantised."""
+    dense = [name for name in formats.by_name if name in weights and not isinstance(weights[name], PackedShard)]
+    if dense:
+        listed = ", ".join(dense[:_MAX_LISTED]) + (", …" if len(dense) > _MAX_LISTED else "")
+        logger.warning(
+            "%d of %d quantised matrices are computed dense, because their columns, or those of matrices that they are "
+            "multiplied with, can't be cut into whole blocks: %s",
+            len(dense),
+            len(formats.by_name),
+            listed,
+        )
+
+
+def _check_quantization(model_type: str, quantization: str, dtype: str, device: torch.device) -> None:
+    """Refuse what can't be had."""
+    asked = f"quantization={quantization!r}"
+    if device.type != "cpu":
+        raise InvalidValueError(f"{asked} is for CPUs, and the device is {device}; use quantization='none'")
+    if dtype not in ("auto", "float32"):
+        raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")
+    if not keeps_quantized(model_type):
+        raise InvalidValueError(
+            f"{asked}: the builder of model_type={model_type!r} has no parameter `formats`, so its matrices can't be "
+            "quantised; use quantization='none'"
+        )
+    if native.load() is None:
+        raise InvalidValueError(
+            f"{asked} needs the native library, which was not built with the package; install a C++ compiler and then "
+            "InfiniLM again, or use quantization='none'"
+        )

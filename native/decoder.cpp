@@ -1,0 +1,234 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <stdexcept>
+
+#include "dispatch.h"
+#include "threads.h"
+
+namespace infinilm {
+
+Matrix::Matrix(const std::string& format, int rows, int columns) : view_{&find_format(format), rows, columns, nullptr} {
+    if (rows < 1 || columns < 1 || columns % view_.format->block_columns != 0) {
+        throw std::invalid_argument(format + " can't hold [" + std::to_string(rows) + ", " + std::to_string(columns) +
+                                    "]: columns must be a multiple of " + std::to_string(view_.format->block_columns));
+    }
+    memory_ = allocate_weights(num_bytes());
+    view_.data = memory_.get();
+}
+
+size_t Matrix::num_bytes() const { return view_.panels() * view_.format->panel_bytes(view_.columns); }
+
+void Matrix::load(const uint8_t* blocks, const int64_t* rows, int64_t count) {
+    const Format& format = *view_.format;
+    const size_t row_bytes = size_t(view_.columns / format.block_columns) * format.block_bytes;
+    for (int64_t i = 0; i < count; ++i) {
+        pack_row(format, view_.columns, blocks + i * row_bytes, int(rows[i]), memory_.get());
+    }
+}
+
+void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
+    for (int64_t i = 0; i < count; ++i) unpack_row(view_, int(rows[i]), out + i * view_.columns);
+}
+
+const Activations& QuantizedRows::reserve(int64_t rows, int columns) {
+    const size_t groups = size_t(rows) * (columns / kGroup);
+    view_ = {columns,
+             coarse_.reserve(groups * kGroup),
+             fine_.reserve(groups * kGroup),
+             scales_.reserve(groups),
+             sums_.reserve(groups),
+             halves_.reserve(2 * groups)};
+    return view_;
+}
+
+Linear::Linear(std::vector<std::shared_ptr<const Matrix>> matrices, const float* bias)
+    : matrices_(std::move(matrices)), bias_(bias) {
+    if (matrices_.empty()) throw std::invalid_argument("a linear layer needs a matrix");
+    columns_ = matrices_.front()->view().columns;
+    for (const auto& matrix : matrices_) {
+        if (matrix->view().columns != columns_) throw std::invalid_argument("matrices must have as many columns");
+        rows_ += matrix->view().rows;
+    }
+}
+
+void Linear::multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const {
+    // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
+    // a thread that is held up by something else does not hold up the others.
+    constexpr int kTaskRows = 64;
+    constexpr size_t kTaskBytes = 16 << 10;
+    struct Piece {
+        const PackedMatrix* matrix;
+        int first_row, panels_per_task;
+        int64_t first_task;
+    };
+    std::vector<Piece> pieces;
+    const int64_t row_blocks = (rows + kTaskRows - 1) / kTaskRows;
+    int64_t tasks = 0;
+    int first_row = 0;
+    for (const auto& each : matrices_) {
+        const PackedMatrix& matrix = each->view();
+        const int most = std::max(1, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
+        const int even = std::max(1, matrix.panels() / (8 * num_threads()));
+        const int per_task = std::min(most, even);
+        pieces.push_back({&matrix, first_row, per_task, tasks});
+        tasks += row_blocks * ((matrix.panels() + per_task - 1) / per_task);
+        first_row += matrix.rows;
+    }
+    const Kernels& k = kernels();
+    const int64_t stride = rows_;
+    parallel_for(tasks, 1, [&](int64_t task) {
+        size_t i = pieces.size() - 1;
+        while (task < pieces[i].first_task) --i;
+        const Piece& piece = pieces[i];
+        const int64_t place = task - piece.first_task;
+        const int64_t row = place % row_blocks * kTaskRows;
+        const int panel = int(place / row_blocks) * piece.panels_per_task;
+        k.multiply(*piece.matrix, x, int(row), int(std::min(row + kTaskRows, rows)), panel,
+                   std::min(panel + piece.panels_per_task, piece.matrix->panels()),
+                   bias_ ? bias_ + piece.first_row : nullptr, out + piece.first_row, stride, accumulate);
+    });
+}
+
+void Step::check(const CacheView& cache) const {
+    const int64_t num_slots = cache.blocks * cache.block_size;
+    for (int64_t t = 0; t < tokens; ++t) {
+        if (slots[t] >= num_slots) throw std::invalid_argument("a slot lies outside of the cache");
+    }
+    int64_t total = 0;
+    for (int64_t n = 0; n < requests; ++n) {
+        if (query_lens[n] < 1 || context_lens[n] < query_lens[n]) {
+            throw std::invalid_argument("a request needs at least one new token, and a context that holds all of them");
+        }
+        total += query_lens[n];
+        const int64_t blocks = (context_lens[n] + cache.block_size - 1) / cache.block_size;
+        if (blocks > max_blocks) throw std::invalid_argument("a context is longer than its row of the block table");
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t block = block_tables[n * max_blocks + b];
+            if (block < 0 || block >= cache.blocks) throw std::invalid_argument("a block lies outside of the cache");
+        }
+    }
+    if (total != tokens) throw std::invalid_argument("the requests' new tokens are not as many as the batch has");
+}
+
+namespace {
+
+// Memory for what lies between two kernels; a thread that computes steps has one.
+struct Workspace {
+    QuantizedRows rows;
+    Buffer<float> qkv, attended, gate_up, partials;
+    std::vector<AttentionTask> tasks;
+};
+
+Workspace& workspace() {
+    static thread_local Workspace own;
+    return own;
+}
+
+// A task for each tile of tokens and each key-value head, with all the keys they see.
+void list_tasks(const Step& step, const CacheView& cache, const AttentionTask& like, std::vector<AttentionTask>& tasks) {
+    tasks.clear();
+    int64_t token = 0;
+    for (int64_t n = 0; n < step.requests; ++n) {
+        const int64_t new_tokens = step.query_lens[n], cached = step.context_lens[n] - new_tokens;
+        for (int64_t first = 0; first < new_tokens; first += kTileTokens) {
+            AttentionTask task = like;
+            task.tokens = int(std::min<int64_t>(kTileTokens, new_tokens - first));
+            task.position = cached + first;
+            task.end_key = task.position + task.tokens;
+            task.blocks = step.block_tables + n * step.max_blocks;
+            for (task.kv_head = 0; task.kv_head < cache.kv_heads; ++task.kv_head) {
+                const int64_t head = int64_t(task.kv_head) * like.heads * cache.head_dim;
+                task.query = like.query + (token + first) * like.query_stride + head;
+                task.out = like.out + (token + first) * like.out_stride + head;
+                tasks.push_back(task);
+            }
+        }
+        token += new_tokens;
+    }
+}
+
+// Cut tasks at multiples of kSplit keys. Parts of a task lie next to each other, and have memory for partial results.
+void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<float>& memory) {
+    std::vector<AttentionTask> parts;
+    std::vector<int64_t> places;  // of their partial results; -1: the task is whole
+    int64_t rows = 0;
+    for (const AttentionTask& task : tasks) {
+        const int64_t seen_from = task.window ? std::max<int64_t>(0, task.position - task.window + 1) : 0;
+        const int64_t first = seen_from / kSplit, end = (task.end_key + kSplit - 1) / kSplit;
+        for (int64_t split = first; split < end; ++split) {
+            const bool is_whole = end - first == 1;
+            parts.push_back(task);
+            parts.back().first_key = split * kSplit;
+            parts.back().end_key = std::min(task.end_key, (split + 1) * kSplit);
+            places.push_back(is_whole ? -1 : rows);
+            if (!is_whole) rows += int64_t(task.tokens) * task.heads;
+        }
+    }
+    float* partials = memory.reserve(rows * partial_row);
+    for (size_t i = 0; i < parts.size(); ++i) parts[i].partial = places[i] < 0 ? nullptr : partials + places[i] * partial_row;
+    tasks.swap(parts);
+}
+
+}  // namespace
+
+void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
+            float scale, int64_t window, float* out, int64_t out_stride) {
+    const Kernels& k = kernels();
+    Workspace& space = workspace();
+    std::vector<AttentionTask>& tasks = space.tasks;
+    const int heads = num_heads / cache.kv_heads;
+    const int64_t partial_row = k.partial_size(cache.head_dim);
+    AttentionTask like{};
+    like.query = query, like.query_stride = query_stride;
+    like.out = out, like.out_stride = out_stride;
+    like.heads = heads, like.scale = scale, like.window = window;
+    list_tasks(step, cache, like, tasks);
+    // If that makes too few to keep the threads busy, the keys are shared out, too.
+    if (int64_t(tasks.size()) < 8 * num_threads()) split_tasks(partial_row, tasks, space.partials);
+    parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend(tasks[i], cache); });
+    for (size_t first = 0, end; first < tasks.size(); first = end) {
+        const AttentionTask& task = tasks[first];
+        for (end = first + 1; task.partial && end < tasks.size() && tasks[end].out == task.out;) ++end;
+        const int64_t rows = task.partial ? int64_t(task.tokens) * heads : 0;
+        for (int64_t r = 0; r < rows; ++r) {
+            k.merge(task.partial + r * partial_row, rows * partial_row, int(end - first), cache.head_dim,
+                    task.out + r / heads * out_stride + r % heads * cache.head_dim);
+        }
+    }
+}
+
+void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden) {
+    Workspace& space = workspace();
+    const Kernels& k = kernels();
+    const int64_t tokens = step.tokens, size = layer.qkv->in_features(), qkv_size = layer.qkv->out_features();
+    const int64_t attended_size = layer.out->in_features(), inner_size = layer.gate_up->out_features();
+    const float eps = layer.rope.eps;
+    constexpr int64_t kRowsPerTask = 4;
+
+    const Activations normed = space.rows.reserve(tokens, int(size));
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(hidden, size, layer.input_norm, eps, int(t), normed); });
+    float* qkv = space.qkv.reserve(tokens * qkv_size);
+    layer.qkv->multiply(normed, tokens, qkv, false);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        k.rope_store(qkv + t * qkv_size, step.positions[t], step.slots[t], layer.rope, cache);
+    });
+    float* attended = space.attended.reserve(tokens * attended_size);
+    const float scale = 1.0f / std::sqrt(float(cache.head_dim));
+    attend(step, cache, qkv, qkv_size, layer.rope.num_heads, scale, layer.window, attended, attended_size);
+    const Activations rounded = space.rows.reserve(tokens, int(attended_size));
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(attended, attended_size, nullptr, eps, int(t), rounded); });
+    layer.out->multiply(rounded, tokens, hidden, true);
+
+    const Activations again = space.rows.reserve(tokens, int(size));
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(hidden, size, layer.post_norm, eps, int(t), again); });
+    float* gate_up = space.gate_up.reserve(tokens * inner_size);
+    layer.gate_up->multiply(again, tokens, gate_up, false);
+    const Activations inner = space.rows.reserve(tokens, int(inner_size / 2));
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.silu_quantize(gate_up, inner_size, int(t), inner); });
+    layer.down->multiply(inner, tokens, hidden, true);
+}
+
+}  // namespace infinilm

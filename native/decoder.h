@@ -1,0 +1,85 @@
+// A decoder's layers on packed weights: which kernels run in which order, shared out over the threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pack.h"
+
+namespace infinilm {
+
+// A weight that owns its memory.
+class Matrix {
+public:
+    Matrix(const std::string& format, int rows, int columns);  // all zero
+
+    const PackedMatrix& view() const { return view_; }
+    size_t num_bytes() const;
+    void load(const uint8_t* blocks, const int64_t* rows, int64_t count);
+    void dequantize(const int64_t* rows, int64_t count, float* out) const;
+
+private:
+    PackedMatrix view_;
+    std::shared_ptr<uint8_t> memory_;
+};
+
+// Rounded rows, with the memory they are in.
+class QuantizedRows {
+public:
+    const Activations& reserve(int64_t rows, int columns);
+    const Activations& view() const { return view_; }
+
+private:
+    Buffer<int8_t> coarse_, fine_;
+    Buffer<float> scales_, sums_;
+    Buffer<int32_t> halves_;
+    Activations view_{};
+};
+
+class Linear {
+public:
+    Linear(std::vector<std::shared_ptr<const Matrix>> matrices, const float* bias);
+
+    int in_features() const { return columns_; }
+    int out_features() const { return rows_; }
+    // out [rows, out] = or += x W^T + b.
+    void multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const;
+
+private:
+    std::vector<std::shared_ptr<const Matrix>> matrices_;
+    const float* bias_;
+    int rows_ = 0, columns_ = 0;
+};
+
+// The batch of a step: T new tokens of N requests. Arrays belong to the caller.
+struct Step {
+    int64_t tokens, requests, max_blocks;
+    const int64_t* positions;     // [T]
+    const int64_t* slots;         // [T]
+    const int64_t* block_tables;  // [N, max_blocks]
+    const int64_t* query_lens;    // [N]
+    const int64_t* context_lens;  // [N]
+
+    // Throws std::invalid_argument if a table or a slot would lead outside of the cache.
+    void check(const CacheView& cache) const;
+};
+
+// Attend every token of the step to its request's keys. Strides are from token to token.
+void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
+            float scale, int64_t window, float* out, int64_t out_stride);
+
+struct Layer {
+    const float* input_norm;
+    std::shared_ptr<const Linear> qkv, out, gate_up, down;
+    const float* post_norm;
+    RopeStore rope;
+    int64_t window;
+};
+
+// Put hidden [tokens, hidden] through a layer.
+void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden);
+
+}  // namespace infinilm

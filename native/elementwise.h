@@ -1,0 +1,124 @@
+// What happens to a row or a head by itself: norms, rounding, turning by position, storing.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace infinilm::INFINILM_ISA {
+
+// 1 / rms(x); columns need not be a multiple of anything.
+inline float norm_factor(const float* x, int columns, float eps) {
+    Floats squares = all(0.0f);
+    int i = 0;
+    for (; i + kLanes <= columns; i += kLanes) squares = multiply_add(load(x + i), load(x + i), squares);
+    float total = sum_of(squares);
+    for (; i < columns; ++i) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / float(columns) + eps);
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int columns, float* out) {
+    const float factor = norm_factor(x, columns, eps);
+    int i = 0;
+    for (; i + kLanes <= columns; i += kLanes) store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i < columns; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+// Round one group of 32 floats.
+inline void quantize_group(const Floats (&x)[kGroup / kLanes], int row, int group, const Activations& out) {
+    Floats largest = absolute(x[0]);
+    for (Floats part : x) largest = larger(absolute(part), largest);
+    const float scale = largest_of(largest) / float(kLargest);
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    int32_t coarse[kGroup], fine[kGroup];
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+        const Floats whole = round_to_even(x[i] * inverse);
+        const Floats much = round_to_even(whole * (1.0f / kCoarseStep));
+        const Ints parts[2] = {__builtin_convertvector(much, Ints),
+                               __builtin_convertvector(whole - much * float(kCoarseStep), Ints)};
+        std::memcpy(coarse + i * kLanes, &parts[0], sizeof parts[0]);
+        std::memcpy(fine + i * kLanes, &parts[1], sizeof parts[1]);
+    }
+    const int64_t groups = out.columns / kGroup, place = row * groups + group;
+    int8_t* coarse_bytes = out.coarse + place * kGroup;
+    int8_t* fine_bytes = out.fine + place * kGroup;
+    int32_t halves[2] = {0, 0};
+    for (int i = 0; i < kGroup; ++i) coarse_bytes[i] = int8_t(coarse[i]);
+    for (int i = 0; i < kGroup; ++i) fine_bytes[i] = int8_t(fine[i]);
+    for (int i = 0; i < kGroup / 2; ++i) halves[0] += kCoarseStep * coarse_bytes[i] + fine_bytes[i];
+    for (int i = kGroup / 2; i < kGroup; ++i) halves[1] += kCoarseStep * coarse_bytes[i] + fine_bytes[i];
+    out.scales[place] = scale;
+    out.sums[place] = scale * float(halves[0] + halves[1]);
+    out.halves[2 * place] = halves[0];
+    out.halves[2 * place + 1] = halves[1];
+}
+
+void quantize(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out) {
+    x += row * stride;
+    const float factor = norm ? norm_factor(x, out.columns, eps) : 1.0f;
+    for (int g = 0; g < out.columns / kGroup; ++g) {
+        Floats parts[kGroup / kLanes];
+        for (int i = 0; i < kGroup / kLanes; ++i) {
+            const int column = g * kGroup + i * kLanes;
+            parts[i] = load(x + column);
+            if (norm) parts[i] = parts[i] * factor * load(norm + column);
+        }
+        quantize_group(parts, row, g, out);
+    }
+}
+
+void silu_quantize(const float* gate_up, int64_t stride, int row, const Activations& out) {
+    const float* gate = gate_up + row * stride;
+    const float* up = gate + out.columns;
+    for (int g = 0; g < out.columns / kGroup; ++g) {
+        Floats parts[kGroup / kLanes];
+        for (int i = 0; i < kGroup / kLanes; ++i) {
+            const int column = g * kGroup + i * kLanes;
+            const Floats x = load(gate + column);
+            parts[i] = x / (exponential(-x) + 1.0f) * load(up + column);
+        }
+        quantize_group(parts, row, g, out);
+    }
+}
+
+// Norm a head and turn it: number i is paired with number i + head_dim / 2.
+inline void turn(float* head, int head_dim, const float* norm, float eps, const float* angles) {
+    if (norm) rms_norm(head, norm, eps, head_dim, head);
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; ++i) {
+        const float a = head[i], b = head[i + half], cosine = angles[i], sine = angles[i + half];
+        head[i] = a * cosine - b * sine;
+        head[i + half] = b * cosine + a * sine;
+    }
+}
+
+inline void store_numbers(const float* from, int count, CacheType type, void* to, int64_t place) {
+    if (type == CacheType::kFloat32) {
+        std::memcpy(static_cast<float*>(to) + place, from, count * sizeof(float));
+        return;
+    }
+    uint16_t* halves = static_cast<uint16_t*>(to) + place;
+    const bool is_half = type == CacheType::kFloat16;
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+        is_half ? store_half(halves + i, load(from + i)) : store_bfloat16(halves + i, load(from + i));
+    }
+    for (; i < count; ++i) halves[i] = is_half ? float_to_half(from[i]) : float_to_bfloat16(from[i]);
+}
+
+void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how, const CacheView& cache) {
+    const int dim = cache.head_dim;
+    float* keys = qkv + int64_t(how.num_heads) * dim;
+    if (how.rotary) {
+        const float* angles = how.rotary + position * dim;
+        for (int head = 0; head < how.num_heads; ++head) turn(qkv + head * dim, dim, how.q_norm, how.eps, angles);
+        for (int head = 0; head < cache.kv_heads; ++head) turn(keys + head * dim, dim, how.k_norm, how.eps, angles);
+    }
+    if (slot < 0) return;
+    // Keys and values of all heads lie side by side, here and in the cache.
+    const int count = 2 * cache.kv_heads * dim;
+    store_numbers(keys, count, cache.type, cache.data, slot * count);
+}
+
+}  // namespace infinilm::INFINILM_ISA

@@ -1,0 +1,67 @@
+// How weights are kept: the formats that can be loaded, and the one layout that the kernels read.
+//
+// A matrix is cut into panels of 16 rows, a panel into groups of 32 columns. Every format becomes
+//
+//     weight = scale * q + minimum        q an unsigned number of 4, 5, 6 or 8 bits
+//
+// with one scale (float16) for a row's group, or two for its halves, and in some formats a minimum (float16). The
+// others have the fixed minimum -zero * scale.
+//
+// A group's numbers lie in 8 vectors of 16 rows x 4 columns, so that a vector of 16 int32 can take up the products of
+// four columns for all rows of a panel. Of numbers with fewer than 8 bits the vectors 2i and 2i + 1 share 64 bytes: the
+// lower four bits of all numbers come first, in 4 x 64 bytes; then the fifth bits in 64 bytes, one bit a vector; or the
+// fifth and sixth in 2 x 64 bytes, two bits a vector.
+//
+//     panel:  numbers of group 0, of group 1, ... | scales (and minimums) of group 0, of group 1, ...
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infinilm {
+
+constexpr int kPanelRows = 16;
+constexpr int kGroup = 32;
+constexpr int kQuads = kGroup / 4;  // vectors of a group
+constexpr int kVectorBytes = kPanelRows * 4;
+
+struct Format {
+    const char* name;   // as GGML calls it
+    int block_columns;  // of GGML's blocks
+    int block_bytes;
+    int bits;
+    int scales;  // per group
+    bool has_minimum;
+    int zero;
+
+    constexpr size_t group_bytes() const { return size_t(kPanelRows) * kGroup * bits / 8; }
+    constexpr size_t scale_values() const { return size_t(kPanelRows) * (scales + has_minimum); }
+    constexpr size_t panel_bytes(int columns) const {
+        const size_t groups = columns / kGroup;
+        const size_t bytes = groups * (group_bytes() + scale_values() * sizeof(uint16_t));
+        return (bytes + 63) / 64 * 64;
+    }
+};
+
+inline constexpr Format kFormats[] = {
+    {"Q4_0", 32, 18, 4, 1, false, 8},    {"Q4_1", 32, 20, 4, 1, true, 0},   {"Q5_0", 32, 22, 5, 1, false, 16},
+    {"Q5_1", 32, 24, 5, 1, true, 0},     {"Q8_0", 32, 34, 8, 1, false, 128}, {"Q4_K", 256, 144, 4, 1, true, 0},
+    {"Q5_K", 256, 176, 5, 1, true, 0},   {"Q6_K", 256, 210, 6, 2, false, 32},
+};
+
+// A weight in memory.
+struct PackedMatrix {
+    const Format* format;
+    int rows;
+    int columns;
+    const uint8_t* data;
+
+    int panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
+    int groups() const { return columns / kGroup; }
+    const uint8_t* panel(int index) const { return data + size_t(index) * format->panel_bytes(columns); }
+    const uint16_t* scales(int panel_index) const {
+        return reinterpret_cast<const uint16_t*>(panel(panel_index) + groups() * format->group_bytes());
+    }
+};
+
+}  // namespace infinilm

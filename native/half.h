@@ -1,0 +1,52 @@
+// float16 and bfloat16 without any special instruction. Functions are static: each file that is compiled for an
+// instruction set of its own must have its own.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace infinilm {
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float half_to_float(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000) << 16;
+    const uint32_t rest = half & 0x7fff;
+    if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | (rest & 0x3ff) << 13);  // infinity, NaN
+    if (rest < 0x400) return float_of(sign | bits_of(float(rest) * 0x1p-24f));      // below the normal range
+    return float_of(sign | ((rest << 13) + 0x38000000));
+}
+
+// Rounds to nearest, ties to even, as the instructions do.
+static inline uint16_t float_to_half(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint16_t sign = bits >> 16 & 0x8000;
+    uint32_t rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000) return sign | 0x7e00;   // NaN
+    if (rest >= 0x47800000) return sign | 0x7c00;  // too large
+    if (rest < 0x38800000) {                       // below the normal range: the sum's last bits are the result
+        return sign | uint16_t(bits_of(float_of(rest) + 0.5f) - bits_of(0.5f));
+    }
+    rest += 0xfff + (rest >> 13 & 1);
+    return sign | uint16_t((rest - 0x38000000) >> 13);
+}
+
+static inline float bfloat16_to_float(uint16_t value) { return float_of(uint32_t(value) << 16); }
+
+static inline uint16_t float_to_bfloat16(float value) {
+    const uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // NaN stays NaN
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace infinilm

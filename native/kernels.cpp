@@ -1,0 +1,18 @@
+// Compiled once for every instruction set, with INFINILM_ISA as its name.
+#include "kernels.h"
+
+#include "attention.h"
+#include "elementwise.h"
+#include "matmul.h"
+
+#define INFINILM_STRING(name) #name
+#define INFINILM_NAME(name) INFINILM_STRING(name)
+
+namespace infinilm::INFINILM_ISA {
+
+extern const Kernels table;
+const Kernels table = {
+    INFINILM_NAME(INFINILM_ISA), quantize, silu_quantize, rms_norm, multiply, rope_store, attend, merge, partial_size,
+};
+
+}  // namespace infinilm::INFINILM_ISA

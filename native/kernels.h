@@ -1,0 +1,86 @@
+// What is compiled for several instruction sets, and the data it works on. No threads here, no memory taken.
+#pragma once
+
+#include <cstdint>
+
+#include "format.h"
+
+namespace infinilm {
+
+// Rows of floats, rounded to 16 bits by groups of 32 columns: x = scale * (255 * coarse + fine), both from -127 to 127.
+struct Activations {
+    int columns;
+    int8_t* coarse;   // [rows, columns]
+    int8_t* fine;     // [rows, columns]
+    float* scales;    // [rows, columns / 32]
+    float* sums;      // [rows, columns / 32], of x
+    int32_t* halves;  // [rows, columns / 16], of x / scale
+};
+
+constexpr int kCoarseStep = 255;
+constexpr int kLargest = 127 * kCoarseStep + 127;  // what a group's largest number becomes
+
+enum class CacheType { kFloat32, kFloat16, kBFloat16 };
+
+// One layer's KV cache: [blocks, block_size, 2, kv_heads, head_dim].
+struct CacheView {
+    void* data;
+    CacheType type;
+    int64_t blocks;
+    int64_t block_size;
+    int kv_heads;
+    int head_dim;
+};
+
+// Turning queries and keys of one token, and storing key and value.
+struct RopeStore {
+    int num_heads;
+    const float* q_norm;  // [head_dim] or null
+    const float* k_norm;
+    float eps;
+    const float* rotary;  // [max_len, head_dim], cosines and then sines; null: heads are neither normed nor turned
+};
+
+// Some of a request's new tokens, the query heads of one key-value head, and the keys they are attended to.
+struct AttentionTask {
+    const float* query;  // the first token's first head
+    int64_t query_stride;  // from token to token
+    float* out;            // like query
+    int64_t out_stride;
+    int tokens;
+    int heads;           // that share the key-value head
+    int kv_head;
+    int64_t position;    // of the first token in its request
+    const int64_t* blocks;  // the request's
+    int64_t first_key, end_key;  // a multiple of kSplit; any
+    float scale;
+    int64_t window;  // 0: none
+    float* partial;  // null: normalise, and write to out; else [tokens * heads, partial_size]
+};
+
+constexpr int kTileTokens = 16;  // of an AttentionTask, at most
+constexpr int kSplit = 256;      // keys after which a row's sums are put aside and merged, so that others can help
+
+struct Kernels {
+    const char* name;
+
+    // Round a row of x, after the norm if there is a weight.
+    void (*quantize)(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out);
+    // Round silu(gate) * up of a row [gate, up].
+    void (*silu_quantize)(const float* gate_up, int64_t stride, int row, const Activations& out);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int columns, float* out);
+    // out[row, 16 panel ...] = or += x[row] W^T (+ bias) for some rows and panels.
+    void (*multiply)(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
+                     int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate);
+    // qkv: one token's heads [heads of q, k and v, head_dim]; keys and values go to slot, unless it is negative.
+    void (*rope_store)(float* qkv, int64_t position, int64_t slot, const RopeStore& how, const CacheView& cache);
+    void (*attend)(const AttentionTask& task, const CacheView& cache);
+    // Put the partial results of a row's splits together: [splits, stride] floats to out [head_dim].
+    void (*merge)(const float* partials, int64_t stride, int splits, int head_dim, float* out);
+    int (*partial_size)(int head_dim);  // floats that a row takes in AttentionTask::partial
+};
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kMaxGroupHeads = 64;  // query heads of one key-value head
+
+}  // namespace infinilm

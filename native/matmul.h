@@ -1,0 +1,178 @@
+// Products of rounded rows with packed weights.
+//
+// A row's numbers have 16 bits, in two bytes: 255 * coarse + fine. So a weight is multiplied twice, which costs little
+// next to reading it when there are few rows, and the results are those of floats but for the fifth digit.
+//
+// A panel's 16 rows are the lanes of the sums: nothing is added up across a vector, and a result's order of additions
+// does not depend on how many rows are computed at a time.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace infinilm::INFINILM_ISA {
+
+// So many rows at a time share the unpacking of a weight; three sums each have to stay in registers.
+constexpr int kMaxRows = kLanes / 2;
+// Weights are asked for so many bytes before they are needed. They lie in the order in which they are read, over panels
+// and matrices, but the processor's own guesses end with every page.
+constexpr size_t kAhead = 8192;
+constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
+
+// Vector `quad` of a group: four columns of kLanes rows, one number a byte.
+template <int kBits>
+inline Bytes unpack(const uint8_t* group, int quad, int part) {
+    const uint8_t* place = group + part * sizeof(Bytes);
+    if constexpr (kBits == 8) {
+        return load(place + quad * kVectorBytes);
+    } else {
+        // Shifts are of 32 bits at a time; what comes in from a neighbour is masked out.
+        const auto shifted = [&](const uint8_t* from, int right) { return (Bytes)((Ints)load(from) >> right); };
+        Bytes q = shifted(place + quad / 2 * kVectorBytes, 4 * (quad % 2)) & 0x0f;
+        const uint8_t* high = place + 4 * kVectorBytes;
+        if constexpr (kBits == 5) {
+            q |= (Bytes)((Ints)shifted(high, quad) << 4) & 0x10;
+        }
+        if constexpr (kBits == 6) {
+            q |= (Bytes)((Ints)shifted(high + quad / 4 * kVectorBytes, 2 * (quad % 4)) << 4) & 0x30;
+        }
+        return q;
+    }
+}
+
+// Up to kMaxRows rows times kLanes rows of a panel. The first to read a panel asks for what comes after it.
+template <int kFormat, int kRows>
+inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, int panel, int part, bool is_first,
+                          Floats (&sums)[kRows]) {
+    constexpr Format format = kFormats[kFormat];
+    constexpr int kQuadsPerScale = kQuads / format.scales;
+    constexpr int kRun = std::min(kQuadsPerSum<format.bits>, kQuadsPerScale);
+    constexpr size_t kBytes = format.group_bytes() + format.scale_values() * sizeof(uint16_t);
+    constexpr int kZero = kHasShortSums && format.bits == 8 ? 0 : format.zero;
+
+    const int groups = w.groups();
+    const uint8_t* group = w.panel(panel);
+    const uint16_t* scales = w.scales(panel) + part * kLanes;
+    const int8_t* coarse = x.coarse + int64_t(row) * x.columns;
+    const int8_t* fine = x.fine + int64_t(row) * x.columns;
+    const float* x_scales = x.scales + int64_t(row) * groups;
+    const float* x_sums = x.sums + int64_t(row) * groups;
+    const int32_t* halves = x.halves + int64_t(row) * groups * 2;
+
+    for (Floats& sum : sums) sum = all(0.0f);
+    for (int g = 0; g < groups; ++g, group += format.group_bytes(), scales += format.scale_values()) {
+        if (is_first) {
+            const uint8_t* ahead = w.panel(panel) + g * kBytes + kAhead;
+            for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
+        }
+        for (int s = 0; s < format.scales; ++s) {
+            Ints totals[kRows];
+            for (int r = 0; r < kRows; ++r) {
+                int offset = 0;
+                if constexpr (kZero != 0) {
+                    const int32_t* half = halves + r * groups * 2 + 2 * g;
+                    offset = -kZero * (format.scales == 1 ? half[0] + half[1] : half[s]);
+                }
+                totals[r] = all(offset);
+            }
+            for (int first = s * kQuadsPerScale; first < (s + 1) * kQuadsPerScale; first += kRun) {
+                Ints coarse_sums[kRows], fine_sums[kRows];
+                for (int r = 0; r < kRows; ++r) coarse_sums[r] = fine_sums[r] = Ints{};
+#pragma GCC unroll 8
+                for (int quad = first; quad < first + kRun; ++quad) {
+                    const Bytes q = unpack<format.bits>(group, quad, part);
+                    for (int r = 0; r < kRows; ++r) {
+                        const int place = r * x.columns + g * kGroup + 4 * quad;
+                        coarse_sums[r] = add_products<format.bits>(coarse_sums[r], q, coarse + place);
+                        fine_sums[r] = add_products<format.bits>(fine_sums[r], q, fine + place);
+                    }
+                }
+                for (int r = 0; r < kRows; ++r) {
+                    const Ints much = widen(coarse_sums[r]);
+                    totals[r] += (much << 8) - much + widen(fine_sums[r]);
+                }
+            }
+            const Floats scale = load_half(scales + s * kPanelRows);
+            for (int r = 0; r < kRows; ++r) {
+                sums[r] = multiply_add(to_floats(totals[r]), scale * x_scales[r * groups + g], sums[r]);
+            }
+        }
+        if constexpr (format.has_minimum) {
+            const Floats minimum = load_half(scales + format.scales * kPanelRows);
+            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x_sums[r * groups + g]), sums[r]);
+        }
+    }
+}
+
+// Write a row's results; the last panel may have fewer than 16 rows.
+inline void write_tile(Floats sums, const float* bias, float* out, int lanes, bool accumulate) {
+    float values[kLanes];
+    if (lanes < kLanes) {
+        store(values, sums);
+        for (int i = 0; i < lanes; ++i) {
+            const float value = bias ? values[i] + bias[i] : values[i];
+            out[i] = accumulate ? out[i] + value : value;
+        }
+        return;
+    }
+    if (bias) sums += load(bias);
+    if (accumulate) sums += load(out);
+    store(out, sums);
+}
+
+template <int kFormat, int kRows>
+void multiply_rows(const PackedMatrix& w, const Activations& x, int row, int panel, bool is_first, const float* bias,
+                   float* out, int64_t out_stride, bool accumulate) {
+    for (int part = 0; part < kParts; ++part) {
+        const int first = panel * kPanelRows + part * kLanes;
+        const int lanes = std::min(kLanes, w.rows - first);
+        if (lanes <= 0) return;
+        Floats sums[kRows];
+        multiply_tile<kFormat, kRows>(w, x, row, panel, part, is_first && part == 0, sums);
+        for (int r = 0; r < kRows; ++r) {
+            write_tile(sums[r], bias ? bias + first : nullptr, out + (row + r) * out_stride + first, lanes, accumulate);
+        }
+    }
+}
+
+// The rows that are left over when kRows at a time no longer fit.
+template <int kFormat, int kRows>
+void multiply_rest(const PackedMatrix& w, const Activations& x, int row, int rest, int panel, bool is_first,
+                   const float* bias, float* out, int64_t out_stride, bool accumulate) {
+    if constexpr (kRows > 0) {
+        if (rest == kRows) {
+            multiply_rows<kFormat, kRows>(w, x, row, panel, is_first, bias, out, out_stride, accumulate);
+        } else {
+            multiply_rest<kFormat, kRows - 1>(w, x, row, rest, panel, is_first, bias, out, out_stride, accumulate);
+        }
+    }
+}
+
+template <int kFormat>
+void multiply_format(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
+                     int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
+    for (int panel = first_panel; panel < end_panel; ++panel) {
+        int row = first_row;
+        for (; row + kMaxRows <= end_row; row += kMaxRows) {
+            const bool is_first = row == first_row;
+            multiply_rows<kFormat, kMaxRows>(w, x, row, panel, is_first, bias, out, out_stride, accumulate);
+        }
+        multiply_rest<kFormat, kMaxRows - 1>(w, x, row, end_row - row, panel, row == first_row, bias, out, out_stride,
+                                             accumulate);
+    }
+}
+
+void multiply(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel, int end_panel,
+              const float* bias, float* out, int64_t out_stride, bool accumulate) {
+    using Function = decltype(&multiply_format<0>);
+    constexpr Function functions[] = {
+        multiply_format<0>, multiply_format<1>, multiply_format<2>, multiply_format<3>,
+        multiply_format<4>, multiply_format<5>, multiply_format<6>, multiply_format<7>,
+    };
+    static_assert(sizeof functions / sizeof *functions == sizeof kFormats / sizeof *kFormats);
+    functions[w.format - kFormats](w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
+}
+
+}  // namespace infinilm::INFINILM_ISA

@@ -1,0 +1,313 @@
+// The Python module infinilm._native: checks what comes in, and calls the rest without the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "decoder.h"
+#include "dispatch.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace infinilm {
+namespace {
+
+template <typename T, size_t kDims>
+using Array = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
+using Floats1 = Array<const float, 1>;
+using Ints1 = Array<const int64_t, 1>;
+// Rows may lie apart; what is in a row may not.
+using Rows3 = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+using Rows4 = nb::ndarray<float, nb::ndim<4>, nb::device::cpu>;
+using AnyArray = nb::ndarray<nb::device::cpu>;
+
+void require(bool is_true, const std::string& message) {
+    if (!is_true) throw std::invalid_argument(message);
+}
+
+// An array, or null, and the length it has to have.
+const float* vector_or_null(const std::optional<Floats1>& array, size_t length, const char* name) {
+    if (!array) return nullptr;
+    require(array->size() == length, std::string(name) + " must have " + std::to_string(length) + " numbers");
+    return array->data();
+}
+
+void check_rows(const Matrix& matrix, const Ints1& rows) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+        require(rows.data()[i] >= 0 && rows.data()[i] < matrix.view().rows, "a row lies outside of the matrix");
+    }
+}
+
+CacheType cache_type(const AnyArray& cache) {
+    if (cache.dtype() == nb::dtype<float>()) return CacheType::kFloat32;
+    if (cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Float)) return CacheType::kFloat16;
+    if (cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat)) {
+        return CacheType::kBFloat16;
+    }
+    throw std::invalid_argument("a cache must be float32, float16 or bfloat16");
+}
+
+// One layer of a cache [blocks, block_size, 2, kv_heads, head_dim], or of several with one more dimension in front.
+CacheView view_cache(const AnyArray& cache, size_t layer) {
+    const size_t dims = cache.ndim();
+    require(dims == 5 || dims == 6, "a cache has the shape [layers,] [blocks, block_size, 2, kv_heads, head_dim]");
+    int64_t expected = 1;
+    for (size_t d = dims; d-- > 0; expected *= cache.shape(d)) {
+        require(cache.stride(d) == expected || cache.shape(d) == 1, "a cache must be contiguous");
+    }
+    const size_t skip = dims - 5;
+    require(cache.shape(skip + 2) == 2, "a cache holds keys and values");
+    require(cache.shape(skip + 4) <= kMaxHeadDim, "head_dim must not exceed " + std::to_string(kMaxHeadDim));
+    const size_t layer_bytes = cache.size() / (skip ? cache.shape(0) : 1) * (cache.dtype().bits / 8);
+    return {static_cast<uint8_t*>(cache.data()) + layer * layer_bytes,
+            cache_type(cache),
+            int64_t(cache.shape(skip)),
+            int64_t(cache.shape(skip + 1)),
+            int(cache.shape(skip + 3)),
+            int(cache.shape(skip + 4))};
+}
+
+// A step that keeps its arrays alive.
+struct PyStep {
+    Ints1 positions, slots;
+    Array<const int64_t, 2> block_tables;
+    Ints1 query_lens, context_lens;
+    Step step;
+
+    PyStep(Ints1 positions_, Ints1 slots_, Array<const int64_t, 2> tables, Ints1 query_lens_, Ints1 context_lens_)
+        : positions(positions_), slots(slots_), block_tables(tables), query_lens(query_lens_), context_lens(context_lens_) {
+        require(slots.size() == positions.size(), "positions and slots must be as many");
+        require(block_tables.shape(0) == query_lens.size() && context_lens.size() == query_lens.size(),
+                "block_tables, query_lens and context_lens must have a row for each request");
+        step = {int64_t(positions.size()), int64_t(query_lens.size()), int64_t(block_tables.shape(1)),
+                positions.data(),          slots.data(),               block_tables.data(),
+                query_lens.data(),         context_lens.data()};
+    }
+};
+
+struct PyLinear {
+    std::optional<Floats1> bias;
+    std::shared_ptr<const Linear> linear;
+
+    PyLinear(std::vector<std::shared_ptr<const Matrix>> matrices, std::optional<Floats1> bias_) : bias(bias_) {
+        size_t rows = 0;
+        for (const auto& matrix : matrices) rows += matrix->view().rows;
+        const float* numbers = vector_or_null(bias, rows, "bias");
+        linear = std::make_shared<Linear>(std::move(matrices), numbers);
+    }
+
+    void multiply(Array<const float, 2> x, Array<float, 2> out, bool accumulate) const {
+        require(int(x.shape(1)) == linear->in_features() && int(out.shape(1)) == linear->out_features() &&
+                    x.shape(0) == out.shape(0),
+                "x must be [T, " + std::to_string(linear->in_features()) + "] and out [T, " +
+                    std::to_string(linear->out_features()) + "]");
+        nb::gil_scoped_release release;
+        static thread_local QuantizedRows rows;
+        const Activations quantized = rows.reserve(x.shape(0), linear->in_features());
+        const Kernels& k = kernels();
+        parallel_for(int64_t(x.shape(0)), 4, [&](int64_t t) {
+            k.quantize(x.data(), int64_t(x.shape(1)), nullptr, 0.0f, int(t), quantized);
+        });
+        linear->multiply(quantized, int64_t(x.shape(0)), out.data(), accumulate);
+    }
+};
+
+struct PyLayer {
+    Floats1 input_norm, post_norm;
+    std::optional<Floats1> q_norm, k_norm;
+    std::vector<PyLinear> linears;  // which keep their biases alive
+    Layer layer;
+    int kv_heads, head_dim;
+
+    PyLayer(Floats1 input_norm_, const PyLinear& qkv, std::optional<Floats1> q_norm_, std::optional<Floats1> k_norm_,
+            const PyLinear& out, Floats1 post_norm_, const PyLinear& gate_up, const PyLinear& down, float eps,
+            int num_heads, int num_kv_heads, int head_dim_, std::optional<int64_t> window)
+        : input_norm(input_norm_), post_norm(post_norm_), q_norm(q_norm_), k_norm(k_norm_),
+          linears{qkv, out, gate_up, down}, kv_heads(num_kv_heads), head_dim(head_dim_) {
+        require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && num_heads / num_kv_heads <= kMaxGroupHeads,
+                "num_heads must be a multiple of num_kv_heads, at most " + std::to_string(kMaxGroupHeads) + " times");
+        require(head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "head_dim must be even and at most " + std::to_string(kMaxHeadDim));
+        require(!window || *window > 0, "window must be positive");
+        const int hidden = qkv.linear->in_features(), inner = down.linear->in_features();
+        require(qkv.linear->out_features() == (num_heads + 2 * num_kv_heads) * head_dim &&
+                    out.linear->in_features() == num_heads * head_dim && out.linear->out_features() == hidden &&
+                    gate_up.linear->in_features() == hidden && gate_up.linear->out_features() == 2 * inner &&
+                    down.linear->out_features() == hidden && int(input_norm.size()) == hidden &&
+                    int(post_norm.size()) == hidden,
+                "the layer's weights do not fit together");
+        layer = {input_norm.data(), qkv.linear, out.linear, gate_up.linear, down.linear, post_norm.data(),
+                 {num_heads, vector_or_null(q_norm, head_dim, "q_norm"), vector_or_null(k_norm, head_dim, "k_norm"), eps,
+                  nullptr},
+                 window.value_or(0)};
+    }
+};
+
+struct PyDecoder {
+    std::vector<std::shared_ptr<PyLayer>> layers;
+    Array<const float, 2> rotary;
+    Floats1 norm;
+
+    PyDecoder(std::vector<std::shared_ptr<PyLayer>> layers_, Array<const float, 2> rotary_, Floats1 norm_)
+        : layers(std::move(layers_)), rotary(rotary_), norm(norm_) {
+        require(!layers.empty(), "a decoder needs a layer");
+        for (auto& layer : layers) {
+            require(int(rotary.shape(1)) == layer->head_dim, "rotary must be [max_len, head_dim]");
+            require(norm.size() == layer->input_norm.size(), "norm must be [hidden]");
+            layer->layer.rope.rotary = rotary.data();
+        }
+    }
+
+    void forward(Array<float, 2> hidden, AnyArray cache, const PyStep& py_step) const {
+        const Step& step = py_step.step;
+        require(cache.ndim() == 6 && cache.shape(0) == layers.size(), "the cache must have a layer for each of the decoder's");
+        require(int64_t(hidden.shape(0)) == step.tokens, "hidden must have a row for each token of the step");
+        const CacheView first = view_cache(cache, 0);
+        for (const auto& layer : layers) {
+            require(first.kv_heads == layer->kv_heads && first.head_dim == layer->head_dim &&
+                        int(hidden.shape(1)) == layer->layer.qkv->in_features(),
+                    "hidden or cache do not fit the layers");
+        }
+        step.check(first);
+        for (int64_t t = 0; t < step.tokens; ++t) {
+            require(step.positions[t] >= 0 && step.positions[t] < int64_t(rotary.shape(0)),
+                    "a position lies outside of the rotary table");
+        }
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < layers.size(); ++i) {
+            run_layer(layers[i]->layer, step, view_cache(cache, i), hidden.data());
+        }
+        const int columns = int(hidden.shape(1));
+        parallel_for(step.tokens, 16, [&](int64_t t) {
+            float* row = hidden.data() + t * columns;
+            kernels().rms_norm(row, norm.data(), layers.front()->layer.rope.eps, columns, row);
+        });
+    }
+};
+
+void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
+    const CacheView view = view_cache(cache, 0);
+    require(int64_t(new_tokens.shape(0)) == py_step.step.tokens && new_tokens.shape(1) == 2 &&
+                int(new_tokens.shape(2)) == view.kv_heads && int(new_tokens.shape(3)) == view.head_dim &&
+                new_tokens.stride(3) == 1 && new_tokens.stride(2) == view.head_dim &&
+                new_tokens.stride(1) == int64_t(view.kv_heads) * view.head_dim,
+            "new must be [T, 2, kv_heads, head_dim], contiguous but for T");
+    py_step.step.check(view);
+    const RopeStore how{0, nullptr, nullptr, 0.0f, nullptr};
+    nb::gil_scoped_release release;
+    for (int64_t t = 0; t < py_step.step.tokens; ++t) {
+        kernels().rope_store(new_tokens.data() + t * new_tokens.stride(0), 0, py_step.step.slots[t], how, view);
+    }
+}
+
+void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 3> out, float scale,
+               std::optional<int64_t> window) {
+    const CacheView view = view_cache(cache, 0);
+    const int heads = int(query.shape(1));
+    require(int64_t(query.shape(0)) == py_step.step.tokens && int(query.shape(2)) == view.head_dim &&
+                heads % view.kv_heads == 0 && heads / view.kv_heads <= kMaxGroupHeads && query.stride(2) == 1 &&
+                query.stride(1) == view.head_dim,
+            "query must be [T, heads, head_dim], contiguous but for T, with heads a multiple of the cache's");
+    require(out.shape(0) == query.shape(0) && out.shape(1) == query.shape(1) && out.shape(2) == query.shape(2),
+            "out must be like query");
+    require(!window || *window > 0, "window must be positive");
+    py_step.step.check(view);
+    nb::gil_scoped_release release;
+    attend(py_step.step, view, query.data(), query.stride(0), heads, scale, window.value_or(0), out.data(),
+           int64_t(heads) * view.head_dim);
+}
+
+void rms_norm(Array<const float, 2> x, Floats1 weight, float eps, Array<float, 2> out) {
+    require(weight.size() == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
+            "x and out must be [T, H], weight [H]");
+    nb::gil_scoped_release release;
+    const int columns = int(x.shape(1));
+    parallel_for(int64_t(x.shape(0)), 16, [&](int64_t t) {
+        kernels().rms_norm(x.data() + t * columns, weight.data(), eps, columns, out.data() + t * columns);
+    });
+}
+
+}  // namespace
+}  // namespace infinilm
+
+NB_MODULE(_native, module) {
+    using namespace infinilm;
+
+    // noconvert: an array of another type or order is refused; a silent copy would be slow, or never written back.
+    module.def("instruction_set", [] { return kernels().name; });
+    module.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (const Kernels* each : usable_kernels()) names.push_back(each->name);
+        return names;
+    });
+    module.def("use_instruction_set", &use_kernels, "name"_a);
+    module.def("num_threads", &num_threads);
+    module.def(
+        "set_num_threads",
+        [](int count) {
+            require(count >= 1 && count <= 1024, "count=" + std::to_string(count) + " must be 1 to 1024");
+            nb::gil_scoped_release release;
+            set_num_threads(count);
+        },
+        "count"_a);
+
+    nb::class_<Matrix>(module, "Matrix")
+        .def(nb::init<const std::string&, int, int>(), "format"_a, "rows"_a, "columns"_a)
+        .def_prop_ro("format", [](const Matrix& matrix) { return matrix.view().format->name; })
+        .def_prop_ro("rows", [](const Matrix& matrix) { return matrix.view().rows; })
+        .def_prop_ro("columns", [](const Matrix& matrix) { return matrix.view().columns; })
+        .def_prop_ro("num_bytes", &Matrix::num_bytes)
+        .def(
+            "load",
+            [](Matrix& matrix, Array<const uint8_t, 2> blocks, Ints1 rows) {
+                const Format& format = *matrix.view().format;
+                const size_t row_bytes = size_t(matrix.view().columns / format.block_columns) * format.block_bytes;
+                require(blocks.shape(0) == rows.size() && blocks.shape(1) == row_bytes,
+                        "blocks must be [rows, " + std::to_string(row_bytes) + "]");
+                check_rows(matrix, rows);
+                nb::gil_scoped_release release;
+                matrix.load(blocks.data(), rows.data(), int64_t(rows.size()));
+            },
+            "blocks"_a.noconvert(), "rows"_a.noconvert())
+        .def(
+            "dequantize",
+            [](const Matrix& matrix, Ints1 rows, Array<float, 2> out) {
+                require(out.shape(0) == rows.size() && int(out.shape(1)) == matrix.view().columns,
+                        "out must be [rows, " + std::to_string(matrix.view().columns) + "]");
+                check_rows(matrix, rows);
+                nb::gil_scoped_release release;
+                matrix.dequantize(rows.data(), int64_t(rows.size()), out.data());
+            },
+            "rows"_a.noconvert(), "out"_a.noconvert());
+
+    nb::class_<PyLinear>(module, "Linear")
+        .def(nb::init<std::vector<std::shared_ptr<const Matrix>>, std::optional<Floats1>>(), "matrices"_a,
+             "bias"_a.noconvert().none())
+        .def_prop_ro("in_features", [](const PyLinear& self) { return self.linear->in_features(); })
+        .def_prop_ro("out_features", [](const PyLinear& self) { return self.linear->out_features(); })
+        .def("multiply", &PyLinear::multiply, "x"_a.noconvert(), "out"_a.noconvert(), "accumulate"_a);
+
+    nb::class_<PyLayer>(module, "Layer")
+        .def(nb::init<Floats1, const PyLinear&, std::optional<Floats1>, std::optional<Floats1>, const PyLinear&, Floats1,
+                      const PyLinear&, const PyLinear&, float, int, int, int, std::optional<int64_t>>(),
+             nb::kw_only(), "input_norm"_a.noconvert(), "qkv"_a, "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "out"_a, "post_norm"_a.noconvert(),
+             "gate_up"_a, "down"_a, "eps"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "window"_a.none());
+
+    nb::class_<PyStep>(module, "Step")
+        .def(nb::init<Ints1, Ints1, Array<const int64_t, 2>, Ints1, Ints1>(), "positions"_a.noconvert(), "slots"_a.noconvert(),
+             "block_tables"_a.noconvert(), "query_lens"_a.noconvert(), "context_lens"_a.noconvert());
+
+    nb::class_<PyDecoder>(module, "Decoder")
+        .def(nb::init<std::vector<std::shared_ptr<PyLayer>>, Array<const float, 2>, Floats1>(), "layers"_a,
+             "rotary"_a.noconvert(), "norm"_a.noconvert())
+        .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
+
+    module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
+    module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none());
+    module.def("rms_norm", &rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "out"_a.noconvert());
+}

@@ -1,0 +1,226 @@
+// Vectors as wide as the instruction set that this file is compiled for; everything else is written in terms of them.
+//
+// Floats and Ints are the compiler's own vector types, with the usual operators. What those can't say is below.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace infinilm::INFINILM_ISA {
+
+#if defined(__AVX512VNNI__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(4 * kLanes)));
+
+// Vectors of numbers in memory need not be aligned.
+inline Floats load(const float* from) {
+    Floats to;
+    std::memcpy(&to, from, sizeof to);
+    return to;
+}
+
+inline void store(float* to, Floats from) { std::memcpy(to, &from, sizeof from); }
+
+inline Bytes load(const uint8_t* from) {
+    Bytes to;
+    std::memcpy(&to, from, sizeof to);
+    return to;
+}
+
+inline Floats all(float value) { return value - Floats{}; }  // minus, for 0 + -0 is not -0, and would be computed
+inline Ints all(int32_t value) { return value - Ints{}; }
+inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats absolute(Floats a) { return (Floats)((Ints)a & 0x7fffffff); }
+
+// a * b + c, rounded once where there is an instruction for it. Never left to the compiler, which might decide
+// differently for one row than for eight.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512VNNI__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Rounded to the nearest integer, ties to even: beyond 2^23 a float has no bits for a fraction.
+inline Floats round_to_even(Floats a) {
+    const Floats shift = all(12582912.0f);  // 1.5 * 2^23
+    return (a + shift) - shift;
+}
+
+// ---- float16 and bfloat16 ----
+
+inline Floats load_half(const uint16_t* from) {
+#if defined(__AVX512VNNI__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+    Floats to;
+    for (int i = 0; i < kLanes; ++i) to[i] = half_to_float(from[i]);
+    return to;
+#endif
+}
+
+inline void store_half(uint16_t* to, Floats from) {
+#if defined(__AVX512VNNI__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes; ++i) to[i] = float_to_half(from[i]);
+#endif
+}
+
+inline Floats load_bfloat16(const uint16_t* from) {
+    typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+    Shorts shorts;
+    std::memcpy(&shorts, from, sizeof shorts);
+    return (Floats)(__builtin_convertvector(shorts, Ints) << 16);
+}
+
+inline void store_bfloat16(uint16_t* to, Floats from) {
+    for (int i = 0; i < kLanes; ++i) to[i] = float_to_bfloat16(from[i]);
+}
+
+// ---- products of bytes ----
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool kHasShortSums = true;
+#else
+constexpr bool kHasShortSums = false;
+#endif
+
+// How often `add_products` may be called before `widen` has to make int32 of the sums, for weights of so many bits:
+// without an instruction that adds up in 32 bits, 16 must suffice for a while.
+template <int kBits>
+constexpr int kQuadsPerSum = !kHasShortSums ? 8 : kBits == 4 ? 8 : kBits == 5 ? 4 : kBits == 6 ? 2 : 1;
+
+// sum[lane] += w[4 lane + i] * x[i] for i = 0 ... 3, with x from -127 to 127. With short sums, a lane's sum is two
+// int16, and w of 8 bits is taken as w - 128, so that no sum of two products overflows.
+template <int kBits>
+inline Ints add_products(Ints sum, Bytes w, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)all(four));
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)all(four));
+#elif defined(__AVX2__)
+    __m256i a = (__m256i)w, b = (__m256i)all(four);
+    if constexpr (kBits == 8) {
+        const __m256i centred = _mm256_xor_si256(a, _mm256_set1_epi8(-128));
+        a = _mm256_abs_epi8(centred);
+        b = _mm256_sign_epi8(b, centred);
+    }
+    return (Ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(a, b));
+#else
+    for (int lane = 0; lane < kLanes; ++lane) {
+        for (int i = 0; i < 4; ++i) sum[lane] += int(w[4 * lane + i]) * int(x[i]);
+    }
+    return sum;
+#endif
+}
+
+inline Ints widen(Ints sum) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+    return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+    return sum;
+#endif
+}
+
+// ---- over a vector ----
+
+// Lanes picked from a and b, those of b counted on from a's.
+inline Floats pick(Floats a, Floats b, Ints lanes) {
+#if defined(__clang__)
+    Floats picked;
+    for (int i = 0; i < kLanes; ++i) picked[i] = lanes[i] < kLanes ? a[lanes[i]] : b[lanes[i] - kLanes];
+    return picked;
+#else
+    return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
+// One step of adding up vectors: pieces of `kWidth` lanes are added to their neighbours, a's sums next to b's.
+template <int kWidth>
+inline Floats add_neighbours(Floats a, Floats b) {
+    Ints first{};
+    for (int i = 0; i < kLanes; ++i) {
+        const bool is_b = i / kWidth % 2;
+        first[i] = i / (2 * kWidth) * 2 * kWidth + i % kWidth + (is_b ? kLanes : 0);
+    }
+    return pick(a, b, first) + pick(a, b, first + kWidth);
+}
+
+// The sums of kLanes vectors, side by side. The vectors are used up.
+inline Floats sums_of(Floats (&vectors)[kLanes]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 2; ++i) vectors[i] = add_neighbours<1>(vectors[2 * i], vectors[2 * i + 1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 4; ++i) vectors[i] = add_neighbours<2>(vectors[2 * i], vectors[2 * i + 1]);
+    if constexpr (kLanes >= 8) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes / 8; ++i) vectors[i] = add_neighbours<4>(vectors[2 * i], vectors[2 * i + 1]);
+    }
+    if constexpr (kLanes >= 16) vectors[0] = add_neighbours<8>(vectors[0], vectors[1]);
+    return vectors[0];
+}
+
+// Combine all lanes of a vector: halves first, then quarters, and so on.
+template <int kWidth = kLanes / 2, typename Combine>
+inline float reduce(Floats values, const Combine& combine) {
+    if constexpr (kWidth == 0) {
+        return values[0];
+    } else {
+        Ints lanes{};
+        for (int i = 0; i < kLanes; ++i) lanes[i] = (i + kWidth) % kLanes;
+        return reduce<kWidth / 2>(combine(values, pick(values, values, lanes)), combine);
+    }
+}
+
+inline float sum_of(Floats values) {
+    return reduce(values, [](Floats a, Floats b) { return a + b; });
+}
+
+inline float largest_of(Floats values) { return reduce(values, larger); }
+
+// ---- functions ----
+
+// e^x with a relative error below 2e-7; 0 for x below -87, where the result would leave the normal range.
+inline Floats exponential(Floats x) {
+    const Floats clamped = x < -87.0f ? all(-87.0f) : x > 88.0f ? all(88.0f) : x;
+    const Floats whole = round_to_even(clamped * 1.44269504f);
+    Floats rest = multiply_add(whole, all(-0.693359375f), clamped);
+    rest = multiply_add(whole, all(2.12194440e-4f), rest);
+    Floats y = all(1.9875691500e-4f);
+    y = multiply_add(y, rest, all(1.3981999507e-3f));
+    y = multiply_add(y, rest, all(8.3334519073e-3f));
+    y = multiply_add(y, rest, all(4.1665795894e-2f));
+    y = multiply_add(y, rest, all(1.6666665459e-1f));
+    y = multiply_add(y, rest, all(5.0000001201e-1f));
+    y = multiply_add(y, rest * rest, rest + 1.0f);
+    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+    const Floats result = y * (Floats)power;
+    return x < -87.0f ? all(0.0f) : result;
+}
+
+}  // namespace infinilm::INFINILM_ISA

@@ -1,0 +1,106 @@
+"""Whole models with quantised weights: in the native decoder, layer by layer, and as plain matrices again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_reference, save
+from drive import Driver
+from packing import needs_native
+from transformers import PreTrainedModel
+
+from infinilm.attention import NativeAttention, TorchAttention
+from infinilm.distributed.shard import PackedShard, WeightShard
+from infinilm.loading.checkpoint import open_checkpoint
+from infinilm.loading.weights import load_weights
+from infinilm.models import CausalLM, LlamaConfig
+from infinilm.models.quantization import choose_formats
+
+pytestmark = needs_native
+
+SIZES = {"intermediate_size": 128, "vocab_size": 160}
+TOKENS = torch.randint(0, 160, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def load_quantized(reference: PreTrainedModel, directory: Path, quantization: str = "q8") -> CausalLM:
+    checkpoint = open_checkpoint(save(reference, directory))
+    config = LlamaConfig.from_dict(checkpoint.config)
+    formats = choose_formats(
+        checkpoint, config.model_type, quantization=quantization, dtype="auto", device=torch.device("cpu")
+    )
+    model = CausalLM(config, formats=formats)
+    load_weights(model.weight_targets(), checkpoint, show_progress=False)
+    checkpoint.close()
+    matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
+    assert all(isinstance(shard, PackedShard) for shard in matrices)
+    return model
+
+
+def with_plain_matrices(model: CausalLM) -> CausalLM:
+    """The same weights, no longer quantised."""
+    plain, shards = CausalLM(model.config), model.weight_targets()
+    for name, target in plain.weight_targets().items():
+        shard = shards[name]
+        assert isinstance(target, WeightShard)
+        if isinstance(shard, PackedShard):
+            values = torch.empty(target.tensor.shape)
+            shard.matrix.dequantize(torch.arange(len(values)), values)  # type: ignore[attr-defined]
+            target.tensor.copy_(values)
+        else:
+            target.tensor.copy_(shard.tensor)
+    return plain
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_architectures(kind: str, tmp_path: Path) -> None:
+    """Activations are rounded to 8 bits in both quantised models, at slightly different places if sums differ."""
+    model = load_quantized(make_reference(kind, **SIZES), tmp_path)
+    exact = Driver(with_plain_matrices(model)).run(TOKENS)
+    layers = Driver(model).run(TOKENS)
+    assert model._native is not None
+    fused = Driver(model, backend=NativeAttention()).run(TOKENS)
+    assert exact.std() > 0.3
+    for found in (layers, fused):
+        assert (found - exact).abs().mean() < 1e-4
+
+
+@pytest.mark.parametrize(("quantization", "least", "most"), [("q8", 1e-3, 0.04), ("q4", 0.08, 0.3)])
+def test_what_quantising_costs(quantization: str, least: float, most: float, tmp_path: Path) -> None:
+    reference = make_reference("llama-gqa", **SIZES)
+    model = load_quantized(reference, tmp_path, quantization)
+    formats = {
+        name: shard.matrix.format for name, shard in model.weight_targets().items() if isinstance(shard, PackedShard)
+    }
+    assert formats["model.embed_tokens.weight"] == formats["lm_head.weight"] == "Q8_0"
+    assert formats["model.layers.1.mlp.down_proj.weight"] == {"q8": "Q8_0", "q4": "Q4_1"}[quantization]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    found = Driver(model, backend=NativeAttention()).run(TOKENS)
+    assert least < (found - expected).abs().mean() < most
+
+
+def test_chunks_and_company_change_nothing(tmp_path: Path) -> None:
+    """A row's sums are made in an order of its own."""
+    model = load_quantized(make_reference("qwen2-window", **SIZES), tmp_path)
+    whole = Driver(model, backend=NativeAttention()).run(TOKENS)
+    assert Driver(model, backend=NativeAttention(), seed=1).run(TOKENS, chunk=7).equal(whole)
+    assert Driver(model, backend=NativeAttention(), block_size=32).run(TOKENS, chunk=1).equal(whole)
+    driver = Driver(model, backend=NativeAttention())
+    driver.step({"other": TOKENS[50:90], "request": TOKENS[:60]})
+    together = driver.step({"request": TOKENS[60:], "new": TOKENS[:3], "other": TOKENS[:1]})
+    assert together["request"].equal(whole[60:])
+
+
+def test_bytes_of_an_outline_are_those_of_the_model(tmp_path: Path) -> None:
+    model = load_quantized(make_reference("llama-bias", **SIZES), tmp_path)
+    shards = model.weight_targets()
+    expected = sum(
+        shard.matrix.num_bytes if isinstance(shard, PackedShard) else shard.tensor.nbytes for shard in shards.values()
+    )
+    assert model.num_bytes() == expected + model.rotary.table.nbytes
+
+
+def test_other_attention_runs_the_layers_one_by_one(tmp_path: Path) -> None:
+    model = load_quantized(make_reference("llama-tied", **SIZES), tmp_path)
+    Driver(model, backend=TorchAttention()).run(TOKENS)
+    assert "_native" not in vars(model)
