@@ -19,32 +19,27 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline int padded(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
 
-// Numbers of the cache as floats, zeros up to a whole vector.
+template <CacheType kType>
+inline Floats load_numbers(const void* cache, int64_t place) {
+    if constexpr (kType == CacheType::kFloat32) return load(static_cast<const float*>(cache) + place);
+    if constexpr (kType == CacheType::kFloat16) return load_half(static_cast<const uint16_t*>(cache) + place);
+    if constexpr (kType == CacheType::kBFloat16) return load_bfloat16(static_cast<const uint16_t*>(cache) + place);
+}
+
+template <CacheType kType>
+inline float load_number(const void* cache, int64_t place) {
+    if constexpr (kType == CacheType::kFloat32) return static_cast<const float*>(cache)[place];
+    if constexpr (kType == CacheType::kFloat16) return half_to_float(static_cast<const uint16_t*>(cache)[place]);
+    if constexpr (kType == CacheType::kBFloat16) return bfloat16_to_float(static_cast<const uint16_t*>(cache)[place]);
+}
+
+// Numbers of the cache as floats, with zeros up to a whole vector.
 template <CacheType kType>
 inline void read_head(const void* cache, int64_t place, int count, float* out) {
     int i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-        if constexpr (kType == CacheType::kFloat32) store(out + i, load(static_cast<const float*>(cache) + place + i));
-        if constexpr (kType == CacheType::kFloat16) {
-            store(out + i, load_half(static_cast<const uint16_t*>(cache) + place + i));
-        }
-        if constexpr (kType == CacheType::kBFloat16) {
-            store(out + i, load_bfloat16(static_cast<const uint16_t*>(cache) + place + i));
-        }
-    }
-    for (; i < padded(count); ++i) {
-        float value = 0.0f;
-        if (i < count) {
-            if constexpr (kType == CacheType::kFloat32) value = static_cast<const float*>(cache)[place + i];
-            if constexpr (kType == CacheType::kFloat16) {
-                value = half_to_float(static_cast<const uint16_t*>(cache)[place + i]);
-            }
-            if constexpr (kType == CacheType::kBFloat16) {
-                value = bfloat16_to_float(static_cast<const uint16_t*>(cache)[place + i]);
-            }
-        }
-        out[i] = value;
-    }
+    for (; i + kLanes <= count; i += kLanes) store(out + i, load_numbers<kType>(cache, place + i));
+    for (; i < count; ++i) out[i] = load_number<kType>(cache, place + i);
+    for (; i < padded(count); ++i) out[i] = 0.0f;
 }
 
 // What a row has gathered so far: sums of values [head_dim], the largest score, the sum of weights.
@@ -151,81 +146,113 @@ inline void weigh(float* scores, int first, int end, int dim, Gathered row) {
     row.maximum = maximum;
 }
 
+// Some tokens' heads on their way over the keys, as rows: what one reads of the cache serves all.
+template <CacheType kType, int kDim>
+class Rows {
+public:
+    static int most_tokens(const AttentionTask& task) { return std::max(1, kMaxRows / task.heads); }
+
+    Rows(const AttentionTask& task, const CacheView& cache, int first_token, int tokens)
+        : task_(task), cache_(cache), first_token_(first_token), rows_(tokens * task.heads) {
+        dim_ = kDim ? kDim : cache.head_dim;
+        wide_ = padded(dim_);
+        position_ = task.position + first_token;
+        for (int r = 0; r < rows_; ++r) {
+            const float* query = task.query + offset(r, task.query_stride);
+            for (int d = 0; d < wide_; ++d) queries_[r * wide_ + d] = d < dim_ ? query[d] * task.scale : 0.0f;
+            clear(row(total_, r), wide_);
+        }
+        end_key_ = std::min(task.end_key, position_ + tokens);
+    }
+
+    void run() {
+        // Keys before the first row's window are seen by none.
+        const int64_t seen_from = task_.window ? std::max<int64_t>(0, position_ - task_.window + 1) : 0;
+        int64_t begin = std::max(task_.first_key, seen_from / kTileKeys * kTileKeys);
+        while (begin < end_key_) {
+            const int64_t end = std::min((begin / kSplit + 1) * kSplit, end_key_);
+            for (int r = 0; r < rows_; ++r) clear(row(split_, r), wide_);
+            for (; begin < end; begin += kTileKeys) {
+                const int count = int(std::min<int64_t>(kTileKeys, end - begin));
+                read_tile(begin, count);
+                meet_tile(begin, count);
+            }
+            for (int r = 0; r < rows_; ++r) merge_into(row(total_, r), row(split_, r), wide_);
+        }
+        write();
+    }
+
+private:
+    static constexpr int kMaxRows = kMaxGroupHeads;
+
+    Gathered row(float* all_rows, int r) const { return gathered_at(all_rows + r * (wide_ + 2), wide_); }
+
+    // Where a row's head lies in the query or the output.
+    int64_t offset(int r, int64_t stride) const {
+        return (first_token_ + r / task_.heads) * stride + (r % task_.heads) * int64_t(dim_);
+    }
+
+    void read_tile(int64_t first_key, int count) {
+        const int64_t value_offset = int64_t(cache_.kv_heads) * dim_;
+        for (int k = 0; k < count; ++k) {
+            const int64_t key = first_key + k;
+            const int64_t slot = task_.blocks[key / cache_.block_size] * cache_.block_size + key % cache_.block_size;
+            const int64_t place = slot * 2 * value_offset + int64_t(task_.kv_head) * dim_;
+            read_head<kType>(cache_.data, place, dim_, keys_ + k * wide_);
+            read_head<kType>(cache_.data, place + value_offset, dim_, values_ + k * wide_);
+        }
+        std::fill(keys_ + count * wide_, keys_ + kTileKeys * wide_, 0.0f);
+    }
+
+    void meet_tile(int64_t first_key, int count) {
+        // Which of the tile's keys a row sees.
+        int first[kMaxRows], end[kMaxRows];
+        for (int r = 0; r < rows_; ++r) {
+            const int64_t own = position_ + r / task_.heads - first_key;
+            first[r] = task_.window ? int(std::clamp<int64_t>(own - task_.window + 1, 0, kTileKeys)) : 0;
+            end[r] = int(std::clamp<int64_t>(own + 1, 0, count));
+        }
+        // One thing after the other for all rows, so that a row need not wait for its own results.
+        for (int r = 0; r < rows_; ++r) {
+            if (first[r] < end[r]) score<kDim>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys);
+        }
+        for (int r = 0; r < rows_; ++r) {
+            if (first[r] < end[r]) weigh(scores_ + r * kTileKeys, first[r], end[r], wide_, row(split_, r));
+        }
+        for (int r = 0; r < rows_; ++r) {
+            if (first[r] < end[r]) add_values<kDim>(scores_ + r * kTileKeys, values_, end[r], wide_, row(split_, r).values);
+        }
+    }
+
+    void write() {
+        for (int r = 0; r < rows_; ++r) {
+            const Gathered result = row(total_, r);
+            if (task_.partial) {
+                const int64_t index = int64_t(first_token_) * task_.heads + r;
+                std::copy(result.values, result.values + wide_ + 2, task_.partial + index * (wide_ + 2));
+            } else {
+                normalize(result, dim_, task_.out + offset(r, task_.out_stride));
+            }
+        }
+    }
+
+    const AttentionTask& task_;
+    const CacheView& cache_;
+    int first_token_, rows_, dim_, wide_;
+    int64_t position_, end_key_;
+    alignas(64) float keys_[kTileKeys * kMaxHeadDim];
+    alignas(64) float values_[kTileKeys * kMaxHeadDim];
+    alignas(64) float queries_[kMaxRows * kMaxHeadDim];
+    alignas(64) float scores_[kMaxRows * kTileKeys];
+    alignas(64) float split_[kMaxRows * (kMaxHeadDim + 2)];
+    alignas(64) float total_[kMaxRows * (kMaxHeadDim + 2)];
+};
+
 template <CacheType kType, int kDim>
 void attend_typed(const AttentionTask& task, const CacheView& cache) {
-    constexpr int kMaxRow = kMaxHeadDim + 2;
-    constexpr int kRowsAtOnce = kMaxGroupHeads;
-    alignas(64) float keys[kTileKeys * kMaxHeadDim], values[kTileKeys * kMaxHeadDim];
-    alignas(64) float queries[kRowsAtOnce * kMaxHeadDim], scores[kRowsAtOnce * kTileKeys];
-    alignas(64) float split[kRowsAtOnce * kMaxRow], total[kRowsAtOnce * kMaxRow];
-
-    const int dim = kDim ? kDim : cache.head_dim, wide = padded(dim), row_size = wide + 2;
-    const int64_t token_size = 2 * int64_t(cache.kv_heads) * dim;
-    // Rows are a token's heads, as many tokens at a time as fit.
-    const int tokens_at_once = std::max(1, std::min(kRowsAtOnce / task.heads, task.tokens));
-    for (int first_token = 0; first_token < task.tokens; first_token += tokens_at_once) {
-        const int tokens = std::min(tokens_at_once, task.tokens - first_token), rows = tokens * task.heads;
-        for (int r = 0; r < rows; ++r) {
-            const float* query =
-                task.query + (first_token + r / task.heads) * task.query_stride + (r % task.heads) * int64_t(dim);
-            for (int d = 0; d < wide; ++d) queries[r * wide + d] = d < dim ? query[d] * task.scale : 0.0f;
-            clear(gathered_at(total + r * row_size, wide), wide);
-        }
-        const int64_t position = task.position + first_token;
-        const int64_t end_key = std::min(task.end_key, position + tokens);
-        // Keys before the first row's window are seen by none.
-        const int64_t seen_from = task.window ? std::max<int64_t>(0, position - task.window + 1) : 0;
-        const int64_t begin = std::max(task.first_key, seen_from / kTileKeys * kTileKeys);
-        for (int64_t split_begin = begin; split_begin < end_key;) {
-            const int64_t split_end = std::min((split_begin / kSplit + 1) * kSplit, end_key);
-            for (int r = 0; r < rows; ++r) clear(gathered_at(split + r * row_size, wide), wide);
-            for (int64_t tile = split_begin; tile < split_end; tile += kTileKeys) {
-                const int count = int(std::min<int64_t>(kTileKeys, split_end - tile));
-                for (int k = 0; k < count; ++k) {
-                    const int64_t key = tile + k;
-                    const int64_t slot =
-                        task.blocks[key / cache.block_size] * cache.block_size + key % cache.block_size;
-                    const int64_t place = slot * token_size + int64_t(task.kv_head) * dim;
-                    read_head<kType>(cache.data, place, dim, keys + k * wide);
-                    read_head<kType>(cache.data, place + int64_t(cache.kv_heads) * dim, dim, values + k * wide);
-                }
-                std::fill(keys + count * wide, keys + kTileKeys * wide, 0.0f);
-                // Which of the tile's keys a row sees.
-                const auto first_of = [&](int r) {
-                    const int64_t first = task.window ? position + r / task.heads - task.window + 1 - tile : 0;
-                    return int(std::clamp<int64_t>(first, 0, kTileKeys));
-                };
-                const auto end_of = [&](int r) {
-                    return int(std::clamp<int64_t>(position + r / task.heads + 1 - tile, 0, count));
-                };
-                // One thing after the other for all rows, so that a row need not wait for its own results.
-                for (int r = 0; r < rows; ++r) {
-                    if (end_of(r) > first_of(r)) score<kDim>(queries + r * wide, keys, wide, scores + r * kTileKeys);
-                }
-                for (int r = 0; r < rows; ++r) {
-                    if (end_of(r) <= first_of(r)) continue;
-                    weigh(scores + r * kTileKeys, first_of(r), end_of(r), wide, gathered_at(split + r * row_size, wide));
-                }
-                for (int r = 0; r < rows; ++r) {
-                    if (end_of(r) <= first_of(r)) continue;
-                    add_values<kDim>(scores + r * kTileKeys, values, end_of(r), wide, split + r * row_size);
-                }
-            }
-            for (int r = 0; r < rows; ++r) {
-                merge_into(gathered_at(total + r * row_size, wide), gathered_at(split + r * row_size, wide), wide);
-            }
-            split_begin = split_end;
-        }
-        for (int r = 0; r < rows; ++r) {
-            const Gathered row = gathered_at(total + r * row_size, wide);
-            if (task.partial) {
-                const int64_t index = int64_t(first_token) * task.heads + r;
-                std::copy(row.values, row.values + row_size, task.partial + index * row_size);
-            } else {
-                const int64_t token = first_token + r / task.heads;
-                normalize(row, dim, task.out + token * task.out_stride + (r % task.heads) * int64_t(dim));
-            }
-        }
+    const int most = Rows<kType, kDim>::most_tokens(task);
+    for (int first = 0; first < task.tokens; first += most) {
+        Rows<kType, kDim>(task, cache, first, std::min(most, task.tokens - first)).run();
     }
 }
 
