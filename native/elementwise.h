@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "kernels.h"
 #include "simd.h"
@@ -25,33 +26,28 @@ void rms_norm(const float* x, const float* weight, float eps, int columns, float
     for (; i < columns; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-// Round one group of 32 floats.
+// Round one group of 32 floats. What is no number becomes 0, but a scale that is none either shows in the results.
 inline void quantize_group(const Floats (&x)[kGroup / kLanes], int row, int group, const Activations& out) {
+    constexpr int kPerHalf = kGroup / kLanes / 2;
     Floats largest = absolute(x[0]);
     for (Floats part : x) largest = larger(absolute(part), largest);
     const float scale = largest_of(largest) / float(kLargest);
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    int32_t coarse[kGroup], fine[kGroup];
+    const float inverse = scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f;
+    const int64_t place = int64_t(row) * (out.columns / kGroup) + group;
+    Floats sums[2] = {all(0.0f), all(0.0f)};  // of whole numbers, too small to be rounded
     for (int i = 0; i < kGroup / kLanes; ++i) {
-        const Floats whole = round_to_even(x[i] * inverse);
-        const Floats much = round_to_even(whole * (1.0f / kCoarseStep));
-        const Ints parts[2] = {__builtin_convertvector(much, Ints),
-                               __builtin_convertvector(whole - much * float(kCoarseStep), Ints)};
-        std::memcpy(coarse + i * kLanes, &parts[0], sizeof parts[0]);
-        std::memcpy(fine + i * kLanes, &parts[1], sizeof parts[1]);
+        Floats whole = round_to_even(x[i] * inverse);
+        whole = whole == whole ? whole : all(0.0f);
+        sums[i / kPerHalf] += whole;
+        const Floats coarse = round_to_even(whole * (1.0f / kCoarseStep));
+        store_bytes(out.coarse + place * kGroup + i * kLanes, coarse);
+        store_bytes(out.fine + place * kGroup + i * kLanes, whole - coarse * float(kCoarseStep));
     }
-    const int64_t groups = out.columns / kGroup, place = row * groups + group;
-    int8_t* coarse_bytes = out.coarse + place * kGroup;
-    int8_t* fine_bytes = out.fine + place * kGroup;
-    int32_t halves[2] = {0, 0};
-    for (int i = 0; i < kGroup; ++i) coarse_bytes[i] = int8_t(coarse[i]);
-    for (int i = 0; i < kGroup; ++i) fine_bytes[i] = int8_t(fine[i]);
-    for (int i = 0; i < kGroup / 2; ++i) halves[0] += kCoarseStep * coarse_bytes[i] + fine_bytes[i];
-    for (int i = kGroup / 2; i < kGroup; ++i) halves[1] += kCoarseStep * coarse_bytes[i] + fine_bytes[i];
+    const float halves[2] = {sum_of(sums[0]), sum_of(sums[1])};
     out.scales[place] = scale;
-    out.sums[place] = scale * float(halves[0] + halves[1]);
-    out.halves[2 * place] = halves[0];
-    out.halves[2 * place + 1] = halves[1];
+    out.sums[place] = scale * (halves[0] + halves[1]);
+    out.halves[2 * place] = int32_t(halves[0]);
+    out.halves[2 * place + 1] = int32_t(halves[1]);
 }
 
 void quantize(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out) {

@@ -59,7 +59,7 @@ struct AttentionTask {
 };
 
 constexpr int kTileTokens = 16;  // of an AttentionTask, at most
-constexpr int kSplit = 128;      // keys after which a row's sums are put aside and merged, so that others can help
+constexpr int kSplit = 256;      // keys after which a row's sums are put aside and merged, so that others can help
 
 struct Kernels {
     const char* name;

@@ -65,6 +65,13 @@ inline Floats round_to_even(Floats a) {
     return (a + shift) - shift;
 }
 
+// Whole numbers from -128 to 127, as bytes.
+inline void store_bytes(int8_t* to, Floats whole) {
+    typedef int8_t Small __attribute__((vector_size(kLanes)));
+    const Small bytes = __builtin_convertvector(__builtin_convertvector(whole, Ints), Small);
+    std::memcpy(to, &bytes, sizeof bytes);
+}
+
 // ---- float16 and bfloat16 ----
 
 inline Floats load_half(const uint16_t* from) {
