@@ -24,6 +24,7 @@ from infinilm.debug.taps import show_logits
 from infinilm.distributed.config import DistConfig
 from infinilm.engine.infer_input import Input as InferInput
 from infinilm.engine.infer_input import Output as InferOutput
+from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.loader import select_devices, start_workers
 from infinilm.engine.lowering import LoweredInput, lower
 from infinilm.engine.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
@@ -51,16 +52,18 @@ def _exclusive(method: Callable[Concatenate["InferEngine", P], T]) -> Callable[C
 
     @wraps(method)
     def call(engine: "InferEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if not engine._lock.acquire(blocking=False):
-            raise EngineError(
-                f"{method.__name__}: the engine is in the middle of another call; call it from one thread at a time, "
-                "and not from a hook or streamer"
-            )
-        try:
-            engine._workers.check_alive()
-            return method(engine, *args, **kwargs)
-        finally:
-            engine._lock.release()
+        with interrupts_held():
+            if not engine._lock.acquire(blocking=False):
+                raise EngineError(
+                    f"{method.__name__}: the engine is in the middle of another call; call it from one thread at a "
+                    "time, and not from a hook or streamer"
+                )
+            try:
+                engine._workers.check_alive()
+                with interrupts_allowed():
+                    return method(engine, *args, **kwargs)
+            finally:
+                engine._lock.release()
 
     return call
 

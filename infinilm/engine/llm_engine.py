@@ -21,6 +21,7 @@ from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import check_registry
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.garbage import collection_paused
+from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.loader import load_model
 from infinilm.engine.memory import explain_oom, give_back, is_out_of_memory
 from infinilm.engine.model_runner import StepHandle
@@ -101,13 +102,17 @@ class LLMEngine:
         params_list = pair_params(sampling_params, len(prompt_list))
         # All are checked before the first is queued: a bad one among them leaves nothing behind.
         requests = [self._make_request(*pair) for pair in zip(prompt_list, params_list, strict=True)]
-        for request in requests:
-            self._queue(request)
-        with collection_paused(), ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar:
+        with (
+            interrupts_held(),
+            collection_paused(),
+            ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar,
+        ):
             self._run(requests, bar)
         return [request.output() for request in requests]
 
     def _run(self, requests: list[Request], bar: ProgressBar) -> None:
+        for request in requests:
+            self._queue(request)
         num_done = 0
         try:
             while num_done < len(requests):
@@ -115,7 +120,8 @@ class LLMEngine:
                 before = num_done
                 while num_done < len(requests) and requests[num_done].is_finished:
                     num_done += 1
-                bar.update(num_done - before)
+                with interrupts_allowed():
+                    bar.update(num_done - before)
         finally:
             for request in requests:
                 self._end(request)
@@ -147,11 +153,11 @@ class LLMEngine:
         request = self._make_request(prompt, sampling_params or SamplingParams())
         if request.params.n > 1:
             raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
-        self._queue(request)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[str]:
         try:
+            self._queue(request)
             while not request.is_finished:
                 self._advance()
                 self._news.pop(request.request_id, None)
@@ -160,8 +166,9 @@ class LLMEngine:
             if request.error:
                 raise EngineError(f"request {request.request_id} failed: {request.error}")
         finally:
-            self._end(request)
-            self._news.pop(request.request_id, None)
+            with interrupts_held():
+                self._end(request)
+                self._news.pop(request.request_id, None)
 
     # --- step by step -----------------------------------------------------------------------------------
 
@@ -206,6 +213,7 @@ class LLMEngine:
         news, self._news = self._news, {}
         return [delta for item in news.values() if isinstance(item, Request) for delta in item.deltas()]
 
+    @interrupts_held()
     def _advance(self) -> None:
         """One step: schedule, submit, and commit the oldest submitted."""
         if self._is_stepping:
@@ -352,6 +360,7 @@ class LLMEngine:
             raise InvalidValueError(f"request_id={request_id!r} is in use; wait until it has finished or use another")
         return Request(request_id, prompt if isinstance(prompt, str) else None, seqs, self.tokenizer, on_token)
 
+    @interrupts_held()
     def _queue(self, request: Request) -> None:
         self._requests[request.request_id] = request
         for index, seq in enumerate(request.seqs):
@@ -360,7 +369,7 @@ class LLMEngine:
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
         """End what is left of a request and tell its end with the next `step`."""
-        if request.is_finished and request.request_id not in self._requests:
+        if self._requests.get(request.request_id) is not request:
             return
         if error is not None and request.error is None:
             request.error = f"{type(error).__name__}: {error}"
@@ -423,6 +432,7 @@ class LLMEngine:
             num_cached_blocks=blocks.num_cached,
         )
 
+    @interrupts_held()
     def exit(self) -> None:
         """Abort what is running and give back the memory. Calling it again does nothing."""
         if not self._is_open:

@@ -1,16 +1,15 @@
 """The processes of an engine's other ranks, as rank 0 sees them."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from threading import Event, Lock, Thread, current_thread, main_thread
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Lock, Thread
 
 from infinilm.distributed.channel import Channel, ChannelClosedError, Message
+from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.rank_process import WATCH_INTERVAL_S
 from infinilm.engine.rank_worker import Command
 from infinilm.errors import EngineError, WorkerDiedError
@@ -41,26 +40,34 @@ class Peer:
 
     def send(self, command: Command, message: Message) -> None:
         """Give a command. If the process is gone, `receive` will tell."""
-        with interrupts_held():
+        with interrupts_held():  # half a message would be taken for the beginning of the next
             with suppress(ChannelClosedError):
                 self._channel.send(Message({"command": command, **message.values}, message.tensors))
             self.is_busy = True
 
     def receive(self) -> None:
         """Wait for the reply that is owed, if one is."""
-        if self.is_busy:
-            self._channel.wait()
-            with interrupts_held():
-                self.reply = self._channel.receive()
-                self.is_busy = False
+        if not self.is_busy:
+            return
+        with interrupts_held():
+            with interrupts_allowed():
+                self._channel.wait()
+            self.reply = self._channel.receive()
+            self.is_busy = False
 
     def exit_code(self) -> int:
         """The exit code of a process that is about to end; minus the signal's number if one killed it."""
-        try:
-            return self.process.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        with interrupts_held():  # one at the wrong moment leaves the process's lock locked for ever
+            try:
+                return self.process.wait(EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                return self.process.wait()
+
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        with interrupts_held():  # as above
+            return self.process.poll() is not None
 
     def kill(self) -> None:
         """End the process at once, and any wait for its reply."""
@@ -118,7 +125,7 @@ class Peers:
                 f"the engine's ranks belong to process {self._owner}, and this is a fork of it; make an engine here"
             )
         for peer in list(self.all):
-            if peer.process.poll() is not None:
+            if peer.has_ended():
                 self._fail(peer)
         if self.failure is not None:
             raise WorkerDiedError(self.failure)
@@ -132,12 +139,13 @@ class Peers:
         """Let all processes end, and wait until they have. Runs at the interpreter's exit at the latest."""
         if self.is_fork:
             return
-        self._is_closed.set()
-        for peer in self.all:
-            peer.close()
-        for peer in self.all:
-            peer.exit_code()
-        self.all.clear()
+        with interrupts_held():
+            self._is_closed.set()
+            for peer in self.all:
+                peer.close()
+            for peer in self.all:
+                peer.exit_code()
+            self.all.clear()
 
     def _fail(self, peer: Peer) -> None:
         with self._lock:
@@ -152,24 +160,7 @@ class Peers:
         """Rank 0 may be waiting for one rank when another dies."""
         while not self._is_closed.wait(WATCH_INTERVAL_S):
             for peer in list(self.all):
-                if peer.process.poll() is not None:
+                if peer.has_ended():
                     self._fail(peer)
                     self._on_death()
                     return
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block: half a message would be taken for the beginning of the next."""
-    handler = signal.getsignal(signal.SIGINT)
-    if current_thread() is not main_thread() or not callable(handler):
-        yield
-        return
-    held: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: held.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])

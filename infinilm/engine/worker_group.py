@@ -14,6 +14,7 @@ from torch import Tensor
 from infinilm.debug import HookRegistry
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
+from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.memory import free_memory_bytes
 from infinilm.engine.peers import Peers
 from infinilm.engine.rank_process import RankSettings, WireError
@@ -162,30 +163,33 @@ class WorkerGroup:
 
         `make` makes the message for each other rank in turn, `own` is what rank 0 does.
         """
-        if not self._lock.acquire(blocking=False):
-            raise EngineError(
-                "the engine is in the middle of another call; call it from one thread at a time, and not from a hook"
-            )
-        try:
-            self.check_alive()
-            with computing_threads(self._num_threads, self.worker.thread_users):
-                if self.size == 1:
-                    return own(), []
-                if not self._is_whole:
-                    self._recover()
-                return self._on_many(command, make, own)
-        except WorkerDiedError:
-            self.close()
-            raise
-        finally:
-            self._lock.release()
+        with interrupts_held():
+            if not self._lock.acquire(blocking=False):
+                raise EngineError(
+                    "the engine is in the middle of another call; call it from one thread at a time, not from a hook"
+                )
+            try:
+                self.check_alive()
+                with computing_threads(self._num_threads, self.worker.thread_users):
+                    if self.size > 1:
+                        return self._on_many(command, make, own)
+                    with interrupts_allowed():
+                        return own(), []
+            except WorkerDiedError:
+                self.close()
+                raise
+            finally:
+                self._lock.release()
 
     def _on_many(self, command: Command, make: Callable[[], Message], own: Callable[[], T]) -> tuple[T, list[Message]]:
+        if not self._is_whole:
+            self._recover()
         self._is_whole = False
         try:
             for peer in self._peers.all:
                 peer.send(command, make())
-            result = own()
+            with interrupts_allowed():
+                result = own()
             replies = self._peers.receive()
             _raise_first(replies)
         except WorkerDiedError:
