@@ -71,7 +71,7 @@ def test_results_are_nearly_those_of_floats(native: Any, format: str) -> None:
     x, out = torch.randn(9, 512), torch.empty(9, 50)
     native.Linear([matrix], None).multiply(x, out, False)
     exact = x.double() @ weight.double().T
-    assert (out - exact).norm() < 3e-5 * exact.norm()
+    assert (out - exact).norm() < 5e-5 * exact.norm()
 
 
 def test_extreme_numbers_do_no_harm(native: Any) -> None:
