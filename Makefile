@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Compiling every module of every package would take longer than compiling those that are used when they are.
+PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt
 # Without an isolated environment for each build the tools have the versions of constraints.txt.
 EDITABLE := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable
 CMAKE := $(BIN)/cmake
@@ -19,7 +20,9 @@ run: native
 		"Write a haiku about the sea." \
 		"Explain in two sentences why the sky is blue."
 
-test: format-check lint types tests
+test:
+	$(MAKE) --jobs=2 --output-sync format-check lint types native
+	$(MAKE) tests
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

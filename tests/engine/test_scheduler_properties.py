@@ -143,7 +143,7 @@ class Simulation:
             assert seq in planned or self.scheduler.num_pending(seq) > 0
 
 
-@settings(max_examples=1200, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(worlds())
 def test_any_history_gives_each_sequence_its_own_tokens(world: World) -> None:
     simulation = Simulation(world)

@@ -26,21 +26,21 @@ def test_tokens_and_logprobs_are_transformers(real_llm, smollm2) -> None:
         {name: torch.as_tensor(values) for name, values in theirs.items()}, strict=False
     )
     assert problems.missing_keys in ([], ["lm_head.weight"])
-    found = compare(real_llm, peer, max_tokens=48, tie_width=1e-3)
+    found = compare(real_llm, peer, max_tokens=24, tie_width=1e-3)
     assert found.num_prompts >= 20
-    assert found.num_tokens >= 20 * 24
+    assert found.num_tokens >= 20 * 20
     assert found.num_wrong == 0, found.examples
     assert found.max_prompt_difference < 1e-3
     assert found.max_output_difference < 1e-3
 
 
 def test_company_chunks_and_prefix_hits_change_no_token(real_llm, smollm2) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=16), SamplingParams(seed=4, top_p=0.9, max_tokens=16)] * 3
+    params = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(seed=4, top_p=0.9, max_tokens=12)] * 3
     together = [o.token_ids for o in real_llm.generate(PROMPTS, params[: len(PROMPTS)], use_tqdm=False)]
     alone = [real_llm.generate(*pair, use_tqdm=False)[0].token_ids for pair in zip(PROMPTS, params, strict=False)]
     assert together == alone
     settings = {"max_model_len": 1024, "dtype": "float32"}
-    with LLM(smollm2, max_num_batched_tokens=3, num_kvcache_blocks=8, **settings) as tight:
+    with LLM(smollm2, max_num_batched_tokens=5, num_kvcache_blocks=8, **settings) as tight:
         chunked = [o.token_ids for o in tight.generate(PROMPTS, params[: len(PROMPTS)], use_tqdm=False)]
     assert chunked == alone
 
