@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "scan.h"
 
 #define INFINILM_STRING(name) #name
 #define INFINILM_NAME(name) INFINILM_STRING(name)
@@ -13,6 +14,7 @@ namespace infinilm::INFINILM_ISA {
 extern const Kernels table;
 const Kernels table = {
     INFINILM_NAME(INFINILM_ISA), quantize, silu_quantize, rms_norm, multiply, rope_store, attend, merge, partial_size,
+    scan, weigh,
 };
 
 }  // namespace infinilm::INFINILM_ISA

@@ -61,6 +61,17 @@ struct AttentionTask {
 constexpr int kTileTokens = 16;  // of an AttentionTask, at most
 constexpr int kSplit = 256;      // keys after which a row's sums are put aside and merged, so that others can help
 
+// What decides a draw: a hash of the token and the key's halves, and its logit, times the rate to have bits.
+struct Contest {
+    bool is_greedy;
+    uint32_t upper, lower;
+    float rate;
+    float cutoff;  // tokens with a smaller logit are out
+};
+
+constexpr float kUlp = 0x1p-23f;
+constexpr float kWeightUnits = 0x1p40f;  // of a row's greatest probability
+
 struct Kernels {
     const char* name;
 
@@ -78,6 +89,11 @@ struct Kernels {
     // Put the partial results of a row's splits together: [splits, stride] floats to out [head_dim].
     void (*merge)(const float* partials, int64_t stride, int splits, int head_dim, float* out);
     int (*partial_size)(int head_dim);  // floats that a row takes in AttentionTask::partial
+    // A block's greatest logit, +infinity if one is NaN, and what the scores of its tokens can't exceed.
+    void (*scan)(const float* logits, int count, uint32_t first_token, const Contest& contest, float* maximum,
+                 float* bound);
+    // Probabilities, as integers.
+    void (*weigh)(const float* logits, int count, float row_max, float temperature, int64_t* weights);
 };
 
 constexpr int kMaxHeadDim = 256;

@@ -6,10 +6,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
 #include <optional>
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "sampling.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -232,6 +235,27 @@ void rms_norm(Array<const float, 2> x, Floats1 weight, float eps, Array<float, 2
     });
 }
 
+void draw_py(Array<const float, 2> logits, Array<const int64_t, 2> settings, Ints1 rows, Ints1 positions,
+             Array<int64_t, 1> tokens, Array<bool, 1> are_sound) {
+    static_assert(sizeof(DrawSettings) == 5 * sizeof(int64_t));
+    const size_t count = logits.shape(0);
+    require(settings.shape(1) == 5 && logits.shape(1) > 0, "settings must be [rows, 5], logits [n, vocab]");
+    require(rows.size() == count && positions.size() == count && tokens.size() == count && are_sound.size() == count,
+            "rows, positions, tokens and are_sound must have a number for each row of logits");
+    for (size_t i = 0; i < count; ++i) {
+        require(rows.data()[i] >= 0 && rows.data()[i] < int64_t(settings.shape(0)), "a row has no settings");
+    }
+    nb::gil_scoped_release release;
+    parallel_for(int64_t(count), 1, [&](int64_t i) {
+        DrawSettings own;
+        std::memcpy(&own, settings.data() + 5 * rows.data()[i], sizeof own);
+        const int64_t vocab_size = int64_t(logits.shape(1));
+        const int64_t token = draw(logits.data() + i * vocab_size, vocab_size, own, positions.data()[i]);
+        tokens.data()[i] = std::max<int64_t>(token, 0);
+        are_sound.data()[i] = token >= 0;
+    });
+}
+
 }  // namespace
 }  // namespace infinilm
 
@@ -309,5 +333,7 @@ NB_MODULE(_native, module) {
 
     module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
     module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none());
+    module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
+               "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
     module.def("rms_norm", &rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "out"_a.noconvert());
 }

@@ -170,12 +170,17 @@ class ModelRunner:
             if chunk.prompt_targets:
                 found = handle.prompt_logprobs[index] = []
                 pieces += self._prompt_pieces(chunk, int(ends[index]), found)
-        input_ids = self._known_ids(batch, token_rows) if len(plan.decoding.rows) > 0 else None
+        input_ids = None
+        if len(plan.decoding.rows) > 0:
+            input_ids = self._known_ids(batch, token_rows) if plan.chunks else self._last_tokens(token_rows)
         patterns = self.registry.patterns() if self.registry is not None else ()
         step_input = StepInput(batch, tuple(rows for rows, _ in pieces), input_ids is not None, patterns)
         self.workers.run(
             step_input, lambda index, logits: pieces[index][1](logits), input_ids=input_ids, registry=self.registry
         )
+
+    def _last_tokens(self, rows: IntArray) -> Tensor:
+        return self._last_token[send(self.device, rows)[0]]
 
     def _known_ids(self, batch: HostBatch, token_rows: IntArray) -> Tensor:
         """The token ids on the device, which may be the only one to know some of them."""
@@ -266,7 +271,7 @@ class ModelRunner:
             if not draws.all():
                 (places,) = send(self.device, np.flatnonzero(draws))
                 token_ids, is_sound = token_ids[places], is_sound[places]
-            handle.take(Samples(token_ids, is_sound, None, (-1,) * len(plan.draws), {}))
+            handle.take(Samples(token_ids, is_sound))
         return True
 
     def _prompt_pieces(

@@ -13,6 +13,8 @@ The order of the rules, for each row on its own:
 Truncation is by value: a row has one cut-off, and a token stays if its logit is not below it. Tokens that
 tie with the last one kept stay too, so the order of equal tokens never matters.
 
+Steps 3 to 5 are `draw`, with faster twins for GPUs (`infinilm.kernels.sampling`) and for CPUs (`native/sampling.cpp`).
+
 Rows do not influence each other. Where a faster way serves only some rows, each row's own values decide; sums
 that decide something are sums of integers, which come out the same in any order and grouping.
 

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.sampling.draw import NUM_LEADERS
 from infinilm.sampling.leading import first_max, leading
-from infinilm.sampling.sampler import LOWEST_TEMPERATURE, NUM_LEADERS, Samples
+from infinilm.sampling.sampler import LOWEST_TEMPERATURE, Samples
 from infinilm.sampling.scale import Scale, row_passes
 from infinilm.sampling.truncation import sorted_descending, total_weights, weights_of
 
@@ -76,7 +77,7 @@ def draw_uniform(
                 random_val=random_val[members],
             ),
         )
-    return Samples(token_ids, row_max.isfinite(), None, (-1,) * len(logits), {})
+    return Samples(token_ids, row_max.isfinite())
 
 
 def _draw(logits: torch.Tensor, row_max: torch.Tensor, values: UniformValues) -> torch.Tensor:

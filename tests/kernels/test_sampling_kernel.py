@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from draw_cases import draw_by_twin, random_logits, settings_of, starts_of
 
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.sampling import draw
@@ -17,7 +18,6 @@ from infinilm.sampling_params import RowStart, SamplingParams
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if IS_GPU else "cpu")
-CPU = torch.device("cpu")
 INF = math.inf
 
 
@@ -25,41 +25,12 @@ def at_scale(on_gpu: int, interpreted: int) -> int:
     return on_gpu if IS_GPU else interpreted
 
 
-def random_logits(rng: random.Random, num_rows: int, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Flat, peaked and far from zero; in 16 bits most have equals."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**32))
-    logits = torch.randn(num_rows, vocab_size, generator=generator)
-    spread = torch.tensor([rng.choice([0.1, 1.0, 3.0, 8.0]) for _ in range(num_rows)])
-    offset = torch.tensor([rng.choice([0.0, 0.0, 25.0, -40.0]) for _ in range(num_rows)])
-    return (logits * spread[:, None] + offset[:, None]).to(dtype)
-
-
-def starts_of(params: Sequence[SamplingParams], rng: random.Random) -> list[RowStart]:
-    edges = [0, -1, -(2**63), 2**64 - 1]
-    seeds = [edges[i] if i < len(edges) else rng.randrange(-(2**63), 2**64) for i in range(len(params))]
-    return [RowStart(row, params[row], seeds[row], (), ()) for row in range(len(params))]
-
-
-def draw_on_cpu(logits: torch.Tensor, starts: Sequence[RowStart], positions: Sequence[int]) -> torch.Tensor:
-    """The twin's tokens; fails on a row that is not sound."""
-    sampler = Sampler(logits.shape[1], CPU)
-    for start in starts:
-        sampler.start_row(start)
-    samples = sampler.sample(logits.float(), range(len(starts)), positions)
-    assert samples.is_sound.all()
-    return samples.token_ids
-
-
 def draw_on_device(
     logits: torch.Tensor, starts: Sequence[RowStart], rows: Sequence[int], positions: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels' tokens and soundness, on the host."""
-    sampler = Sampler(logits.shape[1], DEVICE)
-    for start in starts:
-        sampler.start_row(start)
-    sampler.upload()
     places = torch.tensor([list(rows), list(positions)], device=DEVICE)
-    token_ids, is_sound = sampler.sample_rows(logits.to(DEVICE), *places)
+    token_ids, is_sound = draw(logits.to(DEVICE), settings_of(starts, logits.shape[1]).to(DEVICE), *places)
     return token_ids.cpu(), is_sound.cpu()
 
 
@@ -69,7 +40,7 @@ def assert_same_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], s
     positions = [2**40, *(rng.randrange(100_000) for _ in params[1:])]
     token_ids, is_sound = draw_on_device(logits, starts, range(len(params)), positions)
     assert is_sound.all()
-    assert token_ids.tolist() == draw_on_cpu(logits, starts, positions).tolist()
+    assert token_ids.tolist() == draw_by_twin(logits, starts, positions).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -148,12 +119,10 @@ def test_cutoffs_keep_what_sorting_keeps(top_k, top_p, min_p, step):
     expected, _ = find_cutoffs(sorted_descending(logits), vocab_size, scale, limits, None)
 
     params = SamplingParams(temperature=temperature, top_k=-1 if top_k is None else top_k, top_p=top_p, min_p=min_p)
-    sampler = Sampler(vocab_size, DEVICE)
-    sampler.start_row(RowStart(0, params, 0, (), ()))
-    sampler.upload()
+    settings = settings_of([RowStart(0, params, 0, (), ())], vocab_size).to(DEVICE)
     places = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
     found = torch.empty(num_rows, device=DEVICE)
-    draw(logits.to(DEVICE), sampler._device_settings, places, places, found)
+    draw(logits.to(DEVICE), settings, places, places, found)
     counts = logits >= scale.row_max - 40 * temperature  # the others can't be drawn anyway
     assert torch.equal((logits >= found.cpu()[:, None]) & counts, (logits >= expected) & counts)
 
@@ -184,7 +153,7 @@ def test_rows_whose_greatest_logit_is_not_finite_are_not_sound(dtype):
         assert is_sound.tolist() == [True, False, False, False, False, True, True]
         sound = [0, 5, 6]
         alone = [RowStart(i, starts[row].params, starts[row].seed, (), ()) for i, row in enumerate(sound)]
-        assert token_ids[sound].tolist() == draw_on_cpu(logits[sound], alone, [5] * 3).tolist()
+        assert token_ids[sound].tolist() == draw_by_twin(logits[sound], alone, [5] * 3).tolist()
         assert ((token_ids >= 0) & (token_ids < 1500)).all()
 
 
@@ -217,13 +186,10 @@ def test_a_row_draws_the_same_in_any_batch():
 
 def test_positions_and_rows_of_32_bits_will_do():
     logits = random_logits(random.Random(1), 4, 300, torch.float32).to(DEVICE)
-    sampler = Sampler(300, DEVICE)
-    for start in starts_of([SamplingParams()] * 4, random.Random(1)):
-        sampler.start_row(start)
-    sampler.upload()
+    settings = settings_of(starts_of([SamplingParams()] * 4, random.Random(1)), 300).to(DEVICE)
     places = torch.tensor([[0, 1, 2, 3], [0, 9, 31, 2**31 - 1]], device=DEVICE)
-    wide, _ = sampler.sample_rows(logits, *places)
-    narrow, _ = sampler.sample_rows(logits, *places.to(torch.int32))
+    wide, _ = draw(logits, settings, *places)
+    narrow, _ = draw(logits, settings, *places.to(torch.int32))
     assert torch.equal(wide, narrow)
 
 
@@ -299,4 +265,4 @@ def test_one_graph_serves_any_rows():
         positions.copy_(torch.arange(num_rows) * 3)
         graph.replay()
         assert is_sound.all()
-        assert token_ids.tolist() == draw_on_cpu(values, starts, range(0, num_rows * 3, 3)).tolist()
+        assert token_ids.tolist() == draw_by_twin(values, starts, range(0, num_rows * 3, 3)).tolist()
