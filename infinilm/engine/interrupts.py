@@ -21,17 +21,14 @@ class interrupts_held(ContextDecorator):  # noqa: N801 - it is used as a functio
             return  # others are never interrupted
         handler = signal.getsignal(signal.SIGINT)
         if isinstance(handler, _Holder):
-            handler.depth += 1
+            handler.close()
         elif callable(handler):
             signal.signal(signal.SIGINT, _Holder(handler))
 
     def __exit__(self, *_: object) -> None:
         holder = _current_holder()
         if holder is not None:
-            holder.depth -= 1
-            if holder.depth == 0:
-                signal.signal(signal.SIGINT, holder.handler)
-                holder.deliver()
+            holder.reopen()
 
 
 class interrupts_allowed:  # noqa: N801
@@ -40,36 +37,59 @@ class interrupts_allowed:  # noqa: N801
     def __enter__(self) -> None:
         self._holder = _current_holder()
         if self._holder is not None:
-            signal.signal(signal.SIGINT, self._holder.handler)
+            self._holder.is_open = True
             try:
                 self._holder.deliver()
             except BaseException:
-                self.__exit__()
+                self._holder.is_open = False
                 raise
 
     def __exit__(self, *_: object) -> None:
         if self._holder is not None:
-            signal.signal(signal.SIGINT, self._holder)
+            self._holder.is_open = False
 
 
 class _Holder:
-    """A handler of interrupts that keeps them for the one in whose place it is."""
+    """A handler of interrupts in the place of another, which gets them while this one is open.
+
+    It stays there for the whole of the outermost block: to change a signal's handler is a call of the system.
+    """
 
     def __init__(self, handler: Callable[..., object]) -> None:
-        self.handler = handler
-        self.depth = 1
-        """How many blocks, each within the one before, hold interrupts."""
+        self.is_open = False
+        self._handler = handler
         self._held: list[tuple[Any, ...]] = []
+        self._outer: list[bool] = []
+        """Of the blocks around the one within the outermost, and so on: whether it was open there."""
 
     def __call__(self, *arguments: Any) -> None:
         self._held.append(arguments)
+        if self.is_open:
+            self.deliver()
 
     def deliver(self) -> None:
         """Give the handler what was kept; several interrupts are as good as one."""
         if self._held:
             arguments = self._held[0]
             self._held.clear()
-            self.handler(*arguments)
+            self._handler(*arguments)
+
+    def close(self) -> None:
+        """Begin a block within another."""
+        was_open = self.is_open
+        self.is_open = False  # first: what comes next must not be interrupted
+        self._outer.append(was_open)
+
+    def reopen(self) -> None:
+        """End a block."""
+        if not self._outer:
+            signal.signal(signal.SIGINT, self._handler)
+            self.deliver()
+        elif self._outer.pop():
+            self.is_open = True
+            self.deliver()
+        else:
+            self.is_open = False  # even if it was interrupted on its way there
 
 
 def _current_holder() -> _Holder | None:

@@ -58,7 +58,8 @@ class StepInput:
 
     batch: HostBatch
     logit_rows: tuple[IntArray, ...]
-    """The tokens whose logits are wanted, by their places in the batch, in pieces small enough to hold."""
+    """The tokens whose logits are wanted, by their places in the batch and in this order, in pieces small enough to
+    hold."""
     are_ids_pending: bool = False
     """Whether rank 0's device alone knows the token ids, and has to tell the others."""
     hook_patterns: tuple[str, ...] = ()
@@ -208,7 +209,8 @@ class RankWorker:
         taps = Taps(step.hook_patterns, registry, self.group) if step.hook_patterns else None
         hidden = self.model(step.batch.to_device(self.device, input_ids), cache, self.backend, taps)
         for index, rows in enumerate(step.logit_rows):
-            logits = self.model.compute_logits(hidden[send(self.device, rows)[0]]).float()
+            chosen = hidden if len(rows) == len(hidden) else hidden[send(self.device, rows)[0]]
+            logits = self.model.compute_logits(chosen).float()
             if self.group.rank == 0:
                 on_logits(index, logits)
         return hidden
