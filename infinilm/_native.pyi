@@ -104,6 +104,3 @@ def attend(query: Floats, cache: Tensor, step: Step, out: Floats, scale: float, 
 
 def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_sound: Tensor) -> None:
     """Draw a token from each row of `logits` `[n, vocab]`, as `infinilm.sampling.draw` says, into `tokens` `[n]`."""
-
-def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats) -> None:
-    """`x / rms(x) * weight` for `x` and `out` `[T, H]`."""

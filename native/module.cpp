@@ -225,16 +225,6 @@ void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 
            int64_t(heads) * view.head_dim);
 }
 
-void rms_norm(Array<const float, 2> x, Floats1 weight, float eps, Array<float, 2> out) {
-    require(weight.size() == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
-            "x and out must be [T, H], weight [H]");
-    nb::gil_scoped_release release;
-    const int columns = int(x.shape(1));
-    parallel_for(int64_t(x.shape(0)), 16, [&](int64_t t) {
-        kernels().rms_norm(x.data() + t * columns, weight.data(), eps, columns, out.data() + t * columns);
-    });
-}
-
 void draw_py(Array<const float, 2> logits, Array<const int64_t, 2> settings, Ints1 rows, Ints1 positions,
              Array<int64_t, 1> tokens, Array<bool, 1> are_sound) {
     static_assert(sizeof(DrawSettings) == 5 * sizeof(int64_t));
@@ -335,5 +325,4 @@ NB_MODULE(_native, module) {
     module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none());
     module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
                "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
-    module.def("rms_norm", &rms_norm, "x"_a.noconvert(), "weight"_a.noconvert(), "eps"_a, "out"_a.noconvert());
 }

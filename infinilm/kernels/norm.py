@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and with the addition that comes before it."""
+"""Root-mean-square normalisation."""
 
 import torch
 import triton
@@ -19,30 +19,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Computed in float32 and rounded to the input's type before it is multiplied by the weight.
     """
-    return _launch(x, None, weight, eps)
-
-
-def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in plain torch."""
-    return _normalise(x.float(), weight, eps, x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add `x` `[T, n]` to `residual` `[T, n]` in place; the norm of the sum, as stored: `[T, n]` of `x`'s type."""
-    return _launch(x, residual, weight, eps)
-
-
-def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`add_rms_norm` in plain torch."""
-    return _normalise(residual.add_(x).float(), weight, eps, x.dtype)
-
-
-def _normalise(wide: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale).to(dtype) * weight
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
@@ -51,12 +27,10 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     early = launches_early(x.device)
     _norm_kernel[(triton.cdiv(num_rows, rows),)](
         x,
-        residual,
         weight,
         out,
         num_rows,
         x.stride(0),
-        0 if residual is None else residual.stride(0),
         eps,
         SIZE=size,
         ROWS=rows,
@@ -68,15 +42,20 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     return out
 
 
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain torch."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x,
-    residual,  # or None
     weight,
     out,
     num_rows,
     x_stride,
-    residual_stride,
     eps,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -91,11 +70,6 @@ def _norm_kernel(
     wait_for_inputs(EARLY)
     inside = (rows < num_rows) & (columns < SIZE)
     wide = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if residual is not None:
-        places = residual + rows * residual_stride + columns
-        total = (tl.load(places, mask=inside, other=0.0).to(tl.float32) + wide).to(residual.dtype.element_ty)
-        tl.store(places, total, mask=inside)
-        wide = total.to(tl.float32)
     scale = inverse_rms(tl.sum(wide * wide, axis=1), SIZE, eps)
     normed = scale_and_weigh(wide, scale[:, None], loaded_ahead(factor, EARLY), out.dtype.element_ty)
     tl.store(out + rows * SIZE + columns, normed, mask=inside)
