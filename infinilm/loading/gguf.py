@@ -31,6 +31,7 @@ from infinilm.errors import CheckpointError
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_ARRAY_DEPTH = 4
 _MAX_DIMS = 4
+_PAGES_AROUND = 2**16  # bytes: with a page that is touched, Linux maps those around it, given back before or not
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**20
 
@@ -133,6 +134,7 @@ class GGUFFile:
     def _drop_pages(self, first: int, last: int) -> None:
         """Give the pages of these bytes back, or a model's whole file would stay in resident memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
+            first, last = max(0, first - _PAGES_AROUND), min(last + _PAGES_AROUND, len(self._map))
             page = first - first % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
 
