@@ -139,3 +139,18 @@ def test_profiles_run_and_report(profiling, tiny_dir, tmp_path, form) -> None:
     assert sum(kernel["seconds"] for kernel in report["kernels"]) > 0
     wall = report["profiled_seconds"] if "--workload" in form else report["busy_seconds"]
     assert sum(report["parts"].values()) == pytest.approx(wall)
+
+
+def test_draws_are_timed() -> None:
+    command = [sys.executable, str(BENCH / "cpu_sampling.py"), "--vocab-size", "300", "--repeat", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    table = [line.rsplit(maxsplit=3) for line in done.stdout.splitlines()[1:]]
+    assert [(name, int(rows)) for name, rows, _, _ in table[:5]] == [
+        ("greedy", 1),
+        ("temperature 0.7", 1),
+        ("and top_p 0.9", 1),
+        ("and top_k 50", 1),
+        ("greedy", 8),
+    ]
+    assert len(table) == 12
+    assert all(float(native) > 0 and float(twin) > 0 for _, _, native, twin in table)
