@@ -60,7 +60,7 @@ class _Holder:
         self._handler = handler
         self._held: list[tuple[Any, ...]] = []
         self._outer: list[bool] = []
-        """Of the blocks around the one within the outermost, and so on: whether it was open there."""
+        """For each block within the outermost, whether interrupts were let through where it began."""
 
     def __call__(self, *arguments: Any) -> None:
         self._held.append(arguments)

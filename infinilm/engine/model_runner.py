@@ -170,20 +170,19 @@ class ModelRunner:
             if chunk.prompt_targets:
                 found = handle.prompt_logprobs[index] = []
                 pieces += self._prompt_pieces(chunk, int(ends[index]), found)
-        input_ids = None
-        if len(plan.decoding.rows) > 0:
-            input_ids = self._known_ids(batch, token_rows) if plan.chunks else self._last_tokens(token_rows)
+        input_ids = self._input_ids(plan, batch, token_rows)
         patterns = self.registry.patterns() if self.registry is not None else ()
         step_input = StepInput(batch, tuple(rows for rows, _ in pieces), input_ids is not None, patterns)
         self.workers.run(
             step_input, lambda index, logits: pieces[index][1](logits), input_ids=input_ids, registry=self.registry
         )
 
-    def _last_tokens(self, rows: IntArray) -> Tensor:
-        return self._last_token[send(self.device, rows)[0]]
-
-    def _known_ids(self, batch: HostBatch, token_rows: IntArray) -> Tensor:
-        """The token ids on the device, which may be the only one to know some of them."""
+    def _input_ids(self, plan: StepPlan, batch: HostBatch, token_rows: IntArray) -> Tensor | None:
+        """The token ids on the device, where it may be the only one to know some of them."""
+        if len(plan.decoding.rows) == 0:
+            return None
+        if not plan.chunks:
+            return self._last_token[send(self.device, token_rows)[0]]
         ids, rows = send(self.device, batch.input_ids, token_rows)
         return torch.where(ids == PENDING_TOKEN, self._last_token[rows], ids)
 
