@@ -3,8 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Compiling every module of every package would take longer than compiling those that are used when they are.
-PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Without an isolated environment for each build the tools have the versions of constraints.txt.
 EDITABLE := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable
 CMAKE := $(BIN)/cmake
