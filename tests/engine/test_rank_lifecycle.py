@@ -84,8 +84,11 @@ def test_a_program_that_closes_nothing_ends(checkpoint: Path, tmp_path: Path) ->
     assert exit_code == 0, errors
     by_llm, by_engine = output.splitlines()
     assert by_llm == by_engine
-    # What two engines report of themselves, rank 0 of each; other ranks say nothing.
-    assert [line.split(":")[0:2] for line in errors.splitlines()] == [
+    # What two engines report of themselves, rank 0 of each; other ranks say nothing. Once, it may be said that there
+    # are no native kernels here.
+    reports = [line for line in errors.splitlines() if "native CPU kernels are missing" not in line]
+    assert len(errors.splitlines()) - len(reports) <= 1
+    assert [line.split(":")[0:2] for line in reports] == [
         ["infinilm", f" {checkpoint.name}"],
         ["infinilm", " memory on cpu, on each of 2 ranks"],
     ] * 2
