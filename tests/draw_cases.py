@@ -1,7 +1,8 @@
 """Rows of logits and settings for draws, and the tokens that plain torch draws."""
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from torch import Tensor
 from infinilm.sampling import Sampler
 from infinilm.sampling.draw import draw_torch
 from infinilm.sampling_params import RowStart, SamplingParams
+
+Draw = Callable[[Tensor, Sequence[RowStart], Sequence[int]], tuple[Tensor, Tensor]]
+"""What is tried: from logits, rows 0, 1, … and positions to tokens and soundness."""
 
 
 def random_logits(rng: random.Random, num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -41,3 +45,43 @@ def draw_by_twin(logits: Tensor, starts: Sequence[RowStart], positions: Sequence
     token_ids, are_sound = draw_torch(logits, settings_of(starts, logits.shape[1]), rows, torch.tensor(positions))
     assert are_sound.all()
     return token_ids
+
+
+def assert_same_tokens(draw: Draw, logits: Tensor, params: Sequence[SamplingParams], seed: int = 0) -> None:
+    """All rows are sound and draw what torch draws."""
+    rng = random.Random(seed)
+    starts = starts_of(params, rng)
+    positions = [2**40, *(rng.randrange(100_000) for _ in params[1:])]
+    token_ids, are_sound = draw(logits, starts, positions)
+    assert are_sound.all()
+    assert token_ids.tolist() == draw_by_twin(logits, starts, positions).tolist()
+
+
+def assert_first_of_equals(draw: Draw) -> None:
+    """Greedy rows take the first of their greatest logits, wherever these lie."""
+    logits = torch.zeros(7, 5003)
+    places = [[0], [7, 8], [255, 256], [1023, 1024], [900, 2000, 4999], [5002], list(range(5003))]
+    for row, tokens in zip(logits, places, strict=True):
+        row[tokens] = 2.5
+    starts = starts_of([SamplingParams(temperature=0.0)] * 7, random.Random(0))
+    assert draw(logits, starts, [3] * 7)[0].tolist() == [tokens[0] for tokens in places]
+
+
+def assert_unsound_rows_are_told(draw: Draw, dtype: torch.dtype = torch.float32) -> None:
+    """Rows whose greatest logit is not finite; the others draw what torch draws."""
+    logits = torch.full((8, 1500), -math.inf)
+    logits[:, 3:9] = torch.tensor([1.0, 2.0, -math.inf, 0.5, -3.0, 4.0])
+    logits[1, 1200] = logits[7, 1499] = math.nan
+    logits[2, 5] = -math.nan
+    logits[3, 700] = math.inf
+    logits[4] = -math.inf
+    logits[5, 3:9] = -1e30
+    logits = logits.to(dtype)
+    for settings in ({"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}):
+        starts = starts_of([SamplingParams(**settings)] * 8, random.Random(0))
+        token_ids, are_sound = draw(logits, starts, [5] * 8)
+        assert are_sound.tolist() == [True, False, False, False, False, True, True, False]
+        sound = [0, 5, 6]
+        alone = [RowStart(i, starts[row].params, starts[row].seed, (), ()) for i, row in enumerate(sound)]
+        assert token_ids[sound].tolist() == draw_by_twin(logits[sound], alone, [5] * 3).tolist()
+        assert ((token_ids >= 0) & (token_ids < 1500)).all()

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from draw_cases import draw_by_twin, random_logits, settings_of, starts_of
+from draw_cases import (
+    assert_first_of_equals,
+    assert_same_tokens,
+    assert_unsound_rows_are_told,
+    draw_by_twin,
+    random_logits,
+    settings_of,
+    starts_of,
+)
 
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.sampling import draw
@@ -26,21 +34,13 @@ def at_scale(on_gpu: int, interpreted: int) -> int:
 
 
 def draw_on_device(
-    logits: torch.Tensor, starts: Sequence[RowStart], rows: Sequence[int], positions: Sequence[int]
+    logits: torch.Tensor, starts: Sequence[RowStart], positions: Sequence[int], rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels' tokens and soundness, on the host."""
-    places = torch.tensor([list(rows), list(positions)], device=DEVICE)
+    chosen = range(len(logits)) if rows is None else rows
+    places = torch.tensor([list(chosen), list(positions)], device=DEVICE)
     token_ids, is_sound = draw(logits.to(DEVICE), settings_of(starts, logits.shape[1]).to(DEVICE), *places)
     return token_ids.cpu(), is_sound.cpu()
-
-
-def assert_same_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], seed: int) -> None:
-    rng = random.Random(seed)
-    starts = starts_of(params, rng)
-    positions = [2**40, *(rng.randrange(100_000) for _ in params[1:])]
-    token_ids, is_sound = draw_on_device(logits, starts, range(len(params)), positions)
-    assert is_sound.all()
-    assert token_ids.tolist() == draw_by_twin(logits, starts, positions).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -50,7 +50,7 @@ def test_untruncated_rows_draw_what_the_cpu_draws(vocab_size, dtype):
     num_rows = at_scale(4000, 7)
     temperatures = [0.0, 1e-300, 1e-3, 0.1, 0.6, 1.0, 1.0, 2.0, 100.0]
     params = [SamplingParams(temperature=rng.choice(temperatures)) for _ in range(num_rows)]
-    assert_same_tokens(random_logits(rng, num_rows, vocab_size, dtype), params, seed=vocab_size)
+    assert_same_tokens(draw_on_device, random_logits(rng, num_rows, vocab_size, dtype), params, seed=vocab_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +67,7 @@ def test_any_mix_of_rows_draws_what_the_cpu_draws(vocab_size, dtype):
         )
         for _ in range(num_rows)
     ]
-    assert_same_tokens(random_logits(rng, num_rows, vocab_size, dtype), params, seed=1)
+    assert_same_tokens(draw_on_device, random_logits(rng, num_rows, vocab_size, dtype), params, seed=1)
 
 
 @pytest.mark.skipif(not IS_GPU, reason="too large for Triton's interpreter")
@@ -83,7 +83,7 @@ def test_whole_vocabularies(vocab_size):
         )
         for _ in range(256)
     ]
-    assert_same_tokens(random_logits(rng, 256, vocab_size, torch.bfloat16), params, seed=2)
+    assert_same_tokens(draw_on_device, random_logits(rng, 256, vocab_size, torch.bfloat16), params, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -128,33 +128,12 @@ def test_cutoffs_keep_what_sorting_keeps(top_k, top_p, min_p, step):
 
 
 def test_greedy_rows_take_the_first_of_equals():
-    logits = torch.zeros(6, 5003)
-    places = [[0], [7, 8], [1023, 1024], [900, 2000, 4999], [5002], list(range(5003))]
-    for row, tokens in zip(logits, places, strict=True):
-        row[tokens] = 2.5
-    greedy = SamplingParams(temperature=0.0)
-    token_ids, _ = draw_on_device(logits, starts_of([greedy] * 6, random.Random(0)), range(6), [3] * 6)
-    assert token_ids.tolist() == [tokens[0] for tokens in places]
+    assert_first_of_equals(draw_on_device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_whose_greatest_logit_is_not_finite_are_not_sound(dtype):
-    logits = torch.full((7, 1500), -INF)
-    logits[:, 3:9] = torch.tensor([1.0, 2.0, -INF, 0.5, -3.0, 4.0])
-    logits[1, 1200] = math.nan
-    logits[2, 5] = -math.nan
-    logits[3, 700] = INF
-    logits[4] = -INF
-    logits[5, 3:9] = -1e30
-    logits = logits.to(dtype)
-    for settings in ({"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}):
-        starts = starts_of([SamplingParams(**settings)] * 7, random.Random(0))
-        token_ids, is_sound = draw_on_device(logits, starts, range(7), [5] * 7)
-        assert is_sound.tolist() == [True, False, False, False, False, True, True]
-        sound = [0, 5, 6]
-        alone = [RowStart(i, starts[row].params, starts[row].seed, (), ()) for i, row in enumerate(sound)]
-        assert token_ids[sound].tolist() == draw_by_twin(logits[sound], alone, [5] * 3).tolist()
-        assert ((token_ids >= 0) & (token_ids < 1500)).all()
+    assert_unsound_rows_are_told(draw_on_device, dtype)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -163,7 +142,7 @@ def test_logits_whose_scores_overflow(magnitude):
     """Nothing can be ruled out without a look, and the result is right nevertheless."""
     logits = random_logits(random.Random(0), 3, 3000, torch.float32) / 100 + 1
     params = [SamplingParams(temperature=t) for t in (1e-300, 1e-10, 100.0)]
-    assert_same_tokens(logits * (magnitude / logits.abs().amax()), params, seed=4)
+    assert_same_tokens(draw_on_device, logits * (magnitude / logits.abs().amax()), params, seed=4)
 
 
 def test_a_row_draws_the_same_in_any_batch():
@@ -172,14 +151,14 @@ def test_a_row_draws_the_same_in_any_batch():
     logits = random_logits(rng, 3, 2051, torch.bfloat16)
     params = [SamplingParams(), SamplingParams(temperature=0.5, top_k=30, top_p=0.9), SamplingParams(temperature=0.0)]
     starts = starts_of(params, rng)
-    alone = [draw_on_device(logits[i : i + 1], starts, [i], [70 + i])[0].item() for i in range(3)]
+    alone = [draw_on_device(logits[i : i + 1], starts, [70 + i], [i])[0].item() for i in range(3)]
     size = 67
     places = [66, 5, 33]
     batch = torch.full((size, 2051), math.nan, dtype=torch.bfloat16)
     rows, positions = [-1] * size, [0] * size
     for i, place in enumerate(places):
         batch[place], rows[place], positions[place] = logits[i], i, 70 + i
-    token_ids, is_sound = draw_on_device(batch, starts, rows, positions)
+    token_ids, is_sound = draw_on_device(batch, starts, positions, rows)
     assert token_ids[places].tolist() == alone
     assert is_sound[places].all()
 

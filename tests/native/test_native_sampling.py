@@ -1,18 +1,23 @@
 """Tokens drawn by the native library are those that torch draws, on every instruction set."""
 
-import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from draw_cases import draw_by_twin, random_logits, settings_of, starts_of
+from draw_cases import (
+    assert_first_of_equals,
+    assert_same_tokens,
+    assert_unsound_rows_are_told,
+    random_logits,
+    settings_of,
+    starts_of,
+)
 from torch import Tensor
 
 from infinilm.sampling_params import RowStart, SamplingParams
-
-INF = math.inf
 
 
 def draw(
@@ -25,21 +30,12 @@ def draw(
     return token_ids, are_sound
 
 
-def assert_same_tokens(native: Any, logits: Tensor, params: Sequence[SamplingParams], seed: int = 0) -> None:
-    rng = random.Random(seed)
-    starts = starts_of(params, rng)
-    positions = [2**40, *(rng.randrange(100_000) for _ in params[1:])]
-    token_ids, are_sound = draw(native, logits, starts, positions)
-    assert are_sound.all()
-    assert token_ids.tolist() == draw_by_twin(logits, starts, positions).tolist()
-
-
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 300, 5003])
 def test_untruncated_rows(native: Any, vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     temperatures = [0.0, 1e-300, 1e-3, 0.1, 0.6, 1.0, 1.0, 2.0, 100.0]
     params = [SamplingParams(temperature=rng.choice(temperatures)) for _ in range(300)]
-    assert_same_tokens(native, random_logits(rng, 300, vocab_size), params)
+    assert_same_tokens(partial(draw, native), random_logits(rng, 300, vocab_size), params)
 
 
 @pytest.mark.parametrize("is_rounded", [False, True], ids=["", "with equals"])
@@ -56,39 +52,20 @@ def test_any_mix_of_rows(native: Any, vocab_size: int, is_rounded: bool) -> None
         for _ in range(300)
     ]
     logits = random_logits(rng, 300, vocab_size)
-    assert_same_tokens(native, (logits * 2).round() / 2 if is_rounded else logits, params)
+    assert_same_tokens(partial(draw, native), (logits * 2).round() / 2 if is_rounded else logits, params)
 
 
 def test_a_whole_vocabulary(native: Any) -> None:
     params = [SamplingParams(temperature=0.7, top_p=top_p, top_k=top_k) for top_p in (0.9, 1.0) for top_k in (-1, 50)]
-    assert_same_tokens(native, random_logits(random.Random(3), 4, 151_936), params)
+    assert_same_tokens(partial(draw, native), random_logits(random.Random(3), 4, 151_936), params)
 
 
 def test_greedy_rows_take_the_first_of_equals(native: Any) -> None:
-    logits = torch.zeros(6, 5003)
-    places = [[0], [7, 8], [255, 256], [900, 2000, 4999], [5002], list(range(5003))]
-    for row, tokens in zip(logits, places, strict=True):
-        row[tokens] = 2.5
-    starts = starts_of([SamplingParams(temperature=0.0)] * 6, random.Random(0))
-    assert draw(native, logits, starts, [3] * 6)[0].tolist() == [tokens[0] for tokens in places]
+    assert_first_of_equals(partial(draw, native))
 
 
 def test_rows_whose_greatest_logit_is_not_finite_are_not_sound(native: Any) -> None:
-    logits = torch.full((7, 1500), -INF)
-    logits[:, 3:9] = torch.tensor([1.0, 2.0, -INF, 0.5, -3.0, 4.0])
-    logits[1, 1499] = math.nan
-    logits[2, 5] = -math.nan
-    logits[3, 700] = INF
-    logits[4] = -INF
-    logits[5, 3:9] = -1e30
-    for settings in ({"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}):
-        starts = starts_of([SamplingParams(**settings)] * 7, random.Random(0))
-        token_ids, are_sound = draw(native, logits, starts, [5] * 7)
-        assert are_sound.tolist() == [True, False, False, False, False, True, True]
-        assert token_ids[[1, 2, 3, 4]].tolist() == [0] * 4
-        sound = [0, 5, 6]
-        alone = [RowStart(i, starts[row].params, starts[row].seed, (), ()) for i, row in enumerate(sound)]
-        assert token_ids[sound].tolist() == draw_by_twin(logits[sound], alone, [5] * 3).tolist()
+    assert_unsound_rows_are_told(partial(draw, native))
 
 
 @pytest.mark.parametrize("magnitude", [1e30, -1e30, 3e38])
@@ -96,7 +73,7 @@ def test_logits_whose_scores_overflow(native: Any, magnitude: float) -> None:
     """Nothing can be ruled out without a look, and the result is right nevertheless."""
     logits = random_logits(random.Random(0), 3, 3000) / 100 + 1
     params = [SamplingParams(temperature=t) for t in (1e-300, 1e-10, 100.0)]
-    assert_same_tokens(native, logits * (magnitude / logits.abs().amax()), params)
+    assert_same_tokens(partial(draw, native), logits * (magnitude / logits.abs().amax()), params)
 
 
 def test_a_row_draws_the_same_in_any_batch_on_any_number_of_threads(native: Any) -> None:
