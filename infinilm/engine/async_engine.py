@@ -52,7 +52,7 @@ class AsyncLLM:
                     return
                 letter()
             try:
-                engine.step()
+                engine.step_deltas()  # every request has a listener
             except BaseException as error:  # its requests have been told; others have not, and this thread serves them
                 logger.error("a step was broken off: %s: %s", type(error).__name__, error)
 

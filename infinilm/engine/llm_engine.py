@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import re
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from infinilm.sampling_params import SamplingParams
 from infinilm.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
+
+_AUTOMATIC_ID = re.compile(r"auto-\d+")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -79,10 +82,10 @@ class LLMEngine:
         self._is_stepping = False
         self._handles: deque[StepHandle] = deque()
         self._requests: dict[str, Request] = {}
-        self._owners: dict[int, tuple[Request, int]] = {}
-        """By a sequence's arrival number: its request and which of the answers it is."""
-        self._news: dict[str, Request | RequestOutput] = {}
-        """What changed since the last call of `step`; as an output already, where a listener was given one."""
+        self._updated: dict[Request, None] = {}
+        """Requests whose listeners have to be told, and which may have to be removed, at the end of this step."""
+        self._unreported: dict[Request, None] = {}
+        """Requests that changed since the last call of `step` or `step_deltas`."""
         self._arrivals = count()
         self._is_open = True
         self._at_exit = partial(_exit_if_alive, weakref.ref(self))
@@ -101,7 +104,10 @@ class LLMEngine:
         prompt_list = as_prompt_list(prompts)
         params_list = pair_params(sampling_params, len(prompt_list))
         # All are checked before the first is queued: a bad one among them leaves nothing behind.
-        requests = [self._make_request(*pair) for pair in zip(prompt_list, params_list, strict=True)]
+        requests = [
+            self._make_request(prompt, params, is_reported=False)
+            for prompt, params in zip(prompt_list, params_list, strict=True)
+        ]
         with (
             interrupts_held(),
             collection_paused(),
@@ -125,7 +131,6 @@ class LLMEngine:
         finally:
             for request in requests:
                 self._end(request)
-                self._news.pop(request.request_id, None)
 
     def chat(
         self,
@@ -150,7 +155,7 @@ class LLMEngine:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text as it comes. Closing the iterator early aborts the request."""
         self._check_open()
-        request = self._make_request(prompt, sampling_params or SamplingParams())
+        request = self._make_request(prompt, sampling_params or SamplingParams(), is_reported=False)
         if request.params.n > 1:
             raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
         return self._stream(request)
@@ -158,9 +163,11 @@ class LLMEngine:
     def _stream(self, request: Request) -> Iterator[str]:
         try:
             self._queue(request)
-            while not request.is_finished:
-                self._advance()
-                self._news.pop(request.request_id, None)
+            is_finished = False
+            while not is_finished:
+                if not request.is_finished:  # other calls may have stepped the engine since the last piece
+                    self._advance()
+                is_finished = request.is_finished
                 if piece := request.output().outputs[0].new_text:
                     yield piece
             if request.error:
@@ -168,7 +175,6 @@ class LLMEngine:
         finally:
             with interrupts_held():
                 self._end(request)
-                self._news.pop(request.request_id, None)
 
     # --- step by step -----------------------------------------------------------------------------------
 
@@ -181,8 +187,9 @@ class LLMEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> str:
-        """Queue a prompt; `on_token` is called with the request's output whenever it has news.
+        """Queue a prompt; `on_token` is called with the request's output after each step that changed it.
 
+        It may abort this request and others, and add new ones. If it raises, its own request ends with that error.
         The prefix cache is shared among requests with the same `cache_salt`, and with no others.
         """
         self._check_open()
@@ -197,21 +204,21 @@ class LLMEngine:
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns the requests with news; `finished` says which have ended."""
+        """Compute one step. Returns the requests that changed; `finished` says which have ended."""
         self._check_open()
         self._advance()
-        news, self._news = self._news, {}
-        return [item.output() if isinstance(item, Request) else item for item in news.values()]
+        unreported, self._unreported = self._unreported, {}
+        return [request.output() for request in unreported]
 
     def step_deltas(self) -> list[AnswerDelta]:
         """Compute one step. Returns what is new, as tokens: much less work than `step` where texts are made elsewhere.
 
-        Use either this or `step` for a request. Those with a listener are told there, and left out here.
+        Use either this or `step` for a request. Requests with a listener are left out here.
         """
         self._check_open()
         self._advance()
-        news, self._news = self._news, {}
-        return [delta for item in news.values() if isinstance(item, Request) for delta in item.deltas()]
+        unreported, self._unreported = self._unreported, {}
+        return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
     @interrupts_held()
     def _advance(self) -> None:
@@ -219,6 +226,15 @@ class LLMEngine:
         if self._is_stepping:
             raise EngineError("the engine is in the middle of a step; don't call it from a hook or from on_token")
         self._is_stepping = True
+        try:
+            self._compute_step()
+        finally:
+            try:
+                self._tell_listeners()
+            finally:
+                self._is_stepping = False
+
+    def _compute_step(self) -> None:
         try:
             self.workers.check_alive()
             plan = self.scheduler.schedule()
@@ -234,14 +250,12 @@ class LLMEngine:
             self._fail_in_flight(error)
             if isinstance(error, WorkerDiedError) or not isinstance(error, Exception):
                 raise
-        finally:
-            self._is_stepping = False
 
     def _submit(self, plan: StepPlan) -> StepHandle:
         now = perf_counter()
         seqs = self.scheduler.in_flight[-1].seqs
         for seq in seqs[len(plan.decoding.rows) :]:
-            self._owners[seq.arrival][0].start(now)
+            seq.request.start(now)
         registry = self.runner.registry
         if registry is not None:
             registry.begin_step(self._rows_of(plan, seqs))
@@ -262,47 +276,56 @@ class LLMEngine:
         found: list[RequestRows] = []
         first, num_draws = 0, 0
         for (start, num_tokens, draws), seq in zip(parts, seqs, strict=True):
-            request, answer = self._owners[seq.arrival]
             rows = slice(first, first + num_tokens)
-            found.append(RequestRows(request.request_id, answer, rows, start, num_draws if draws else None))
+            place = num_draws if draws else None
+            found.append(RequestRows(seq.request.request_id, seq.index, rows, start, place))
             first, num_draws = rows.stop, num_draws + draws
         return tuple(found)
 
     def _commit(self, result: StepResult) -> None:
+        """Add a step's result to the answers. Listeners are told later, when all answers are up to date."""
         now = perf_counter()
         committed = self.scheduler.commit(result)
         num_decoding = len(committed.plan.decoding.rows)
         for index, seq in enumerate(committed.seqs):
             if index in committed.void:
                 continue
-            request, answer_index = self._owners[seq.arrival]
+            request = seq.request
             if request.is_plain and index < num_decoding and not seq.is_finished:
-                request.answers[answer_index].last_time = now
-                self._news[request.request_id] = request
+                request.answers[seq.index].last_time = now
+                if request.is_reported:
+                    self._unreported[request] = None
                 continue
             start = 0 if index < num_decoding else committed.plan.chunks[index - num_decoding].start
-            if request.take(answer_index, start, result, index, now):
+            if request.update(seq.index, start, result, index, now):
                 self.scheduler.finish(seq, "stop")
                 seq.finish_reason = "stop"  # also if the token limit was reached by the same token
             if result.token_ids[index] != NO_TOKEN or seq.is_finished:
-                self._tell(request)
+                self._updated[request] = None
 
-    def _tell(self, request: Request) -> None:
-        """Note that a request has news, and let its listener know."""
-        self._news[request.request_id] = request
-        if request.is_finished:
-            self._stats.num_finished += 1
-            self._forget(request)
-        if request.on_token is None:
-            return
-        output = self._news[request.request_id] = request.output()
-        try:
-            request.on_token(output)
-        except Exception as error:
-            logger.warning("on_token of request %s failed: %s", request.request_id, error)
-            request.error = f"on_token failed: {type(error).__name__}: {error}"
-            request.on_token = None
-            self._end(request)
+    def _tell_listeners(self) -> None:
+        """Report the updated requests, and remove those that have ended. Listeners may abort any of them."""
+        leaving: BaseException | None = None
+        while self._updated:
+            request = next(iter(self._updated))
+            del self._updated[request]
+            if request.is_reported:
+                self._unreported[request] = None
+            if request.is_finished:
+                self._remove(request)
+            if request.on_token is None:
+                continue
+            try:
+                request.on_token(request.output(for_listener=True))
+            except BaseException as error:
+                logger.warning("on_token of request %s failed: %s", request.request_id, error)
+                request.error = f"on_token failed: {type(error).__name__}: {error}"
+                request.on_token = None
+                self._end(request)
+                if not isinstance(error, Exception):
+                    leaving = error
+        if leaving is not None:
+            raise leaving
 
     def _fail_in_flight(self, error: BaseException) -> None:
         """A step broke: end the requests that were part of it, keep all others."""
@@ -312,12 +335,12 @@ class LLMEngine:
             give_back(error)
             error = explain_oom(error, self.memory)
         self._handles.clear()
-        for request in [self._owners[seq.arrival][0] for seq in self.scheduler.fail_in_flight()]:
-            self._end(request, error)
+        for seq in self.scheduler.fail_in_flight():
+            self._end(seq.request, error)
         if isinstance(error, WorkerDiedError):
             for request in list(self._requests.values()):
                 self._end(request, error)
-            self._news.clear()  # `step` will raise, and never report them
+            self._unreported.clear()  # `step` will raise, and never report them
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -329,6 +352,7 @@ class LLMEngine:
         on_token: OnToken | None = None,
         request_id: str | None = None,
         cache_salt: str = "",
+        is_reported: bool = True,
     ) -> Request:
         self.workers.check_alive()
         vocab_size = self.model_config.vocab_size
@@ -355,42 +379,58 @@ class LLMEngine:
             seqs.append(seq)
         self.scheduler.check_fits(seqs[0])
         if request_id is None:
-            request_id = str(arrival)
+            request_id = f"auto-{arrival}"
+        else:
+            self._check_id(request_id)
+        text = prompt if isinstance(prompt, str) else None
+        return Request(request_id, text, seqs, self.tokenizer, on_token, is_reported=is_reported)
+
+    def _check_id(self, request_id: str) -> None:
         if request_id in self._requests:
             raise InvalidValueError(f"request_id={request_id!r} is in use; wait until it has finished or use another")
-        return Request(request_id, prompt if isinstance(prompt, str) else None, seqs, self.tokenizer, on_token)
+        if _AUTOMATIC_ID.fullmatch(request_id):
+            raise InvalidValueError(f"request_id={request_id!r} has the form of automatic ids; use another")
 
     @interrupts_held()
     def _queue(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        for index, seq in enumerate(request.seqs):
-            self._owners[seq.arrival] = (request, index)
+        for seq in request.seqs:
             self.scheduler.add(seq)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
-        """End what is left of a request and tell its end with the next `step`."""
+        """Abort what is left of a request. Listeners and the next `step` are told."""
         if self._requests.get(request.request_id) is not request:
             return
         if error is not None and request.error is None:
             request.error = f"{type(error).__name__}: {error}"
         for seq in request.seqs:
             self.scheduler.finish(seq, "abort")
-        self._tell(request)
+        self._note_update(request)
 
-    def _forget(self, request: Request) -> None:
-        if self._requests.pop(request.request_id, None) is None:
-            return
-        self._stats.num_cached_tokens += request.seqs[0].num_cached_tokens
-        for seq in request.seqs:
-            del self._owners[seq.arrival]
+    def _note_update(self, request: Request) -> None:
+        """Tell the request's listener: at once, or at the end of the step that is under way."""
+        self._updated[request] = None
+        if not self._is_stepping:
+            self._is_stepping = True
+            try:
+                self._tell_listeners()
+            finally:
+                self._is_stepping = False
 
+    def _remove(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+            self._stats.num_finished += 1
+            self._stats.num_cached_tokens += request.seqs[0].num_cached_tokens
+
+    @interrupts_held()
     def abort(self, request_id: str, answer: int | None = None) -> bool:
         """End a request, or only one of its answers; the next `step` reports it.
 
         Returns False if there is none (any more).
         """
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or request.is_finished:
             return False
         if answer is None:
             self._end(request)
@@ -400,7 +440,8 @@ class LLMEngine:
         if seq.is_finished:
             return False
         self.scheduler.finish(seq, "abort")
-        self._tell(request)
+        request.replace_leader(seq)
+        self._note_update(request)
         return True
 
     # --- the rest ---------------------------------------------------------------------------------------
@@ -417,7 +458,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether nothing is left to compute and nothing left to report by `step`."""
-        return not self.scheduler.has_work and not self._news
+        return not self.scheduler.has_work and not self._unreported
 
     def stats(self) -> EngineStats:
         """Counters since the start and the state now."""

@@ -1,6 +1,7 @@
 """A request as its sender sees it: text, log-probabilities and times, around one or more sequences."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 from infinilm.engine.plan import NO_TOKEN, StepResult
@@ -13,8 +14,16 @@ from infinilm.sampling_params import SamplingParams
 OnToken = Callable[[RequestOutput], None]
 
 
+@dataclass(slots=True)
+class Reported:
+    """How much of an answer one reader has seen."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+
+
 class Answer:
-    """One sequence's text, made only when somebody looks at it or a stop string has to be found."""
+    """One sequence's text. It is decoded only when it is read, or when a stop string has to be found."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
         self.seq = seq
@@ -29,8 +38,6 @@ class Answer:
         self._stops = StopStrings(seq.params.stop) if seq.params.stop else None
         self._num_read = seq.num_prompt_tokens
         self._is_complete = False
-        self._num_reported_tokens = 0
-        self._num_reported_chars = 0
         self._is_end_reported = False
 
     def read(self) -> bool:
@@ -58,31 +65,32 @@ class Answer:
         self._is_complete = True
         return True
 
-    def output(self, index: int) -> CompletionOutput:
-        """The answer so far, and what is new since the last call."""
+    def output(self, reported: Reported) -> CompletionOutput:
+        """The answer so far, and what is new since it was last `reported` to the same reader."""
         self.read()
         tokens = self.seq.output_token_ids
         output = CompletionOutput(
-            index=index,
+            index=self.seq.index,
             text=self.text,
             token_ids=tokens,
-            new_text=self.text[self._num_reported_chars :],
-            new_token_ids=tokens[self._num_reported_tokens :],
+            new_text=self.text[reported.num_chars :],
+            new_token_ids=tokens[reported.num_tokens :],
             logprobs=self.logprobs.copy() if self.logprobs is not None else None,
             finish_reason=self.seq.finish_reason,
             stop_reason=self.stop_reason,
         )
-        self._num_reported_chars = len(self.text)
-        self._num_reported_tokens = len(tokens)
+        reported.num_chars = len(self.text)
+        reported.num_tokens = len(tokens)
         return output
 
-    def delta(self, request: "Request", index: int) -> AnswerDelta | None:
-        """The tokens that came since the last call; None if there is nothing new."""
-        seq, first = self.seq, self._num_reported_tokens
+    def delta(self, reported: Reported) -> AnswerDelta | None:
+        """The tokens that are new since it was last `reported`; None if there are none and it has not ended since."""
+        seq, request, index = self.seq, self.seq.request, self.seq.index
+        first = reported.num_tokens
         if self._is_end_reported or not (seq.is_finished or seq.num_output_tokens > first):
             return None
         token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
-        self._num_reported_tokens = first + len(token_ids)
+        reported.num_tokens = first + len(token_ids)
         logprobs = self.logprobs and self.logprobs[first:]
         prompt_logprobs = request.prompt_logprobs if index == 0 and first == 0 else None
         if not seq.is_finished:
@@ -102,7 +110,7 @@ class Answer:
 
 
 class Request:
-    """What was asked, how far the answers are, and who wants to hear of it."""
+    """What was asked, how far the answers are, and who is told about them."""
 
     def __init__(
         self,
@@ -111,12 +119,18 @@ class Request:
         seqs: list[Sequence],
         tokenizer: Tokenizer | None,
         on_token: OnToken | None,
+        *,
+        is_reported: bool = True,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.seqs = seqs
         self.answers = [Answer(seq, tokenizer) for seq in seqs]
+        for index, seq in enumerate(seqs):
+            seq.request, seq.index = self, index
         self.on_token = on_token
+        self.is_reported = is_reported
+        """Whether `step` reports it; `generate` and `stream` read their requests themselves."""
         self.error: str | None = None
         self.params: SamplingParams = seqs[0].params
         self.is_plain = not self.params.stop and self.params.logprobs is None and on_token is None
@@ -126,6 +140,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if self.params.prompt_logprobs is None else [None] * seqs[0].num_prompt_tokens
         )
+        self._reported = [Reported() for _ in seqs]
+        self._reported_to_listener = [Reported() for _ in seqs]
 
     @property
     def is_finished(self) -> bool:
@@ -137,13 +153,23 @@ class Request:
         """Tokens of all answers."""
         return sum(seq.num_output_tokens for seq in self.seqs)
 
+    def replace_leader(self, leader: Sequence) -> None:
+        """Have another answer compute the prompt if `leader` was aborted before it had."""
+        followers = [seq for seq in self.seqs if seq.leader is leader and not seq.is_finished]
+        if leader.num_output_tokens > 0 or not followers:
+            return
+        successor, *others = followers
+        successor.leader = None
+        for seq in others:
+            seq.leader = successor
+
     def start(self, now: float) -> None:
         """Note the first step that works on the request."""
         if self._start_time is None:
             self._start_time = now
 
-    def take(self, answer_index: int, start: int, result: StepResult, step_index: int, now: float) -> bool:
-        """Take in one sequence's share of a step. Returns whether a stop string ends the answer."""
+    def update(self, answer_index: int, start: int, result: StepResult, step_index: int, now: float) -> bool:
+        """Add one row of a step's result to its answer. Returns whether a stop string ends the answer."""
         answer = self.answers[answer_index]
         if error := result.errors.get(step_index):
             self.error = f"{type(error).__name__}: {error}"
@@ -162,23 +188,24 @@ class Request:
             answer.stop_reason = last if last in self.params.stop_token_ids else None
         return bool(self.params.stop) and answer.read()
 
-    def output(self) -> RequestOutput:
-        """The request's state, with what is new since the last call."""
+    def output(self, *, for_listener: bool = False) -> RequestOutput:
+        """The request's state, with what is new since the last call for the same reader."""
         leader = self.seqs[0]
+        reported = self._reported_to_listener if for_listener else self._reported
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=leader.token_ids[: leader.num_prompt_tokens],
-            outputs=[answer.output(index) for index, answer in enumerate(self.answers)],
+            outputs=[answer.output(each) for answer, each in zip(self.answers, reported, strict=True)],
             finished=self.is_finished,
             metrics=self.metrics(),
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs and self.prompt_logprobs.copy(),
             error=self.error,
         )
 
     def deltas(self) -> list[AnswerDelta]:
         """What is new about each answer since the last call."""
-        deltas = (answer.delta(self, index) for index, answer in enumerate(self.answers))
+        deltas = (answer.delta(each) for answer, each in zip(self.answers, self._reported, strict=True))
         return [delta for delta in deltas if delta is not None]
 
     def metrics(self) -> RequestMetrics:

@@ -2,12 +2,16 @@
 
 from array import array
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_128_digest
 
 from infinilm.outputs import FinishReason
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured_output import Grammar
+
+if TYPE_CHECKING:
+    from infinilm.engine.request import Request
 
 BlockKey = tuple[bytes, bytes]
 """(hash of the block's tokens and of all before them, the block's own tokens)."""
@@ -32,6 +36,11 @@ class Sequence:
     preemption are all just sizes of it.
     """
 
+    request: "Request"
+    """The request that this is an answer of; set by the request."""
+    index: int
+    """Which of the request's answers it is."""
+
     __slots__ = (
         "_block_keys",
         "arrival",
@@ -39,6 +48,7 @@ class Sequence:
         "cache_salt",
         "finish_reason",
         "grammar",
+        "index",
         "is_decoding",
         "is_patched",
         "leader",
@@ -48,6 +58,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "request",
         "row",
         "seed",
         "status",

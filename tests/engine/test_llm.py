@@ -427,5 +427,4 @@ def test_two_thousand_requests_leave_nothing_behind(llm) -> None:
         llm.generate(prompts, params, use_tqdm=False)
     assert is_idle(llm)
     assert not llm._requests
-    assert not llm._owners
-    assert not llm._news
+    assert not llm._unreported
