@@ -66,7 +66,7 @@ class AnswerDelta:
     """Not None: this is the answer's last."""
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the first answer's first, if asked for."""
+    """With the request's first token, if asked for."""
     error: str | None = None
     metrics: RequestMetrics | None = None
     """With an answer's last."""

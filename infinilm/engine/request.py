@@ -92,7 +92,7 @@ class Answer:
         token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
         reported.num_tokens = first + len(token_ids)
         logprobs = self.logprobs and self.logprobs[first:]
-        prompt_logprobs = request.prompt_logprobs if index == 0 and first == 0 else None
+        prompt_logprobs = request.pop_prompt_logprobs() if token_ids else None
         if not seq.is_finished:
             return AnswerDelta(request.request_id, index, token_ids, logprobs, None, prompt_logprobs=prompt_logprobs)
         self._is_end_reported = True
@@ -140,6 +140,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if self.params.prompt_logprobs is None else [None] * seqs[0].num_prompt_tokens
         )
+        self._are_prompt_logprobs_sent = False
         self._reported = [Reported() for _ in seqs]
         self._reported_to_listener = [Reported() for _ in seqs]
 
@@ -202,6 +203,11 @@ class Request:
             prompt_logprobs=self.prompt_logprobs and self.prompt_logprobs.copy(),
             error=self.error,
         )
+
+    def pop_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The prompt's log-probabilities, for the first delta with a token: all are known by then. None after that."""
+        is_first, self._are_prompt_logprobs_sent = not self._are_prompt_logprobs_sent, True
+        return self.prompt_logprobs if is_first else None
 
     def deltas(self) -> list[AnswerDelta]:
         """What is new about each answer since the last call."""

@@ -7,7 +7,7 @@ import pytest
 
 from infinilm import LLM, RequestOutput, SamplingParams
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.outputs import AnswerDelta
+from infinilm.outputs import AnswerDelta, TokenLogprobs
 
 PLAIN = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(seed=3, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -244,6 +244,25 @@ def test_prompt_logprobs_are_whole_though_the_first_answer_is_aborted(tiny_dir, 
         assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-5)
     for answer, wanted in zip(output.outputs[1:], expected.outputs[1:], strict=True):
         assert answer.token_ids == wanted.token_ids
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4, 6])
+def test_deltas_bring_prompt_logprobs_once_and_whole(tiny_dir, num_steps) -> None:
+    params = SamplingParams(n=2, seed=1, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    with LLM(tiny_dir, num_kvcache_blocks=64, max_num_batched_tokens=8) as llm:
+        llm.add_request(list(range(2, 32)), params, request_id="x")
+        found: list[list[TokenLogprobs | None]] = []
+
+        def step() -> None:  # copies, as a reader in another process has them
+            found.extend(list(delta.prompt_logprobs) for delta in llm.step_deltas() if delta.prompt_logprobs)
+
+        for _ in range(num_steps):
+            step()
+        assert llm.abort("x", 0)
+        while not llm.is_finished():
+            step()
+    assert len(found) == 1
+    assert [entry is None for entry in found[0]] == [True] + [False] * 29
 
 
 def test_deltas_of_a_request_add_up_to_its_answer(llm) -> None:
