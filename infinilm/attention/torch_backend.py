@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infinilm.attention.batch import ForwardBatch, IntArray
+from infinilm.kernels.unsound import mark_unsound
 
 # A group of decoding requests may read this many padded tokens, and as many again as it has real ones, before
 # a second group, with kernel calls of its own, is the lesser cost.
@@ -20,12 +21,24 @@ _FREE_PADDING = 256
 
 
 @dataclass(frozen=True, slots=True)
+class _Run:
+    """Slots at even distances: request i's lie side by side from `first + i * stride` on. They are read in place."""
+
+    first: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Requests with one new token each, attended in one call."""
+    """Requests with one new token each, attended in one call.
+
+    Slots past a request's keys repeat its last one, so that nothing is read that another request has left there: a
+    masked key still counts if it is NaN.
+    """
 
     rows: Tensor | None  # [B] int64, their tokens' places in the batch; None: it is the whole batch
-    blocks: Tensor | slice  # [B * n] int64, the blocks to read, n for each request
-    num_keys: int  # keys to keep of the n * block_size read
+    slots: Tensor | _Run  # [B * num_keys] int64, the slots to read
+    num_keys: int
     mask: Tensor | None  # [B, 1, 1, num_keys], added to the scores; None: every request needs all keys
 
 
@@ -34,8 +47,9 @@ class _PrefillRow:
     """One request with several new tokens."""
 
     tokens: slice  # its places in the batch
-    blocks: Tensor | slice  # [n] int64, the blocks to read
-    num_keys: int  # keys to keep of the n * block_size read
+    slots: Tensor | _Run  # [num_keys] int64, the slots to read
+    num_keys: int
+    window: int | None
     mask: Tensor | None  # [new tokens, num_keys], added to the scores; None: plain causal, nothing cached
 
 
@@ -77,7 +91,7 @@ class TorchAttention:
     def store(self, new: Tensor, cache: Tensor, plan: TorchPlan) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
         rows = new if plan.stored is None else new[plan.stored]
-        cache.flatten(0, 1).index_copy_(0, plan.slots, rows.to(cache.dtype))
+        cache.flatten(0, 1).index_copy_(0, plan.slots, mark_unsound(rows.to(cache.dtype)))
 
     def attend(self, query: Tensor, cache: Tensor, plan: TorchPlan, *, scale: float, window: int | None) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
@@ -96,20 +110,29 @@ class TorchAttention:
 
 
 def _read(
-    cache: Tensor, blocks: Tensor | slice, num_requests: int, num_keys: int, dtype: torch.dtype
+    cache: Tensor, slots: Tensor | _Run, num_requests: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of some blocks of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`."""
-    found = cache[blocks] if isinstance(blocks, slice) else cache.flatten(1).index_select(0, blocks)
-    tokens = found.view(num_requests, -1, *cache.shape[2:])[:, :num_keys].to(dtype)
-    key, value = tokens.transpose(1, 3).unbind(2)
+    """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`."""
+    shape = (num_requests, num_keys, *cache.shape[2:])
+    if isinstance(slots, _Run):
+        step = cache.stride(1)
+        strides = (slots.stride * step, *cache.stride()[1:])
+        found = cache.as_strided(shape, strides, cache.storage_offset() + slots.first * step)
+    else:
+        found = cache.flatten(2).flatten(0, 1).index_select(0, slots).view(shape)
+    key, value = found.to(dtype).transpose(1, 3).unbind(2)
     return key, value
 
 
-def _as_run(blocks: Tensor) -> Tensor | slice:
-    """Blocks that lie in a row as a slice, which is read in place. A GPU's are left: asking would wait for it."""
-    if blocks.device.type == "cpu" and bool((blocks.diff() == 1).all()):
-        return slice(int(blocks[0]), int(blocks[0]) + len(blocks))
-    return blocks
+def _as_run(slots: Tensor) -> Tensor | _Run:
+    """Slots `[requests, keys]` as a run if they are one. A GPU's are left: asking would wait for it."""
+    if slots.device.type == "cpu" and bool((slots.diff(dim=1) == 1).all()):
+        strides = slots[:, 0].diff().unique()
+        if len(strides) == 0:
+            return _Run(int(slots[0, 0]), 0)
+        if len(strides) == 1 and strides[0] >= 0:
+            return _Run(int(slots[0, 0]), int(strides[0]))
+    return slots.flatten()
 
 
 def _decode(query: Tensor, cache: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
@@ -117,7 +140,7 @@ def _decode(query: Tensor, cache: Tensor, group: _DecodeGroup, scale: float) -> 
 
     The query heads of a kv head take the place of query positions, so no key is repeated for them.
     """
-    key, value = _read(cache, group.blocks, len(query), group.num_keys, query.dtype)
+    key, value = _read(cache, group.slots, len(query), group.num_keys, query.dtype)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=scale)
 
 
@@ -126,14 +149,32 @@ def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scale: float) -> Te
 
     The kv heads take the place of the batch, so that a key is expanded over its query heads, not copied.
     """
-    key, value = (
-        each.transpose(0, 1).expand(-1, query.shape[2], -1, -1)
-        for each in _read(cache, row.blocks, 1, row.num_keys, query.dtype)
-    )
+    key, value = (each.transpose(0, 1) for each in _read(cache, row.slots, 1, row.num_keys, query.dtype))
+    # Torch adds the mask to the scores, and NaN - inf is NaN: an unsound token would reach those before it.
+    is_unsound = key[..., 0].isnan()  # [kv_heads, 1, num_keys]
+    has_unsound = is_unsound.device.type != "cpu" or bool(is_unsound.any())  # to ask a GPU would be to wait for it
+    if has_unsound:
+        key = key.masked_fill(is_unsound.unsqueeze(-1), 0.0)
     output = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3), key, value, attn_mask=row.mask, is_causal=row.mask is None, scale=scale
+        query.permute(1, 2, 0, 3),
+        key.expand(-1, query.shape[2], -1, -1),
+        value.expand(-1, query.shape[2], -1, -1),
+        attn_mask=row.mask,
+        is_causal=row.mask is None,
+        scale=scale,
     )
+    if has_unsound:
+        output = output.masked_fill(_sees_any(is_unsound, len(query), row.window).unsqueeze(-1), torch.nan)
     return output.permute(2, 0, 1, 3)
+
+
+def _sees_any(is_unsound: Tensor, num_new: int, window: int | None) -> Tensor:
+    """Which of the new tokens, the last of all, see an unsound one: `[..., num_keys]` to `[..., num_new]`."""
+    num_keys = is_unsound.shape[-1]
+    num_before = F.pad(is_unsound.cumsum(-1), (1, 0))
+    ends = torch.arange(num_keys - num_new + 1, num_keys + 1, device=is_unsound.device)
+    starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+    return num_before[..., ends] > num_before[..., starts]
 
 
 class _Layout:
@@ -149,19 +190,19 @@ class _Layout:
 
     def plan(self, window: int | None) -> _WindowPlan:
         is_decode = self.query_lens == 1
-        # The first token any of a request's queries can see.
-        starts = np.zeros_like(self.context_lens)
+        # The tokens that any of a request's queries can see are its last ones.
+        num_keys = self.context_lens
         if window is not None:
-            starts = np.maximum(self.context_lens - self.query_lens - window + 1, 0)
-        groups = self._groups(np.flatnonzero(is_decode), starts)
+            num_keys = np.minimum(num_keys, self.query_lens + window - 1)
+        groups = self._groups(np.flatnonzero(is_decode), num_keys)
         return _WindowPlan(
-            decode=[self._decode_group(group, starts[group]) for group in groups],
-            prefill=[self._prefill_row(int(i), int(starts[i]), window) for i in np.flatnonzero(~is_decode)],
+            decode=[self._decode_group(group, num_keys[group]) for group in groups],
+            prefill=[self._prefill_row(int(i), int(num_keys[i]), window) for i in np.flatnonzero(~is_decode)],
         )
 
-    def _groups(self, requests: IntArray, starts: IntArray) -> Iterator[IntArray]:
+    def _groups(self, requests: IntArray, num_keys: IntArray) -> Iterator[IntArray]:
         """Split decoding requests into groups of like length."""
-        lens = self._num_keys(requests, starts[requests])
+        lens = num_keys[requests]
         order = np.argsort(-lens, kind="stable")
         first = 0
         while first < len(order):
@@ -173,44 +214,43 @@ class _Layout:
             yield np.sort(requests[order[first : first + size]])
             first += size
 
-    def _num_keys(self, requests: IntArray, starts: IntArray) -> IntArray:
-        """Keys read for each request: from the start of the block that holds token `starts[i]`."""
-        return self.context_lens[requests] - starts // self.block_size * self.block_size
-
     def _tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.block_tables.device)
 
-    def _decode_group(self, requests: IntArray, starts: IntArray) -> _DecodeGroup:
-        lens = self._num_keys(requests, starts)
+    def _decode_group(self, requests: IntArray, lens: IntArray) -> _DecodeGroup:
         num_keys = int(lens.max())
-        num_blocks = -(-num_keys // self.block_size)
-        first_blocks = starts // self.block_size
-        columns = self._tensor(first_blocks[:, None] + np.arange(num_blocks))
-        rows = self._tensor(self.ends[requests] - 1)
-        blocks = self.block_tables[self._tensor(requests)]
-        # Columns past a short row's end are masked; they only must not lie outside the table or the cache.
-        blocks = blocks.gather(1, columns.clamp(max=blocks.shape[1] - 1)).clamp(min=0)
         places = np.arange(num_keys)
-        hidden = (places >= lens[:, None]) | (places < (starts - first_blocks * self.block_size)[:, None])
-        mask = self._mask(hidden)[:, None, None, :] if hidden.any() else None
-        is_whole_batch = len(requests) == self.ends[-1]
-        return _DecodeGroup(None if is_whole_batch else rows, _as_run(blocks.flatten()), num_keys, mask)
+        hidden = places >= lens[:, None]
+        ends = self.context_lens[requests]
+        firsts, lasts, members = self._tensor(ends - lens), self._tensor(ends - 1), self._tensor(requests)
+        # Each request has its last token read for all that it needs less than the longest.
+        tokens = (firsts.unsqueeze(1) + self._tensor(places)).minimum(lasts.unsqueeze(1))
+        slots = self._slots(self.block_tables[members], tokens)
+        return _DecodeGroup(
+            rows=None if len(requests) == self.ends[-1] else self._tensor(self.ends[requests] - 1),
+            slots=_as_run(slots),
+            num_keys=num_keys,
+            mask=self._mask(hidden)[:, None, None, :] if hidden.any() else None,
+        )
 
-    def _prefill_row(self, request: int, start: int, window: int | None) -> _PrefillRow:
+    def _slots(self, tables: Tensor, tokens: Tensor) -> Tensor:
+        """Where tokens `[B, n]` of the requests with the block `tables` `[B, max_blocks]` are in the cache."""
+        blocks = tables.gather(1, tokens // self.block_size)
+        return blocks * self.block_size + tokens % self.block_size
+
+    def _prefill_row(self, request: int, num_keys: int, window: int | None) -> _PrefillRow:
         num_new, context = int(self.query_lens[request]), int(self.context_lens[request])
         end = int(self.ends[request])
-        first_block, last_block = start // self.block_size, -(-context // self.block_size)
-        blocks = self.block_tables[request, first_block:last_block]
-        first = first_block * self.block_size
+        keys = np.arange(context - num_keys, context)
         mask = None
         if num_new < context or (window is not None and window < context):
             places = np.arange(context - num_new, context)[:, None]
-            keys = np.arange(first, context)
             hidden = keys > places
             if window is not None:
                 hidden |= keys <= places - window
             mask = self._mask(hidden)
-        return _PrefillRow(slice(end - num_new, end), _as_run(blocks), context - first, mask)
+        slots = self._slots(self.block_tables[request : request + 1], self._tensor(keys).unsqueeze(0))
+        return _PrefillRow(slice(end - num_new, end), _as_run(slots), num_keys, window, mask)
 
     def _mask(self, hidden: np.ndarray) -> Tensor:
         """Minus infinity where `hidden`, 0 elsewhere."""

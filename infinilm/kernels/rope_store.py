@@ -7,6 +7,8 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
+from infinilm.kernels.store_kv import zero_if_sound
+from infinilm.kernels.unsound import mark_unsound
 
 # Numbers a program turns: with 4 warps, one load of 16 bytes per thread for each half of the heads. One token's
 # heads are then spread over a few programs, and a long prefill makes programs that are worth their start.
@@ -36,6 +38,8 @@ def rope_store(
     - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
+
+    Keys and values that are not finite are kept as `unsound.py` says.
 
     Cosines, sines and what comes out of each norm, product and sum are rounded to the type of `qkv`.
     """
@@ -94,7 +98,7 @@ def rope_store_torch(
 
     is_stored = slots >= 0
     tokens = torch.stack((turned(k), v), dim=1)[is_stored]  # [S, 2, kv_heads, head_dim]
-    cache.view(-1, *tokens.shape[1:])[slots[is_stored]] = tokens.to(cache.dtype)
+    cache.view(-1, *tokens.shape[1:])[slots[is_stored]] = mark_unsound(tokens.to(cache.dtype))
     return turned(q)
 
 
@@ -126,6 +130,7 @@ def _rope_store_kernel(
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     is_query = heads < Q_HEADS
     is_value = heads >= Q_HEADS + KV_HEADS
+    is_key = (heads >= Q_HEADS) & (heads < Q_HEADS + KV_HEADS)
     in_half = pairs < HALF
     inside = (heads < Q_HEADS + 2 * KV_HEADS) & in_half
     wait_for_inputs(EARLY)
@@ -134,6 +139,10 @@ def _rope_store_kernel(
     own = qkv + token * stride + heads * HEAD_DIM + pairs
     first = tl.load(own, mask=inside, other=0.0, volatile=True)
     second = tl.load(own + HALF, mask=inside, other=0.0, volatile=True)
+    # A key's program looks at the value, too: the key tells whether it is sound.
+    value = own + KV_HEADS * HEAD_DIM
+    value_first = tl.load(value, mask=is_key & in_half, other=0.0, volatile=True)
+    value_second = tl.load(value + HALF, mask=is_key & in_half, other=0.0, volatile=True)
     cos, sin = _halves(table + position * HEAD_DIM + pairs, in_half, HALF)
     cos, sin = cos.to(DTYPE).to(tl.float32), sin.to(DTYPE).to(tl.float32)
 
@@ -152,10 +161,17 @@ def _rope_store_kernel(
     tl.store(query, turned_first, mask=is_query & in_half)
     tl.store(query + HALF, turned_second, mask=is_query & in_half)
     # In the cache a token's keys are followed by its values, as they are here.
+    KEPT: tl.constexpr = cache.dtype.element_ty
     kept = cache + (slot * 2 * KV_HEADS + heads - Q_HEADS) * HEAD_DIM + pairs
     is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
-    tl.store(kept, tl.where(is_value, first, turned_first).to(cache.dtype.element_ty), mask=is_kept)
-    tl.store(kept + HALF, tl.where(is_value, second, turned_second).to(cache.dtype.element_ty), mask=is_kept)
+    kept_first = tl.where(is_value, first, turned_first).to(KEPT)
+    kept_second = tl.where(is_value, second, turned_second).to(KEPT)
+    zeros = zero_if_sound(kept_first) + zero_if_sound(kept_second)
+    zeros += zero_if_sound(value_first.to(KEPT)) + zero_if_sound(value_second.to(KEPT))
+    is_unsound = tl.sum(zeros, axis=1)[:, None] != 0.0
+    mark = tl.where(is_value, 0.0, float("nan")).to(KEPT)
+    tl.store(kept, tl.where(is_unsound, mark, kept_first), mask=is_kept)
+    tl.store(kept + HALF, tl.where(is_unsound, mark, kept_second), mask=is_kept)
 
 
 @triton.jit

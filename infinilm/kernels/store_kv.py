@@ -1,7 +1,7 @@
 """Tokens' keys and values into the paged KV cache, and out of it again.
 
-Both kernels move rows of `kv_heads * head_dim` numbers that lie together in the cache, one row per program: a few
-16-byte accesses for each thread, all of them under way at once.
+A token's keys and its values are rows of `kv_heads * head_dim` numbers that lie together in the cache. Storing takes a
+program per token, gathering one per row: a few 16-byte accesses for each thread, all of them under way at once.
 """
 
 import torch
@@ -9,18 +9,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from infinilm.kernels.unsound import mark_unsound
+
 
 @triton.jit
-def _store_kernel(new, cache, slots, token_stride, part_stride, SIZE: tl.constexpr, PAD_SIZE: tl.constexpr):
-    """Program (token, part): its keys (part 0) or its values (part 1), `SIZE` numbers."""
+def zero_if_sound(number):
+    """0.0, or NaN in the place of NaN and infinity. A sum of them tells all of its summands at the price of one."""
+    return number.to(tl.float32) * 0.0
+
+
+@triton.jit
+def _store_kernel(
+    new,
+    cache,
+    slots,
+    token_stride,
+    part_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAD_HEADS: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+):
+    """Program (token): its keys and values; see `unsound.py` for those that are not finite."""
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
-    places = tl.arange(0, PAD_SIZE)
-    row = tl.load(new + token * token_stride + part * part_stride + places, mask=places < SIZE)
-    tl.store(cache + (slot * 2 + part) * SIZE + places, row.to(cache.dtype.element_ty), mask=places < SIZE)
+    heads, dims = tl.arange(0, PAD_HEADS)[:, None], tl.arange(0, PAD_DIM)[None, :]
+    inside = (heads < KV_HEADS) & (dims < HEAD_DIM)
+    places = heads * HEAD_DIM + dims
+    new += token * token_stride + places
+    cache += slot * (2 * KV_HEADS * HEAD_DIM) + places
+    KEPT: tl.constexpr = cache.dtype.element_ty
+    key = tl.load(new, mask=inside, other=0.0).to(KEPT)
+    value = tl.load(new + part_stride, mask=inside, other=0.0).to(KEPT)
+    is_value_unsound = tl.sum(zero_if_sound(value), axis=1)[:, None] != 0.0
+    is_unsound = tl.sum(zero_if_sound(key) + zero_if_sound(value), axis=1)[:, None] != 0.0
+    nan = tl.full(key.shape, float("nan"), tl.float32).to(KEPT)
+    tl.store(cache, tl.where(is_unsound, nan, key), mask=inside)
+    tl.store(cache + KV_HEADS * HEAD_DIM, tl.where(is_value_unsound, 0.0, value), mask=inside)
 
 
 def store_kv(new: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -30,28 +57,35 @@ def store_kv(new: Tensor, cache: Tensor, slots: Tensor) -> None:
     kv_heads, head_dim]`, contiguous; `slots` `[T]` int32 or int64 is where each token goes, counted in tokens from
     the start of the cache, or negative for nowhere.
     """
-    num_tokens = len(new)
-    size = new.shape[2] * new.shape[3]
+    num_tokens, _, kv_heads, head_dim = new.shape
     if num_tokens == 0:
         return
-    if new.stride()[2:] != (new.shape[3], 1):
+    if new.stride()[2:] != (head_dim, 1):
         new = new.contiguous()
-    _store_kernel[num_tokens, 2](
-        new, cache, slots, new.stride(0), new.stride(1), SIZE=size, PAD_SIZE=triton.next_power_of_2(size)
+    _store_kernel[(num_tokens,)](
+        new,
+        cache,
+        slots,
+        new.stride(0),
+        new.stride(1),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PAD_HEADS=triton.next_power_of_2(kv_heads),
+        PAD_DIM=triton.next_power_of_2(head_dim),
     )
 
 
 def store_kv_torch(new: Tensor, cache: Tensor, slots: Tensor) -> None:
     """`store_kv` in plain torch."""
     stored = (slots >= 0).nonzero().squeeze(1)
-    cache.flatten(0, 1).index_copy_(0, slots[stored].long(), new[stored].to(cache.dtype))
+    cache.flatten(0, 1).index_copy_(0, slots[stored].long(), mark_unsound(new[stored].to(cache.dtype)))
 
 
 @triton.jit(do_not_specialize=["context_len"], do_not_specialize_on_alignment=["table"])
 def _gather_kernel(
     cache, table, target, context_len, SIZE: tl.constexpr, PAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Program (token, part): as in `_store_kernel`, the other way."""
+    """Program (token, part): its keys (part 0) or its values (part 1), `SIZE` numbers."""
     token = tl.program_id(0)
     part = tl.program_id(1)
     is_known = token < context_len

@@ -6,6 +6,7 @@ import torch
 
 from infinilm.attention import ForwardBatch, TorchAttention, select_backend
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.unsound import mark_unsound
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 16, 16, 40
 SCALE = HEAD_DIM**-0.5
@@ -23,10 +24,22 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: i
     return output
 
 
-def run(query_lens: list[int], context_lens: list[int], window: int | None, *, in_order: bool) -> tuple:
-    """Attend random requests through a cache whose unused blocks hold rubbish. Returns ours and the naive result."""
+def run(
+    query_lens: list[int],
+    context_lens: list[int],
+    window: int | None,
+    *,
+    in_order: bool,
+    unused: float = 1e4,
+    bad_tokens: tuple[tuple[int, int], ...] = (),
+    bad: float = float("nan"),
+) -> tuple:
+    """Attend random requests through a cache whose unused slots hold `unused`. Returns ours and the naive result.
+
+    The key and value of token `t` of request `r` hold a `bad` number for each `(r, t)` of `bad_tokens`.
+    """
     generator = torch.Generator().manual_seed(len(query_lens) + sum(context_lens))
-    cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM), 1e4)
+    cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM), unused)
     order = list(range(NUM_BLOCKS)) if in_order else torch.randperm(NUM_BLOCKS, generator=generator).tolist()
     width = max(-(-n // BLOCK_SIZE) for n in context_lens)
     tables = torch.full((len(query_lens), width), -1)
@@ -36,8 +49,10 @@ def run(query_lens: list[int], context_lens: list[int], window: int | None, *, i
         tables[row, : len(blocks)] = torch.tensor(blocks)
         q = torch.randn(num_new, KV_HEADS * GROUP, HEAD_DIM, generator=generator)
         kv = torch.randn(context, 2, KV_HEADS, HEAD_DIM, generator=generator)
+        for token in [t for r, t in bad_tokens if r == row]:
+            kv[token, :, :, 3] = bad
         places = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(context)]
-        cache.flatten(0, 1)[places[: context - num_new]] = kv[: context - num_new]
+        cache.flatten(0, 1)[places[: context - num_new]] = mark_unsound(kv[: context - num_new])
         query.append(q)
         new.append(kv[context - num_new :])
         slots += places[context - num_new :]
@@ -74,6 +89,37 @@ CASES = {
 def test_equals_attention_written_out(case: str, window: int | None, in_order: bool) -> None:
     ours, expected = run(*CASES[case], window, in_order=in_order)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 10, 33])
+@pytest.mark.parametrize("in_order", [False, True], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("unused", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("case", CASES)
+def test_slots_of_others_may_hold_anything(case: str, unused: float, in_order: bool, window: int | None) -> None:
+    """A request that computed NaN leaves it in the cache: 0 * NaN and NaN - inf are NaN."""
+    ours, expected = run(*CASES[case], window, in_order=in_order, unused=unused)
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "bad_tokens"),
+    [
+        ([40], [40], ((0, 21),)),
+        ([20], [77], ((0, 66),)),
+        ([20], [77], ((0, 60), (0, 70))),
+        ([1, 20, 5], [50, 20, 60], ((0, 20), (1, 7), (2, 48))),
+    ],
+)
+def test_a_bad_number_reaches_only_tokens_that_see_it(query_lens, context_lens, bad_tokens, bad, window) -> None:
+    """Earlier tokens of the same prompt stay as they are: other requests may share their blocks."""
+    ours, expected = run(query_lens, context_lens, window, in_order=False, bad_tokens=bad_tokens, bad=bad)
+    is_bad = ~expected.isfinite().flatten(1).all(1)
+    assert is_bad.any()
+    assert not is_bad.all()
+    assert (~ours[is_bad].isfinite()).flatten(1).any(1).all()
+    torch.testing.assert_close(ours[~is_bad], expected[~is_bad], atol=2e-5, rtol=0)
 
 
 def test_a_negative_slot_is_not_written() -> None:

@@ -1,4 +1,4 @@
-"""The Triton backend against the torch backend, on random batches. Places of the cache that nobody has are huge."""
+"""The Triton backend against the torch backend, on random batches. Unused places of the cache hold NaN."""
 
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,7 @@ def make(
     generator = torch.Generator().manual_seed(sum(context_lens))
     num_blocks = [-(-n // BLOCK_SIZE) for n in context_lens]
     order = torch.randperm(sum(num_blocks) + 2, generator=generator)
-    cache = torch.full((len(order), BLOCK_SIZE, 2, kv_heads, head_dim), 1e4)
+    cache = torch.full((len(order), BLOCK_SIZE, 2, kv_heads, head_dim), float("nan"))
     tables = torch.full((len(query_lens), max(num_blocks)), -1)
     slots = []
     for row, (num_new, context) in enumerate(zip(query_lens, context_lens, strict=True)):
@@ -73,8 +73,8 @@ def make(
 def check(step: Step, backend: TritonAttention, window: int | None, tolerance: float = 2e-5) -> None:
     output, cache = step.run(backend, window)
     expected, expected_cache = step.run(TorchAttention(), window)
-    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0)
-    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
 CASES = {
@@ -92,12 +92,29 @@ def test_equals_the_torch_backend(case: str, window: int | None) -> None:
     check(make(*CASES[case]), TritonAttention(), window)
 
 
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_value", [False, True], ids=["key", "value"])
+def test_a_bad_number_reaches_only_tokens_that_see_it(is_value: bool, number: float, window: int | None) -> None:
+    """Earlier tokens of the same prompt stay as they are: other requests may share their blocks."""
+    step = make([1, 20, 9, 1], [30, 20, 40, 12])
+    sound, _ = step.run(TorchAttention(), window)
+    step.new[14, int(is_value), :, 3] = number  # token 13 of the first prompt
+    output, _ = step.run(TritonAttention(), window)
+    seeing = list(range(14, 21)) if window is None else list(range(14, 21))[:window]
+    others = [token for token in range(31) if token not in seeing]
+    assert output[seeing].isnan().all()
+    torch.testing.assert_close(output[others], sound[others], rtol=0, atol=2e-5)
+    check(step, TritonAttention(), window)
+
+
 def test_a_negative_slot_is_not_written() -> None:
     step = make([1, 3], [20, 9])
     slots = step.batch.slot_mapping.clone()
     slots[1] = -1
     step = replace(step, batch=replace(step.batch, slot_mapping=slots))
-    assert torch.equal(step.run(TritonAttention(), None)[1], step.run(TorchAttention(), None)[1])
+    written, expected = (step.run(backend, None)[1] for backend in (TritonAttention(), TorchAttention()))
+    torch.testing.assert_close(written, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_plan_for_decoding_can_be_made_of_padded_device_tensors_alone() -> None:
@@ -115,7 +132,7 @@ def test_a_plan_for_decoding_can_be_made_of_padded_device_tensors_alone() -> Non
     twice = torch.cat((step.new, step.new))
     backend.store(twice, cache, plan)
     output = backend.attend(torch.cat((step.query, step.query)), cache, plan, scale=SCALE, window=None)
-    assert torch.equal(cache, expected_cache)
+    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(output[:2], expected, rtol=0, atol=2e-5)
     assert not output[2:].any()
 
@@ -193,6 +210,16 @@ def test_long_prompts_equal_the_torch_backend(query_len: int, context_len: int, 
     assert standin.shapes == shapes
 
 
+def test_a_bad_number_in_a_long_prompt_reaches_only_tokens_that_see_it() -> None:
+    backend = TritonAttention(LongPrefill(min_pairs=1000, step=16, piece=32, attention=Standin()))
+    step = make([1, 90, 4], [20, 191, 9])
+    step.new[51, 1] = float("nan")
+    output, _ = step.run(backend, None)
+    assert output[51:91].isnan().all()
+    assert output[:51].isfinite().all()
+    check(step, backend, None)
+
+
 @pytest.mark.parametrize(("window", "is_long"), [(60, True), (59, False)])
 def test_a_window_that_matters_is_left_to_the_kernel(window: int, is_long: bool) -> None:
     standin = Standin()
@@ -255,6 +282,20 @@ def test_cudnn_equals_the_torch_backend(
     assert 1 in prefill.covers(step.batch.query_lens, step.batch.context_lens)
     check(step, TritonAttention(prefill), None, tolerance=2e-2)
     assert prefill.why_not(step.query) is None  # it was asked, and did not refuse
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs cuDNN")
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_a_bad_number_reaches_only_tokens_that_see_it_by_cudnn(part: int, number: float) -> None:
+    step = make([4096], [4096], heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    step.new[2001, part, :, 5] = number
+    prefill = LongPrefill(min_pairs=1)
+    output, _ = step.run(TritonAttention(prefill), None)
+    assert prefill.why_not(step.query) is None
+    assert output[2001:].isnan().all()
+    assert output[:2001].isfinite().all()
+    check(step, TritonAttention(prefill), None, tolerance=2e-2)
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------

@@ -154,6 +154,25 @@ def test_a_cache_may_be_of_another_type() -> None:
     assert torch.equal(wide.run(rope_store)[1].half(), case.run(rope_store)[1])
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["key", "value"])
+@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(3, 1, 80), Heads(32, 8, 128)], ids=str)
+def test_a_number_that_is_not_finite_is_kept_as_a_nan_key(heads: Heads, place: str, number: float) -> None:
+    case = make_case(heads, torch.float16, [4, 60, -1])
+    case.cache.zero_()
+    case.qkv[1, heads.queries + (heads.kv if place == "value" else 0), 7] = number
+    queries, cache = case.run(rope_store)
+    expected_queries, expected = case.run(rope_store_torch)
+    step = torch.finfo(torch.float16).eps
+    torch.testing.assert_close(cache, expected, rtol=3 * step, atol=8 * step, equal_nan=True)
+    torch.testing.assert_close(queries, expected_queries, rtol=3 * step, atol=8 * step)
+    token = cache.flatten(0, 1)[60]
+    assert token[0, 0].isnan().all()
+    assert cache.isnan().sum() == heads.dim
+    assert cache[:, :, 1].isfinite().all()
+    assert token[1, 0].eq(0).all() == (place == "value")
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter too long")
 @pytest.mark.parametrize("heads", MODELS, ids=str)
 def test_a_long_prefill(heads: Heads) -> None:

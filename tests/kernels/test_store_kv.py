@@ -29,6 +29,24 @@ def test_store_equals_torch(kv_heads: int, head_dim: int, slot_dtype: torch.dtyp
     torch.testing.assert_close(cache.flatten(0, 1)[17], new[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e6])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_a_number_that_is_not_finite_is_kept_as_a_nan_key(part: int, number: float) -> None:
+    """Values are always finite: attention multiplies those it must not see by 0. 1e6 is infinite as float16."""
+    new = random(3, 2, 3, 24)
+    new[1, part, 2, 7] = number
+    cache, expected = (torch.zeros(2, BLOCK_SIZE, 2, 3, 24, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    slots = torch.tensor([3, 4, 31], device=DEVICE)
+    store_kv(new, cache, slots)
+    store_kv_torch(new, expected, slots)
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+    assert cache[0, 4, 0, 2].isnan().all()
+    assert cache.isnan().sum() == 24
+    assert cache[:, :, 1].isfinite().all()
+    assert cache[0, 4, 1, 2].eq(0).all() == (part == 1)
+    torch.testing.assert_close(cache[0, 4, :, :2], new[1, :, :2].half(), rtol=0, atol=0)
+
+
 def test_store_converts_to_the_type_of_the_cache() -> None:
     new = random(3, 2, 2, 16)
     cache = torch.zeros(2, BLOCK_SIZE, 2, 2, 16, dtype=torch.float16, device=DEVICE)

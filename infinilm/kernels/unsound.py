@@ -1,0 +1,23 @@
+"""How the KV cache keeps tokens whose keys or values hold NaN or infinity.
+
+Attention multiplies the values of tokens that a query must not see by a weight of 0, and 0 * NaN is NaN: a bad value
+would reach queries that have nothing to do with it. So no value in the cache is ever NaN or infinite. Instead the
+token's key is NaN, which makes every query NaN that does see it; a masked score is replaced, whatever it was.
+"""
+
+import torch
+from torch import Tensor
+
+
+def mark_unsound(new: Tensor) -> Tensor:
+    """Keys and values `[T, 2, kv_heads, head_dim]`, in the cache's type, as the cache keeps them.
+
+    A head's key becomes NaN if its key or its value holds a number that is not finite; such a value becomes 0.
+    """
+    is_unsound = ~(new.abs().amax(-1) < torch.inf)  # [T, 2, kv_heads]
+    if new.device.type == "cpu" and not bool(is_unsound.any()):
+        return new
+    key, value = new.unbind(1)
+    key = key.masked_fill(is_unsound.any(1).unsqueeze(-1), torch.nan)
+    value = value.masked_fill(is_unsound[:, 1].unsqueeze(-1), 0.0)
+    return torch.stack((key, value), dim=1)
