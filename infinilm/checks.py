@@ -1,8 +1,62 @@
 """Checks of single values that several settings share."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import fields
+from reprlib import repr as short_repr
+from typing import Any, NoReturn
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
+
+
+def plain_number(value: Any) -> Any:
+    """A NumPy number, or an array or tensor without dimensions, as Python's own; anything else as it is."""
+    return value.item() if _num_dimensions(value) == 0 else value
+
+
+def plain_items(value: Any) -> Any:
+    """The items of a list, tuple, or array or tensor of one dimension, as a tuple; anything else as it is."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return tuple(map(plain_number, value))
+    return tuple(value.tolist()) if _num_dimensions(value) == 1 else value
+
+
+def _num_dimensions(value: Any) -> int | None:
+    """Of a NumPy or torch value whose numbers can be read; None for all else. Neither package is imported for it."""
+    if type(value).__module__.partition(".")[0] not in ("numpy", "torch"):
+        return None
+    is_readable = not any(getattr(value, name, False) for name in ("is_nested", "is_meta", "is_sparse"))
+    return getattr(value, "ndim", None) if is_readable else None
+
+
+def make_numbers_plain(settings: object) -> None:
+    """Turn NumPy numbers among a frozen dataclass's values into Python's own."""
+    for each in fields(settings):  # type: ignore[arg-type]
+        object.__setattr__(settings, each.name, plain_number(getattr(settings, each.name)))
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse anything but a string that UTF-8 can express."""
+    if not isinstance(value, str):
+        raise InvalidTypeError(f"{name}={short_repr(value)} must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(
+            f"{name} has a lone surrogate {value[error.start]!a} at character {error.start}, which UTF-8 cannot express"
+        ) from None
+
+
+class FrozenDict(dict[Any, Any]):
+    """A dict that can't be changed."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise InvalidTypeError("these values can't be changed; make new settings instead")
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
+
+    def __reduce__(self) -> tuple[type["FrozenDict"], tuple[dict[Any, Any]]]:
+        return FrozenDict, (dict(self),)
 
 
 def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from infinilm.cache.config import DTYPES, check_block_size
-from infinilm.checks import check_choice, check_flag, check_integer, check_real
+from infinilm.checks import check_choice, check_flag, check_integer, check_real, make_numbers_plain
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
@@ -77,6 +77,7 @@ class Config:
     distributed: DistConfig | None = None
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         if self.model is not None and not isinstance(self.model, (str, Path)):
             raise InvalidTypeError(f"model={self.model!r} must be a path, a hub id, an alias or None")
         check_integer("max_num_batched_tokens", self.max_num_batched_tokens, low=1)

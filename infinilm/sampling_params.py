@@ -4,7 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from infinilm.checks import check_flag, check_integer, check_real
+from infinilm.checks import (
+    FrozenDict,
+    check_flag,
+    check_integer,
+    check_real,
+    check_text,
+    make_numbers_plain,
+    plain_items,
+    plain_number,
+)
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.structured_output import Grammar, StructuredOutput
 
@@ -22,7 +31,10 @@ MAX_STOP_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to end. All values are checked; bad ones are refused by name."""
+    """How to choose tokens and when to end. All values are checked; bad ones are refused by name.
+
+    NumPy's numbers become Python's. Lists and dicts are copied: changing them later changes nothing here.
+    """
 
     temperature: float = 1.0
     """0 is greedy: the most likely token, the first of equals."""
@@ -61,13 +73,14 @@ class SamplingParams:
     An answer ends where it is complete and may have nothing more, even before `min_tokens`."""
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "logits_processors"):
-            value = getattr(self, name)
-            if not isinstance(value, Sequence):
-                raise InvalidTypeError(f"{name}={value!r} must be a list or tuple")
-            object.__setattr__(self, name, tuple(value))
+            items = plain_items(getattr(self, name))
+            if not isinstance(items, tuple):
+                raise InvalidTypeError(f"{name}={items!r} must be a list or tuple")
+            object.__setattr__(self, name, items)
         self._check_numbers()
         self._check_stops()
         self._check_bias()
@@ -101,6 +114,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str):
                 raise InvalidTypeError(f"stop holds {text!r}; each stop must be a string")
+            check_text("stop", text)
             if not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise InvalidValueError(
                     f"stop holds a text of {len(text)} characters; use 1 to {MAX_STOP_LENGTH} characters"
@@ -113,7 +127,9 @@ class SamplingParams:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidTypeError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
-        for token_id, bias in self.logit_bias.items():
+        copied = {plain_number(token_id): plain_number(bias) for token_id, bias in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", FrozenDict(copied))
+        for token_id, bias in copied.items():
             check_integer("logit_bias key", token_id, low=0)
             check_real(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 

@@ -127,11 +127,10 @@ def _read(
 def _as_run(slots: Tensor) -> Tensor | _Run:
     """Slots `[requests, keys]` as a run if they are one. A GPU's are left: asking would wait for it."""
     if slots.device.type == "cpu" and bool((slots.diff(dim=1) == 1).all()):
-        strides = slots[:, 0].diff().unique()
-        if len(strides) == 0:
-            return _Run(int(slots[0, 0]), 0)
-        if len(strides) == 1 and strides[0] >= 0:
-            return _Run(int(slots[0, 0]), int(strides[0]))
+        strides = slots[:, 0].diff()
+        stride = int(strides[0]) if len(strides) > 0 else 0
+        if stride >= 0 and bool((strides == stride).all()):
+            return _Run(int(slots[0, 0]), stride)
     return slots.flatten()
 
 

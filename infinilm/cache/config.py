@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from infinilm.checks import check_choice, check_integer
+from infinilm.checks import check_choice, check_integer, make_numbers_plain
 from infinilm.errors import InvalidValueError
 
 BLOCK_SIZE_STEP = 16
@@ -25,6 +25,7 @@ class StaticKVCacheConfig(CacheConfig):
     """Tokens that each row holds. 0: the model's maximum."""
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         check_integer("max_batch_size", self.max_batch_size, low=1)
         check_integer("max_cache_len", self.max_cache_len, low=0)
 
@@ -41,6 +42,7 @@ class PagedKVCacheConfig(CacheConfig):
     """None: the model's."""
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         check_block_size("block_size", self.block_size)
         if self.num_blocks is not None and self.max_kv_memory_bytes is not None:
             raise InvalidValueError(

@@ -80,13 +80,16 @@ class HookRegistry:
         """Who is in the step that is running: `for r in registry.requests: tensor[r.rows]`. Set by the engine."""
         self.has_replaced = False
         """Whether a hook has replaced an activation since `begin_step`."""
+        self._num_layers: dict[int, int] = {}
+        """Of the models that it is attached to, by number of layers: how many of them."""
         # Replaced, never changed: who walks through it is not disturbed.
         self._hooks: tuple[tuple[str, Callback], ...] = ()
 
     def register_hook(self, name_or_pattern: str, callback: Callback) -> None:
         """Call `callback` at the point of that name, or at all that the pattern matches: `*` is any run of characters.
 
-        Hooks of one point are called in the order in which they were registered.
+        Hooks of one point are called in the order in which they were registered. A name or pattern that nothing in the
+        model can match is refused: here, if the registry is attached to one, or else when it is attached.
         """
         if not isinstance(name_or_pattern, str):
             raise InvalidTypeError(f"the hook's name {name_or_pattern!r} must be a string")
@@ -100,6 +103,8 @@ class HookRegistry:
                 f"no point can match {name_or_pattern!r}; "
                 f"use * or these names, with the layer's index for {{i}}: {', '.join([*POINTS, *ALIASES.values()])}"
             )
+        for num_layers in self._num_layers:
+            _check_pattern(name_or_pattern, num_layers)
         self._hooks = (*self._hooks, (name_or_pattern, callback))
 
     def remove(self, name: str) -> None:
@@ -172,15 +177,30 @@ def _can_match(pattern: str) -> bool:
     return any(is_wanted([pattern], point.replace("{i}", index)) for point in POINTS)
 
 
-def check_registry(registry: object, num_layers: int) -> None:
-    """Refuse anything but None or a `HookRegistry` all of whose hooks a model of `num_layers` has a point for."""
-    if registry is None:
-        return
-    if not isinstance(registry, HookRegistry):
+def attach(registry: object, current: HookRegistry | None, num_layers: int) -> HookRegistry | None:
+    """The registry that takes the place of `current` in a model of `num_layers`; None: no hooks.
+
+    Anything but a `HookRegistry` all of whose hooks the model has a point for is refused.
+    """
+    if registry is not None and not isinstance(registry, HookRegistry):
         raise InvalidTypeError(f"registry={registry!r} must be a HookRegistry, or None for no hooks")
-    points = [point.replace("{i}", str(layer)) for point in POINTS for layer in range(num_layers)]
-    for pattern in registry.patterns():
-        if not any(is_wanted([pattern], point) for point in points):
-            raise InvalidValueError(
-                f"the hook {pattern!r} matches nothing in this model, whose layers are 0 to {num_layers - 1}"
-            )
+    for pattern in registry.patterns() if registry is not None else ():
+        _check_pattern(pattern, num_layers)
+    if current is not None:
+        current._num_layers[num_layers] -= 1
+        if not current._num_layers[num_layers]:
+            del current._num_layers[num_layers]
+    if registry is not None:
+        registry._num_layers[num_layers] = registry._num_layers.get(num_layers, 0) + 1
+    return registry
+
+
+def _check_pattern(pattern: str, num_layers: int) -> None:
+    """Refuse a hook's name or pattern that matches no point of a model of `num_layers`."""
+    points = {point.replace("{i}", str(layer)) for point in POINTS for layer in range(num_layers)}
+    if not any(_match(pattern, point) is not None for point in points):
+        names = [name.replace("{i}", f"{{0 to {num_layers - 1}}}") for name in [*POINTS, *ALIASES.values()]]
+        raise InvalidValueError(
+            f"the hook {pattern!r} matches nothing in this model, whose layers are 0 to {num_layers - 1}; its points "
+            f"are {', '.join(names)}"
+        )

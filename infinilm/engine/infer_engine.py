@@ -19,7 +19,7 @@ from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheCo
 from infinilm.checks import check_flag
 from infinilm.config import DeviceType
 from infinilm.debug import HookRegistry, RequestRows
-from infinilm.debug.hooks import check_registry
+from infinilm.debug.hooks import attach
 from infinilm.debug.taps import show_logits
 from infinilm.distributed.config import DistConfig
 from infinilm.engine.infer_input import Input as InferInput
@@ -309,8 +309,7 @@ class InferEngine(GenerationMixin):
 
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         """Let hooks see, and replace, activations of all passes to come; None: no more."""
-        check_registry(registry, self.config.num_hidden_layers)
-        self._registry = registry
+        self._registry = attach(registry, self._registry, self.config.num_hidden_layers)
 
     def close(self) -> None:
         """Stop the ranks and give back the memory. Calling it again does nothing."""

@@ -142,11 +142,14 @@ class Output:
 def as_tensor(name: str, value: TensorLike) -> Tensor:
     """Integers as a tensor that shares their memory where it can."""
     if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+        is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
         if not is_plain or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
             raise InvalidTypeError(
-                f"{name} is a tensor of {value.dtype} ({value.layout}, {value.device}); give a dense tensor of integers"
+                f"{name} is a tensor of {value.dtype} ({value.layout}, {value.device}"
+                f"{', nested' if value.is_nested else ''}); give a dense tensor of integers"
             )
+        if value.dtype is torch.uint64:
+            _check_int64(name, value.cpu().numpy())
         return value
     if isinstance(value, np.ndarray):
         return _from_numpy(name, value)
@@ -156,7 +159,7 @@ def as_tensor(name: str, value: TensorLike) -> Tensor:
         )
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise InvalidValueError(
             f"{name}={short_repr(value)} can't be made an array: {error}; give rows of equal length, padding short ones"
         ) from error
@@ -166,8 +169,17 @@ def as_tensor(name: str, value: TensorLike) -> Tensor:
 
 def _from_numpy(name: str, array: npt.NDArray[Any]) -> Tensor:
     if array.dtype.kind not in "iu":
-        raise InvalidTypeError(f"{name}={short_repr(array.tolist())} holds {array.dtype}; give integers")
+        raise InvalidTypeError(
+            f"{name}={short_repr(array.tolist())} holds {array.dtype}; give integers of 64 bits at most"
+        )
+    _check_int64(name, array)
     return share_array(array)
+
+
+def _check_int64(name: str, array: npt.NDArray[Any]) -> None:
+    """Refuse numbers that would become others as int64."""
+    if array.dtype == np.uint64 and array.size and (most := array.max()) >= 2**63:
+        raise InvalidValueError(f"{name} holds {most}; numbers must be below 2**63")
 
 
 def share_array(array: npt.NDArray[Any]) -> Tensor:

@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from xxhash import xxh3_64_intdigest
 
-from infinilm.checks import check_integer
+from infinilm.checks import check_integer, check_text
 from infinilm.config import Config
 from infinilm.debug import HookRegistry, RequestRows
-from infinilm.debug.hooks import check_registry
+from infinilm.debug.hooks import attach
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.garbage import collection_paused
 from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
@@ -27,7 +27,16 @@ from infinilm.engine.loader import load_model
 from infinilm.engine.memory import explain_oom, give_back, is_out_of_memory
 from infinilm.engine.model_runner import StepHandle
 from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
-from infinilm.engine.prompts import Prompt, as_prompt_list, check_params, encode_prompt, pair_params
+from infinilm.engine.prompts import (
+    Prompt,
+    as_conversations,
+    as_prompt_list,
+    check_ids,
+    check_names,
+    check_params,
+    encode_prompt,
+    pair_params,
+)
 from infinilm.engine.request import OnToken, Request
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence as TokenSequence
@@ -99,7 +108,10 @@ class LLMEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts: one output each, in order. Prompts are text or token ids."""
+        """Answer prompts: one output each, in order.
+
+        A prompt is a text, or token ids in a list, a NumPy array or a torch tensor of one dimension.
+        """
         self._check_open()
         prompt_list = as_prompt_list(prompts)
         params_list = pair_params(sampling_params, len(prompt_list))
@@ -140,9 +152,8 @@ class LLMEngine:
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, rendered with the checkpoint's chat template."""
-        is_single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_single else messages
-        prompts = [self.chat_prompt(conversation, **template_kwargs) for conversation in conversations]  # type: ignore[arg-type]
+        self._check_open()
+        prompts = [self.chat_prompt(conversation, **template_kwargs) for conversation in as_conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Messages, **template_kwargs: Any) -> list[int]:
@@ -150,12 +161,15 @@ class LLMEngine:
         if self.tokenizer is None:
             raise InvalidValueError("the checkpoint has no tokenizer, so there is no chat template; use generate")
         text = self.tokenizer.apply_chat_template(messages, **template_kwargs)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return check_ids(token_ids, self.model_config.vocab_size, "conversation")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text as it comes. Closing the iterator early aborts the request."""
         self._check_open()
-        request = self._make_request(prompt, sampling_params or SamplingParams(), is_reported=False)
+        request = self._make_request(
+            prompt, SamplingParams() if sampling_params is None else sampling_params, is_reported=False
+        )
         if request.params.n > 1:
             raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
         return self._stream(request)
@@ -193,9 +207,10 @@ class LLMEngine:
         The prefix cache is shared among requests with the same `cache_salt`, and with no others.
         """
         self._check_open()
+        check_names(request_id, cache_salt, on_token)
         request = self._make_request(
             prompt,
-            sampling_params or SamplingParams(),
+            SamplingParams() if sampling_params is None else sampling_params,
             on_token=on_token,
             request_id=request_id,
             cache_salt=cache_salt or "",
@@ -356,7 +371,7 @@ class LLMEngine:
     ) -> Request:
         self.workers.check_alive()
         vocab_size = self.model_config.vocab_size
-        check_params(params, vocab_size)
+        check_params(params, vocab_size, self.eos_token_ids)
         token_ids = encode_prompt(prompt, self.tokenizer, vocab_size)
         stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
         if params.stop and self.tokenizer is None:
@@ -429,6 +444,7 @@ class LLMEngine:
 
         Returns False if there is none (any more).
         """
+        check_text("request_id", request_id)
         request = self._requests.get(request_id)
         if request is None or request.is_finished:
             return False
@@ -453,8 +469,7 @@ class LLMEngine:
         in the prefix cache is not computed, so no hook sees it; what hooks have changed is never found there.
         """
         self._check_open()
-        check_registry(registry, self.model_config.num_hidden_layers)
-        self.runner.registry = registry
+        self.runner.registry = attach(registry, self.runner.registry, self.model_config.num_hidden_layers)
 
     def is_finished(self) -> bool:
         """Whether nothing is left to compute and nothing left to report by `step`."""

@@ -1,26 +1,62 @@
 """From what users pass as prompts to checked token ids."""
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import index
-from typing import cast
+from reprlib import repr as short_repr
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from infinilm.checks import check_text, plain_number
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt becomes a list of one; a list of prompts stays one."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, dict)):
-        raise InvalidTypeError(f"prompts={prompts!r} must be a string, a list of token ids, or a list of either")
-    items = list(prompts)
-    if items and not any(isinstance(item, (str, Iterable)) for item in items):
+    items = _as_list("prompts", prompts)
+    if items and not any(isinstance(plain_number(item), (str, Iterable)) for item in items):
         return [cast(list[int], items)]
     return cast(list[Prompt], items)
+
+
+def _as_list(name: str, values: object) -> list[Any]:
+    """The items of a list, tuple, array or tensor; those of an array or tensor as Python's own."""
+    wanted = f"{name}={short_repr(values)} must be a string, a list of token ids, or a list of either"
+    if isinstance(values, np.ndarray):
+        items: Any = values.tolist()
+    elif isinstance(values, Tensor):
+        try:
+            items = values.tolist()
+        except (RuntimeError, TypeError) as error:  # sparse, nested and meta tensors
+            raise InvalidTypeError(f"{name} is a tensor that has no list of numbers: {error}") from error
+    elif isinstance(values, (Sequence, array)) and not isinstance(values, (str, bytes, bytearray, memoryview)):
+        items = list(values)
+    else:
+        raise InvalidTypeError(wanted)
+    if not isinstance(items, list):
+        raise InvalidTypeError(wanted)
+    return items
+
+
+def as_conversations(messages: object) -> list[Any]:
+    """A conversation, or each of a list of them."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidTypeError(
+            f"messages={short_repr(messages)} must be a list of messages, each with a role and a content, or a list of "
+            "such lists"
+        )
+    if any(isinstance(item, Mapping) for item in messages):
+        return [messages]
+    return list(messages)
 
 
 def pair_params(
@@ -49,26 +85,59 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
             raise InvalidValueError(
                 "the checkpoint has no tokenizer, so the prompt can't be text; give a list of token ids"
             )
-        return tokenizer.encode(prompt)
-    if not isinstance(prompt, Iterable):
+        token_ids = tokenizer.encode(prompt)
+        if not token_ids:
+            raise InvalidValueError(f"the tokenizer makes no tokens of the prompt {short_repr(prompt)}; give more text")
+        return check_ids(token_ids, vocab_size, "prompt")
+    if isinstance(plain_number(prompt), (int, float)) or prompt is None:
         raise InvalidTypeError(f"a prompt of type {type(prompt).__name__} must be a string or a list of token ids")
-    try:
-        token_ids = [index(token_id) for token_id in prompt]
-    except TypeError as error:
-        raise InvalidTypeError(f"a prompt's token ids must be integers: {error}") from error
+    token_ids = [_as_token_id(token_id) for token_id in _as_list("prompt", prompt)]
     if not token_ids:
         raise InvalidValueError("the prompt is empty; give at least one token id")
-    for position, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidValueError(
-                f"token id {token_id} at position {position} of the prompt is outside the vocabulary; "
-                f"use 0 to {vocab_size - 1}"
-            )
-    return token_ids
+    return check_ids(token_ids, vocab_size)
 
 
-def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Check what only the model can tell: that the token ids named are in the vocabulary."""
+def _as_token_id(value: object) -> int:
+    if type(value) is int:  # of thousands, nearly all are
+        return value
+    number = plain_number(value)
+    if isinstance(number, bool):
+        raise InvalidTypeError(f"a prompt's token ids must be integers, not {number!r}")
+    try:
+        return index(number)
+    except TypeError as error:
+        raise InvalidTypeError(f"a prompt's token ids must be integers: {error}") from error
+
+
+def check_ids(token_ids: list[int], vocab_size: int, source: str | None = None) -> list[int]:
+    """Refuse ids that the model has no embedding for; `source` is the text they are from, if they are from one."""
+    if min(token_ids, default=0) >= 0 and max(token_ids, default=0) < vocab_size:
+        return token_ids
+    position, token_id = next(
+        (position, token_id) for position, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size
+    )
+    if source is not None:
+        raise InvalidValueError(
+            f"token {position} of the {source} is {token_id}, but the model has only {vocab_size} tokens: the "
+            "checkpoint's tokenizer knows more than the model; leave that token out"
+        )
+    raise InvalidValueError(
+        f"token id {token_id} at position {position} of the prompt is outside the vocabulary; use 0 to {vocab_size - 1}"
+    )
+
+
+def check_names(request_id: object, cache_salt: object, on_token: object) -> None:
+    """Check the parts of a request that are neither prompt nor parameters; None: not given."""
+    if request_id is not None:
+        check_text("request_id", request_id)
+    if cache_salt is not None:
+        check_text("cache_salt", cache_salt)
+    if on_token is not None and not callable(on_token):
+        raise InvalidTypeError(f"on_token={short_repr(on_token)} must be a function of a RequestOutput")
+
+
+def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+    """Check what only the model can tell: that token ids named are in the vocabulary, and that some can be drawn."""
     if not isinstance(params, SamplingParams):
         raise InvalidTypeError(f"sampling_params={params!r} must be SamplingParams")
     for name, token_ids in (
@@ -80,3 +149,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
                 raise InvalidValueError(
                     f"{name} names token id {token_id}, which is outside the vocabulary; use 0 to {vocab_size - 1}"
                 )
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if params.min_tokens > 0 and params.structured is None and len(ends) >= vocab_size:
+        raise InvalidValueError(
+            f"stop_token_ids covers the whole vocabulary, so that min_tokens={params.min_tokens} leaves no token to "
+            "draw; give fewer stop_token_ids, or min_tokens=0"
+        )

@@ -56,11 +56,15 @@ def read_rows(name: str, values: Any, limit: int) -> IntArray:
 
 def _as_array(name: str, values: Any) -> npt.NDArray[Any]:
     if isinstance(values, Tensor):
+        if values.is_nested or values.is_meta or values.layout is not torch.strided:
+            raise InvalidTypeError(f"{name} must be a dense tensor, not a nested, sparse or meta one")
         if values.dtype not in _NUMPY_TYPES:
             raise InvalidTypeError(f"{name} must hold integers, not values of type {values.dtype}")
         return infini_to_numpy(values)
     try:
         return np.asarray(values)
+    except (TypeError, RuntimeError) as error:
+        raise InvalidTypeError(f"{name} can't be made an array: {error}") from error
     except ValueError as error:
         raise InvalidValueError(
             f"{name} has rows of different lengths; give rows of one length, or one row at a time"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infinilm.checks import check_flag, check_integer
+from infinilm.checks import check_flag, check_integer, plain_number
 from infinilm.errors import InvalidTypeError
 from infinilm.generation.arrays import IntArray, read_rows
 from infinilm.generation.output import GenerationOutput
@@ -108,6 +108,7 @@ class GenerationMixin:
         function that is called with the list of each step's tokens, one per row, padding included.
         """
         prompts = read_rows("input_ids", input_ids, self.config.vocab_size)
+        max_new_tokens, stop_on_eos, seed = map(plain_number, (max_new_tokens, stop_on_eos, seed))
         check_integer("max_new_tokens", max_new_tokens, low=1)
         check_flag("stop_on_eos", stop_on_eos)
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
@@ -116,9 +117,9 @@ class GenerationMixin:
         draws = _Draws(len(prompts), seed)
         sampling = check_uniform(len(prompts), temperature, top_k, top_p, 0.0)
         stream = TokenStream(streamer)
-        rows = _Rows(prompts, max_new_tokens, self._eos_token_ids() if stop_on_eos else ())
 
-        next_tokens = self._start_generation(*rows.text.shape)
+        next_tokens = self._start_generation(len(prompts), prompts.shape[1] + max_new_tokens)
+        rows = _Rows(prompts, max_new_tokens, self._eos_token_ids() if stop_on_eos else ())
         try:
             stream.start(rows.so_far())
             seconds = _run(next_tokens, rows, sampling, draws, stream)

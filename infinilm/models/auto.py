@@ -104,6 +104,7 @@ def find_eos_token_ids(checkpoint: Checkpoint, config: LlamaConfig, tokenizer: T
         for token_id in ids if isinstance(ids, list) else [ids]:
             if isinstance(token_id, int) and 0 <= token_id < config.vocab_size:
                 found[token_id] = None
-    if not found and tokenizer is not None and tokenizer.eos_token_id is not None:
-        found[tokenizer.eos_token_id] = None
+    last = None if tokenizer is None else tokenizer.eos_token_id
+    if not found and last is not None and last < config.vocab_size:  # a tokenizer may know more tokens than the model
+        found[last] = None
     return tuple(found)

@@ -128,10 +128,11 @@ def _reals(name: str, values: PerRequest, num_requests: int, highest: float, all
 
 def _broadcast(name: str, values: PerRequest, num_requests: int, kinds: str) -> npt.NDArray[Any]:
     """`values` as [n], of one of NumPy's `kinds` of numbers."""
-    plain = values.tolist() if isinstance(values, torch.Tensor) else values
+    plain = values
     try:
+        plain = values.tolist() if isinstance(values, torch.Tensor) else values
         array = np.asarray(plain)
-    except ValueError:  # lists of unequal lengths
+    except (ValueError, TypeError, RuntimeError):  # lists of unequal lengths, tensors without numbers
         raise InvalidTypeError(f"{name}={plain!r} must be one number or one per request") from None
     if array.dtype.kind not in kinds:
         wanted = "a number" if "f" in kinds else "a 64-bit integer"
