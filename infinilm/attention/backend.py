@@ -24,7 +24,8 @@ class AttentionBackend(Protocol):
     ) -> Any:
         """Work out, once per step, what the layers need to know of the batch.
 
-        `windows` are those `attend` will be called with, `dtype` is the queries'.
+        `windows` are those `attend` will be called with, `dtype` is the queries'. A plan in which every request has
+        one new token may say so by `has_prompts = False`: storing is then cheaper.
         """
 
     def store(self, new: torch.Tensor, cache: torch.Tensor, plan: Any) -> None:

@@ -8,6 +8,7 @@ and nothing here ever waits for the device.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ _MIN_WORKSPACE_ROWS = 64
 class DecodePlan:
     """One new token per row. Rows of context length 0 and slot -1 are padding. All of it is on the device."""
 
+    has_prompts: ClassVar[bool] = False
     tables: Tensor  # [B, max_blocks] int32
     context_lens: Tensor  # [B] int32
     slots: Tensor  # [B] int32 or int64, where keys and values go

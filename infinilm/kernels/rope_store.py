@@ -28,6 +28,7 @@ def rope_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    marks_unsound: bool = True,
 ) -> Tensor:
     """Norm and turn queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
 
@@ -39,7 +40,8 @@ def rope_store(
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
 
-    Keys and values that are not finite are kept as `unsound.py` says.
+    Keys and values that are not finite are kept as `unsound.py` says, unless `marks_unsound` is False: where each row
+    has one new token, no other query is in the same product with its value, and the check would cost 0.3 us.
 
     Cosines, sines and what comes out of each norm, product and sum are rounded to the type of `qkv`.
     """
@@ -65,6 +67,7 @@ def rope_store(
         HEADS=heads,
         PAIRS=pairs,
         EARLY=early,
+        MARKS_UNSOUND=marks_unsound,
         num_warps=_WARPS,
         launch_pdl=early,
     )
@@ -120,6 +123,7 @@ def _rope_store_kernel(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     EARLY: tl.constexpr,
+    MARKS_UNSOUND: tl.constexpr,
 ):
     """Program (token, group): `HEADS` of a token's heads, each as its first and its second half."""
     let_next_start(EARLY)
@@ -140,9 +144,10 @@ def _rope_store_kernel(
     first = tl.load(own, mask=inside, other=0.0, volatile=True)
     second = tl.load(own + HALF, mask=inside, other=0.0, volatile=True)
     # A key's program looks at the value, too: the key tells whether it is sound.
-    value = own + KV_HEADS * HEAD_DIM
-    value_first = tl.load(value, mask=is_key & in_half, other=0.0, volatile=True)
-    value_second = tl.load(value + HALF, mask=is_key & in_half, other=0.0, volatile=True)
+    if MARKS_UNSOUND:
+        value = own + KV_HEADS * HEAD_DIM
+        value_first = tl.load(value, mask=is_key & in_half, other=0.0, volatile=True)
+        value_second = tl.load(value + HALF, mask=is_key & in_half, other=0.0, volatile=True)
     cos, sin = _halves(table + position * HEAD_DIM + pairs, in_half, HALF)
     cos, sin = cos.to(DTYPE).to(tl.float32), sin.to(DTYPE).to(tl.float32)
 
@@ -166,12 +171,15 @@ def _rope_store_kernel(
     is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
     kept_first = tl.where(is_value, first, turned_first).to(KEPT)
     kept_second = tl.where(is_value, second, turned_second).to(KEPT)
-    zeros = zero_if_sound(kept_first) + zero_if_sound(kept_second)
-    zeros += zero_if_sound(value_first.to(KEPT)) + zero_if_sound(value_second.to(KEPT))
-    is_unsound = tl.sum(zeros, axis=1)[:, None] != 0.0
-    mark = tl.where(is_value, 0.0, float("nan")).to(KEPT)
-    tl.store(kept, tl.where(is_unsound, mark, kept_first), mask=is_kept)
-    tl.store(kept + HALF, tl.where(is_unsound, mark, kept_second), mask=is_kept)
+    if MARKS_UNSOUND:
+        zeros = zero_if_sound(kept_first) + zero_if_sound(kept_second)
+        zeros += zero_if_sound(value_first.to(KEPT)) + zero_if_sound(value_second.to(KEPT))
+        is_unsound = tl.sum(zeros, axis=1)[:, None] != 0.0
+        mark = tl.where(is_value, 0.0, float("nan")).to(KEPT)
+        kept_first = tl.where(is_unsound, mark, kept_first)
+        kept_second = tl.where(is_unsound, mark, kept_second)
+    tl.store(kept, kept_first, mask=is_kept)
+    tl.store(kept + HALF, kept_second, mask=is_kept)
 
 
 @triton.jit
