@@ -20,6 +20,8 @@ class Architecture:
     """What `architectures` in a config.json calls it."""
     defaults: Mapping[str, Any]
     """The settings that make it what it is, and Hugging Face's defaults where they differ from Llama's."""
+    ignored: frozenset[str] = frozenset()
+    """Settings of Llama that Hugging Face's class does not read: a config.json may hold them all the same."""
 
 
 _LLAMA: Mapping[str, Any] = {"use_sliding_window": False, "max_window_layers": 0}
@@ -43,11 +45,15 @@ _QWEN: Mapping[str, Any] = {
     "sliding_window": 4096,
 }
 
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", _LLAMA),
-    "mistral": Architecture("MistralForCausalLM", _MISTRAL),
-    "qwen2": Architecture("Qwen2ForCausalLM", {**_QWEN, "qkv_bias": True}),
-    "qwen3": Architecture("Qwen3ForCausalLM", {**_QWEN, "qk_norm": True, "head_dim": 128}),
+    "mistral": Architecture("MistralForCausalLM", _MISTRAL, ignored=_BIASES),
+    "qwen2": Architecture("Qwen2ForCausalLM", {**_QWEN, "qkv_bias": True}, ignored=_BIASES),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM", {**_QWEN, "qk_norm": True, "head_dim": 128}, ignored=frozenset({"mlp_bias"})
+    ),
 }
 """By `model_type`. `register_model` adds to them."""
 

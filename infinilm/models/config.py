@@ -113,8 +113,9 @@ class LlamaConfig:
             raise CheckpointError(
                 f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
             )
-        own = [item.name for item in fields(cls)]
-        settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **ARCHITECTURES[model_type].defaults}
+        architecture = ARCHITECTURES[model_type]
+        own = {item.name for item in fields(cls)} - architecture.ignored
+        settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **architecture.defaults}
         for name, value in config.items():
             if _ALIASES.get(name) not in config and (value is not None or name in _NULLABLE):
                 settings[_ALIASES.get(name, name)] = value

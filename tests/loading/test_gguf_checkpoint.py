@@ -131,7 +131,7 @@ def test_rows_of_q_and_k_and_their_biases_are_put_back_in_order(tmp_path: Path) 
         for suffix in ("weight", "bias"):
             read = checkpoint.read(f"model.layers.1.self_attn.{part}_proj.{suffix}")
             assert np.array_equal(read.numpy(), original[f"blk.1.attn_{part}.{suffix}"])
-    assert checkpoint.config["attention_bias"] is True
+    assert (checkpoint.config["qkv_bias"], checkpoint.config["attention_bias"]) == (True, False)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
@@ -174,6 +174,7 @@ def test_config_from_metadata(tmp_path: Path) -> None:
         "rope_scaling": None,
         "sliding_window": None,
         "attention_bias": False,
+        "qkv_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
