@@ -3,6 +3,10 @@
 A GGUF file has no tokenizer.json. It lists the tokens with their types, and either merges (byte-level BPE,
 `tokenizer.ggml.model = "gpt2"`) or scores (SentencePiece BPE, `"llama"`). How text is split before merging
 is only named (`tokenizer.ggml.pre`); `PRE_TOKENIZERS` holds what the names stand for.
+
+The ids are those of llama.cpp, whose format it is. Two consequences: text is never Unicode-normalised, also where the
+model's own tokenizer.json asks for NFC (Qwen); and a SentencePiece vocabulary with a space prefix puts a space before
+each part of a text between special tokens, also before a part that begins with one.
 """
 
 import math
@@ -41,7 +45,6 @@ class PreTokenizer:
 
     split: str | None = None  # None: GPT-2's own pattern
     splits_digits: bool = False  # each digit alone, before the pattern
-    is_nfc_normalized: bool = False
     ignores_merges: bool = False  # a word that is a token is taken whole, whatever the merges say
     adds_bos: bool = False  # unless the file says otherwise
 
@@ -49,7 +52,7 @@ class PreTokenizer:
 _GPT2 = PreTokenizer()
 _DIGITS = PreTokenizer(splits_digits=True)
 _LLAMA3 = PreTokenizer(split=_LLAMA3_SPLIT, ignores_merges=True, adds_bos=True)
-_QWEN2 = PreTokenizer(split=_QWEN2_SPLIT, is_nfc_normalized=True)
+_QWEN2 = PreTokenizer(split=_QWEN2_SPLIT)
 _TEKKEN = PreTokenizer(split=_TEKKEN_SPLIT, ignores_merges=True, adds_bos=True)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
@@ -155,10 +158,14 @@ def use_sentencepiece_pipeline(tokenizer: Tokenizer, prepend_scheme: str) -> Non
     """
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend_scheme, split=False)
+    tokenizer.decoder = _sentencepiece_decoder(has_space_prefix=prepend_scheme != "never")
+
+
+def _sentencepiece_decoder(*, has_space_prefix: bool) -> decoders.Decoder:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prepend_scheme != "never":
+    if has_space_prefix:
         steps.append(decoders.Strip(content=" ", left=1))
-    tokenizer.decoder = decoders.Sequence(steps)
+    return decoders.Sequence(steps)
 
 
 def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
@@ -172,8 +179,6 @@ def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
             ignore_merges=pre.ignores_merges,
         )
     )
-    if pre.is_nfc_normalized:
-        tokenizer.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = []
     if pre.splits_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -192,7 +197,10 @@ def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
     if unknown is None and _UNKNOWN in vocabulary.token_types:
         unknown = vocabulary.tokens[vocabulary.token_types.index(_UNKNOWN)]
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    use_sentencepiece_pipeline(tokenizer, "first" if vocabulary.adds_space_prefix else "never")
+    prefix = [normalizers.Prepend("▁")] if vocabulary.adds_space_prefix else []
+    # Unlike the library's Metaspace, these keep a space that the text begins with.
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = _sentencepiece_decoder(has_space_prefix=vocabulary.adds_space_prefix)
     return tokenizer
 
 

@@ -188,6 +188,8 @@ class LlamaConfig:
         check_real("rms_norm_eps", self.rms_norm_eps, low=0.0, high=1.0, above_low=True)
         for name in ("tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
             check_flag(name, getattr(self, name))
+            if getattr(self, name) and name in ARCHITECTURES[self.model_type].ignored:
+                raise InvalidValueError(f"{name}=True is not a setting of {self.model_type} models; leave it out")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             _check_token_ids(name, getattr(self, name))
         self._validate_layer_types()

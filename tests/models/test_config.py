@@ -66,6 +66,7 @@ def test_a_directory_is_read(tmp_path) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, InvalidValueError, "factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, InfinilmError, "factor"),
         ({"eos_token_id": "end"}, InfinilmError, "eos_token_id"),
+        ({"model_type": "mistral", "attention_bias": True}, InvalidValueError, "attention_bias=True"),
     ],
     ids=lambda value: str(value)[:50],
 )
