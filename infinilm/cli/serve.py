@@ -48,6 +48,10 @@ def serve(
     ] = None,
     limit: LimitPairs = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False,
+    parse_special_tokens: Annotated[
+        bool,
+        typer.Option("--parse-special-tokens", help="Let messages hold control tokens. Only for trusted clients."),
+    ] = False,
     config: Config,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does.
@@ -68,6 +72,7 @@ def serve(
         api_keys=_collect_keys(api_key or [], api_key_file),
         model_name=model_name,
         log_requests=log_requests,
+        parse_special_tokens=parse_special_tokens,
         limits=Limits.from_pairs(limit or []),
     )
     service = Service(config.replace(model=model), settings, tool_call_parser=tool_call_parser)

@@ -149,19 +149,26 @@ class LLMEngine:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        parse_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, rendered with the checkpoint's chat template."""
+        """Answer a conversation, or each of a list of them, rendered with the checkpoint's chat template.
+
+        Special tokens in messages, such as `<|im_end|>`, are text unless `parse_special_tokens`.
+        """
         self._check_open()
-        prompts = [self.chat_prompt(conversation, **template_kwargs) for conversation in as_conversations(messages)]
+        options = {"parse_special_tokens": parse_special_tokens, **template_kwargs}
+        prompts = [self.chat_prompt(conversation, **options) for conversation in as_conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def chat_prompt(self, messages: Messages, **template_kwargs: Any) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+    def chat_prompt(
+        self, messages: Messages, *, parse_special_tokens: bool = False, **template_kwargs: Any
+    ) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins; see `chat`."""
         if self.tokenizer is None:
             raise InvalidValueError("the checkpoint has no tokenizer, so there is no chat template; use generate")
-        text = self.tokenizer.apply_chat_template(messages, **template_kwargs)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self.tokenizer.encode_chat(messages, parse_special_tokens=parse_special_tokens, **template_kwargs)
         return check_ids(token_ids, self.model_config.vocab_size, "conversation")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:

@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.loading.control_tokens import scrub, without_marks
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
@@ -36,10 +37,13 @@ _TIME_CHECK = "_check_time"
 class ChatTemplate:
     """A compiled chat template; rendering is thread-safe."""
 
-    def __init__(self, source: str, *, max_seconds: float = MAX_SECONDS) -> None:
+    def __init__(
+        self, source: str, *, max_seconds: float = MAX_SECONDS, mark: Callable[[str], str] | None = None
+    ) -> None:
         """Compile `source`; a template that is too long or does not compile is a `CheckpointError`.
 
-        Rendering is broken off after `max_seconds`.
+        Rendering is broken off after `max_seconds`. `mark` changes the literals that may be part of the rendered text
+        (see `ControlTokens`).
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
@@ -47,12 +51,15 @@ class ChatTemplate:
             )
         self.source = source
         self._max_seconds = max_seconds
+        self._is_marked = mark is not None
         environment = _make_environment()
         try:
             syntax = environment.parse(source)
             _refuse_private_names(syntax)
             names = jinja2.meta.find_undeclared_variables(syntax)
             _add_time_checks(syntax)
+            if mark is not None:
+                _mark_literals(syntax, mark)
             self._template = environment.from_string(syntax)
         except TemplateSyntaxError as error:
             raise CheckpointError(
@@ -88,9 +95,9 @@ class ChatTemplate:
         values = {
             "documents": None,
             **(special_tokens or {}),
-            **{name: _plain(value, name) for name, value in variables.items()},
-            "messages": _checked_messages(messages),
-            "tools": _checked_tools(tools),
+            **self._clean({name: _plain(value, name) for name, value in variables.items()}),
+            "messages": self._clean(_checked_messages(messages)),
+            "tools": self._clean(_checked_tools(tools)),
             "add_generation_prompt": add_generation_prompt,
             _TIME_CHECK: _time_check(self._max_seconds),
         }
@@ -103,8 +110,12 @@ class ChatTemplate:
                 if num_chars > MAX_OUTPUT_CHARS:
                     raise SecurityError(f"more than {MAX_OUTPUT_CHARS} characters were rendered")
         except Exception as error:  # the template is a program: it may raise anything
-            raise InvalidValueError(f"the chat template failed: {_describe(error)}") from error
+            raise InvalidValueError(f"the chat template failed: {without_marks(_describe(error))}") from error
         return "".join(pieces)
+
+    def _clean(self, value: Any) -> Any:
+        """Where literals are marked, no other text may hold marks."""
+        return scrub(value) if self._is_marked else value
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -199,6 +210,63 @@ def _add_time_checks(syntax: nodes.Template) -> None:
         assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
         check = nodes.Call(nodes.Name(_TIME_CHECK, "load"), [], [], None, None)
         node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+
+
+_NEEDLE_METHODS = frozenset(
+    [
+        "count",
+        "endswith",
+        "find",
+        "get",
+        "index",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "startswith",
+        "strip",
+        "trim",
+    ]
+)
+"""Methods and filters whose first argument is looked for and not written."""
+_TESTING_FILTERS = frozenset(["select", "reject", "selectattr", "rejectattr", "map", "groupby", "sort", "unique"])
+
+
+def _mark_literals(node: nodes.Node, mark: Callable[[str], str]) -> None:
+    """Mark the literals below `node`, except those that are only compared with other text."""
+    compared = _compared_nodes(node)
+    for child in node.iter_child_nodes():
+        if any(child is other for other in compared):
+            continue
+        if isinstance(child, nodes.TemplateData):
+            child.data = mark(child.data)
+        elif isinstance(child, nodes.Const):
+            if isinstance(child.value, str):
+                child.value = mark(child.value)
+        elif not isinstance(child, nodes.Compare | nodes.Test):
+            _mark_literals(child, mark)
+
+
+def _compared_nodes(node: nodes.Node) -> Sequence[nodes.Node]:
+    """Children of `node` whose text decides something and is not rendered."""
+    if isinstance(node, nodes.If | nodes.CondExpr):
+        return [node.test]
+    if isinstance(node, nodes.For):
+        return [node.test] if node.test is not None else []
+    if isinstance(node, nodes.Getitem):
+        return [node.arg]
+    if isinstance(node, nodes.Filter) and node.name in _TESTING_FILTERS:
+        return [*node.args, *node.kwargs]
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+        return node.args[:1] if node.node.attr in _NEEDLE_METHODS else []
+    return node.args[:1] if isinstance(node, nodes.Filter) and node.name in _NEEDLE_METHODS else []
 
 
 def _time_check(max_seconds: float) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
 from infinilm.loading.chat_template import ChatTemplate
+from infinilm.loading.control_tokens import ControlTokens, without_marks
 from infinilm.loading.gguf_tokenizer import GGUFVocabulary, build_tokenizer, use_sentencepiece_pipeline
 
 _UNCONVERTED_FILES = (
@@ -60,7 +61,7 @@ class Tokenizer:
         self._byte_token_ids = _byte_token_ids(backend) if "ByteFallback" in decoders else frozenset()
         self._bytes_by_id: dict[int, bytes] = {}
         self._chat_templates = dict(chat_templates or {})
-        self._compiled_templates: dict[str, ChatTemplate] = {}
+        self._compiled_templates: dict[tuple[str, bool], ChatTemplate] = {}
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer | None":
@@ -130,13 +131,53 @@ class Tokenizer:
         """The id of `eos_token`."""
         return self.backend.token_to_id(self.eos_token) if self.eos_token else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; special tokens written out in it become their ids.
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The tokens that structure a prompt, such as those around turns."""
+        return ControlTokens(self.backend, self.named_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, parse_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`.
 
         `add_special_tokens`: put those around it that the tokenizer puts around texts, such as the bos token.
+        `parse_special_tokens`: special tokens written out in the text become their ids; otherwise they are text.
         """
+
+        def encode() -> list[int]:
+            if parse_special_tokens:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.control_tokens.encode_text(text, add_special_tokens)
+
+        return self._checked(encode, text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        parse_special_tokens: bool = False,
+        check_text: Callable[[str], None] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Return the ids of a conversation, rendered with the chat template (see `apply_chat_template`).
+
+        Control tokens that the template writes become their ids. In messages, tools and other arguments they are
+        text, so that nobody can forge a turn, unless `parse_special_tokens`. `check_text` is called with the rendered
+        prompt before it is encoded, and may raise.
+        """
+        marked = self._render(messages, is_marked=not parse_special_tokens, **kwargs)
+        text = marked if parse_special_tokens else without_marks(marked)
+        if check_text is not None:
+            check_text(text)
+        if parse_special_tokens:
+            return self.encode(text, add_special_tokens=False)
+        return self._checked(lambda: self.control_tokens.encode(marked), text)
+
+    def _checked(self, encode: Callable[[], list[int]], text: str) -> list[int]:
+        """Call `encode`, which encodes `text`, and make the library's errors those of this package."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return encode()
+        except InfinilmError:
+            raise
         except TypeError:
             if not isinstance(text, str):
                 raise InvalidTypeError(f"text must be a string, not {type(text).__name__}") from None
@@ -203,24 +244,33 @@ class Tokenizer:
     ) -> str:
         """Render a conversation into a prompt (see `ChatTemplate.render`); `kwargs` are template variables.
 
+        The text does not tell control tokens that the template wrote from those in messages; `encode_chat` does.
         Templates write the bos token themselves, so encode the result with `add_special_tokens=False`.
         """
+        return self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        is_marked: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
         name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         if name not in self._chat_templates:
             raise InvalidValueError(
                 f"this model has no default chat template (it has {sorted(self._chat_templates) or 'none'}); "
                 f"write the prompt yourself"
             )
-        template = self._compiled_templates.get(name)
+        mark = self.control_tokens.mark if is_marked else None
+        template = self._compiled_templates.get((name, is_marked))
         if template is None:
-            template = self._compiled_templates[name] = ChatTemplate(self._chat_templates[name])
-        return template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            special_tokens=self.named_tokens,
-            **kwargs,
-        )
+            template = ChatTemplate(self._chat_templates[name], mark=mark)
+            self._compiled_templates[name, is_marked] = template
+        named = self.named_tokens
+        special_tokens = named if mark is None else {role: mark(text) for role, text in named.items()}
+        return template.render(messages, tools=tools, special_tokens=special_tokens, **kwargs)
 
     def _find_bytes(self, token_id: int) -> bytes:
         content = self.content(token_id)

@@ -10,8 +10,12 @@ from infinilm.server.sampling import as_bad_request
 from infinilm.server.service import Service
 from infinilm.server.tools import ToolCallParser, ToolRequest, call_grammar, check_tool_request, prepare_messages
 
-_OWN_NAMES = {"self", "messages", "tools", "add_generation_prompt", "special_tokens"}
-"""What a template is given besides the request's own variables."""
+_OWN_NAMES = {"self", "messages", "tools", "add_generation_prompt", "special_tokens"} | {
+    "parse_special_tokens",
+    "check_text",
+    "is_marked",
+}
+"""Arguments of `Tokenizer.encode_chat` and what it calls; a request's own variables may not set them."""
 
 
 async def encode_chat(

@@ -20,8 +20,17 @@ MAX_INLINE_CHARS = 4096
 class PromptMaker:
     """Renders chat templates and makes tokens of texts, in threads and within a time limit."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int, vocab_size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        timeout: float,
+        parse_special_tokens: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._parse_special_tokens = parse_special_tokens
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._timeout = timeout
@@ -43,14 +52,18 @@ class PromptMaker:
         return self.check_ids(token_ids, param)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        """The tokens of a conversation, up to where the answer begins; `variables` are for its template."""
+        """The tokens of a conversation, up to where the answer begins; `variables` are for its template.
 
-        def render() -> list[int]:
-            text = self.tokenizer.apply_chat_template(messages, **variables)
-            self._check_chars(text, "messages")
-            return self.tokenizer.encode(text, add_special_tokens=False)
-
-        return self.check_ids(await self._run(render, "messages"), "messages")
+        Special tokens in messages are text, unless the server's settings say otherwise.
+        """
+        job = partial(
+            self.tokenizer.encode_chat,
+            messages,
+            parse_special_tokens=self._parse_special_tokens,
+            check_text=partial(self._check_chars, param="messages"),
+            **variables,
+        )
+        return self.check_ids(await self._run(job, "messages"), "messages")
 
     def check_ids(self, token_ids: list[int], param: str) -> list[int]:
         """Refuse what is empty, too long, or outside the vocabulary."""

@@ -64,6 +64,7 @@ class Service:
             max_tokens=ready.max_model_len,
             vocab_size=ready.vocab_size,
             timeout=self.limits.prepare_timeout,
+            parse_special_tokens=self.settings.parse_special_tokens,
         )
         return ready
 

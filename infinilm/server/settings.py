@@ -76,6 +76,8 @@ class ServerSettings:
     model_name: str | None = None
     """What the model is called in requests. None: by its file or directory."""
     log_requests: bool = False
+    parse_special_tokens: bool = False
+    """Whether special tokens in the messages of a chat become control tokens."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

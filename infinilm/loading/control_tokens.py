@@ -1,0 +1,170 @@
+"""Keep the control tokens that a chat template writes apart from the same text in messages.
+
+A user who writes `<|im_end|>` in a message must not end the turn. So a template's string literals are marked when it is
+compiled: `OPEN` stands before and `CLOSE` behind each control token. Text in messages, tools and variables never holds
+these characters (`scrub`), and whatever a template does to such text can't add them. After rendering, only a control
+token between marks becomes the token's id. The rest is encoded as text.
+
+A template may build a token from parts, as in `'<|' + message.role + '|>'`. A literal that ends with the beginning of a
+control token therefore holds `OPEN` before that beginning, and one that begins with the end of a control token holds
+`CLOSE` behind that end. Marks that turn out not to enclose a control token are dropped.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from infinilm.errors import InvalidValueError
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Unicode noncharacters: code points that no text needs."""
+_REPLACED = {ord(OPEN): "\ufffd", ord(CLOSE): "\ufffd"}
+
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+
+
+def scrub(value: Any) -> Any:
+    """Replace the marks in all strings of JSON-like data by U+FFFD."""
+    if isinstance(value, str):
+        return value.translate(_REPLACED) if OPEN in value or CLOSE in value else value
+    if isinstance(value, dict):
+        return {scrub(key): scrub(item) for key, item in value.items()}
+    return [scrub(item) for item in value] if isinstance(value, list) else value
+
+
+def without_marks(marked: str) -> str:
+    """Return the plain text of a marked one."""
+    return marked.replace(OPEN, "").replace(CLOSE, "")
+
+
+class ControlTokens:
+    """A tokenizer's control tokens, and an encoder that recognises them only between marks.
+
+    Control tokens are the special tokens, those with a role such as `eos_token`, and those spelled `<|...|>`: some
+    tokenizers do not declare the tokens around turns as special. Other added tokens, such as `<think>`, are text that
+    has an id of its own.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, named_tokens: Mapping[str, str]) -> None:
+        added = backend.get_added_tokens_decoder()
+        control = {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.content
+            and (
+                token.special or token.content in named_tokens.values() or _LOOKS_LIKE_CONTROL.fullmatch(token.content)
+            )
+        }
+        self._control = control
+        longest_first = sorted(control, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if control else None
+        self._beginnings = {text[:end] for text in control for end in range(1, len(text))}
+        self._endings = {text[start:] for text in control for start in range(1, len(text))}
+        self._longest = max(map(len, control), default=0)
+        self._encoder, self._ids = _make_encoder(backend, set(control.values()))
+        self._post_process = backend.post_process
+        unknown = getattr(backend.model, "unk_token", None)
+        # The model may make a control token of text, where its vocabulary holds the token as a word.
+        self._forbidden = frozenset(token_id for text, token_id in control.items() if text != unknown)
+
+    def mark(self, literal: str) -> str:
+        """Mark the control tokens, whole or in part, in a literal of a template."""
+        literal = scrub(literal)
+        if self._pattern is None or not literal:
+            return literal
+        pieces, position = [], 0
+        for match in self._pattern.finditer(literal):
+            pieces += [literal[position : match.start()], f"{OPEN}{match[0]}{CLOSE}"]
+            position = match.end()
+        pieces.append(literal[position:])
+        pieces[0] = self._mark_ending(pieces[0])
+        pieces[-1] = self._mark_beginning(pieces[-1])
+        return "".join(pieces)
+
+    def encode(self, marked: str) -> list[int]:
+        """Encode a rendered prompt: control tokens between marks become their ids, all else is text."""
+        return self._ids_of(self._encoder.encode(self._number_tokens(marked), add_special_tokens=False))
+
+    def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Encode text in which no control token is recognised."""
+        encoding = self._encoder.encode(scrub(text), add_special_tokens=False)
+        return self._ids_of(self._post_process(encoding, None, add_special_tokens))
+
+    def _mark_ending(self, text: str) -> str:
+        """Put `CLOSE` behind the end of a control token that `text` begins with."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if text[:size] in self._endings:
+                return f"{text[:size]}{CLOSE}{text[size:]}"
+        return text
+
+    def _mark_beginning(self, text: str) -> str:
+        """Put `OPEN` before the beginning of a control token that `text` ends with."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if text[-size:] in self._beginnings:
+                return f"{text[:-size]}{OPEN}{text[-size:]}"
+        return text
+
+    def _number_tokens(self, marked: str) -> str:
+        """Write the ids of control tokens between their marks, and drop all other marks."""
+        first, *parts = marked.split(OPEN)
+        pieces = [first.replace(CLOSE, "")]
+        for part in parts:
+            end = part.find(CLOSE, 0, self._longest + 1)
+            token_id = self._control.get(part[: max(end, 0)])
+            number, rest = ("", part) if token_id is None else (_numbered(token_id), part[end + 1 :])
+            pieces += [number, rest.replace(CLOSE, "")]
+        return "".join(pieces)
+
+    def _ids_of(self, encoding: tokenizers.Encoding) -> list[int]:
+        ids: list[int] = []
+        for token, token_id, is_from_processor in zip(
+            encoding.tokens, encoding.ids, encoding.special_tokens_mask, strict=True
+        ):
+            if is_from_processor:
+                ids.append(token_id)
+            elif token_id in self._ids:
+                ids.append(self._ids[token_id])
+            elif token_id in self._forbidden:
+                ids += self._spell(token)
+            else:
+                ids.append(token_id)
+        return ids
+
+    def _spell(self, token: str) -> list[int]:
+        """Write a token in single characters."""
+        ids = [part.id for character in token for part in self._encoder.model.tokenize(character)]
+        if not self._forbidden.isdisjoint(ids):
+            raise InvalidValueError(
+                f"the text holds {token!r}, which this model's tokenizer can only write as a control token; remove it"
+            )
+        return ids
+
+
+def _numbered(token_id: int) -> str:
+    """How the encoder knows a control token."""
+    return f"{OPEN}{token_id}{CLOSE}"
+
+
+def _make_encoder(backend: tokenizers.Tokenizer, control_ids: set[int]) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    """Make a tokenizer that knows control tokens by number; and the ids for those that it gives to added tokens."""
+    encoder = tokenizers.Tokenizer(backend.model)  # the vocabulary is shared, not copied
+    if backend.normalizer is not None:
+        encoder.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        encoder.pre_tokenizer = backend.pre_tokenizer
+    vocab = backend.get_vocab(with_added_tokens=False)
+    # New ids begin at the vocabulary's size, which may be in use if the vocabulary has holes.
+    num_holes = max(vocab.values(), default=-1) + 1 - len(vocab)
+    encoder.add_tokens([f"{OPEN}{number}{OPEN}" for number in range(num_holes)])
+    tokens: dict[int, AddedToken] = {}
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        is_control = token_id in control_ids
+        flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        text = _numbered(token_id) if is_control else token.content
+        tokens[token_id] = AddedToken(text, special=is_control, **flags)
+    encoder.add_tokens([*tokens.values()])
+    ids = {encoder.token_to_id(token.content): token_id for token_id, token in tokens.items()}
+    return encoder, {own: token_id for own, token_id in ids.items() if own is not None}
