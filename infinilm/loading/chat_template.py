@@ -212,31 +212,12 @@ def _add_time_checks(syntax: nodes.Template) -> None:
         node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
 
 
-_NEEDLE_METHODS = frozenset(
-    [
-        "count",
-        "endswith",
-        "find",
-        "get",
-        "index",
-        "lstrip",
-        "partition",
-        "removeprefix",
-        "removesuffix",
-        "replace",
-        "rfind",
-        "rindex",
-        "rpartition",
-        "rsplit",
-        "rstrip",
-        "split",
-        "startswith",
-        "strip",
-        "trim",
-    ]
-)
+_NEEDLE_METHODS = {
+    *("count", "endswith", "find", "get", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace"),
+    *("rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip", "trim"),
+}
 """Methods and filters whose first argument is looked for and not written."""
-_TESTING_FILTERS = frozenset(["select", "reject", "selectattr", "rejectattr", "map", "groupby", "sort", "unique"])
+_TESTING_FILTERS = {"select", "reject", "selectattr", "rejectattr", "map", "groupby", "sort", "unique"}
 
 
 def _mark_literals(node: nodes.Node, mark: Callable[[str], str]) -> None:

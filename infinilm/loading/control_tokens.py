@@ -158,13 +158,14 @@ def _make_encoder(backend: tokenizers.Tokenizer, control_ids: set[int]) -> tuple
     vocab = backend.get_vocab(with_added_tokens=False)
     # New ids begin at the vocabulary's size, which may be in use if the vocabulary has holes.
     num_holes = max(vocab.values(), default=-1) + 1 - len(vocab)
-    encoder.add_tokens([f"{OPEN}{number}{OPEN}" for number in range(num_holes)])
+    fillers = [AddedToken(f"{OPEN}{number}{OPEN}", normalized=False) for number in range(num_holes)]
     tokens: dict[int, AddedToken] = {}
     for token_id, token in backend.get_added_tokens_decoder().items():
-        is_control = token_id in control_ids
         flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-        text = _numbered(token_id) if is_control else token.content
-        tokens[token_id] = AddedToken(text, special=is_control, **flags)
-    encoder.add_tokens([*tokens.values()])
+        if token_id in control_ids:
+            tokens[token_id] = AddedToken(_numbered(token_id), special=True, **{**flags, "normalized": False})
+        else:
+            tokens[token_id] = AddedToken(token.content, special=False, **flags)
+    encoder.add_tokens([*fillers, *tokens.values()])
     ids = {encoder.token_to_id(token.content): token_id for token_id, token in tokens.items()}
     return encoder, {own: token_id for own, token_id in ids.items() if own is not None}

@@ -201,6 +201,26 @@ def test_flags_of_control_tokens_are_kept() -> None:
     assert made.encode_chat(user("y")) == [2, 1, 2], "unknown words are the unknown token"
 
 
+def test_vocabularies_may_have_holes() -> None:
+    """The first id that is free by the vocabulary's size is the id of "b"."""
+    base = Backend(models.BPE(vocab={"a": 0, "<c>": 1, "b": 3}, merges=[]))
+    base.add_special_tokens(["<c>"])
+    made = Tokenizer(base, chat_templates={"default": "<c>{{ messages[0].content }}"})
+    assert made.encode_chat(user("ab")) == [1, 0, 3]
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_numbers_in_messages_are_no_tokens(number: int) -> None:
+    """Control tokens are known by number inside; a normaliser that drops noncharacters must not expose the numbers."""
+    vocab = {str(number): 0, "<c>": 1, "[UNK]": 2, "0": 9}
+    base = Backend(models.WordLevel(vocab, unk_token="[UNK]"))
+    base.normalizer = normalizers.Replace(tokenizers.Regex(f"[{OPEN}{CLOSE}]"), "")
+    base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    base.add_special_tokens([AddedToken("<c>", normalized=True, special=True)])
+    made = Tokenizer(base, chat_templates={"default": "<c> {{ messages[0].content }}"})
+    assert made.encode_chat(user(f"{number} 0")) == [1, 0, 9]
+
+
 def test_a_processor_may_add_tokens_around_text() -> None:
     base = backend()
     base.post_processor = tokenizers.processors.TemplateProcessing(
