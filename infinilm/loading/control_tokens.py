@@ -155,12 +155,17 @@ def _make_encoder(backend: tokenizers.Tokenizer, control_ids: set[int]) -> tuple
         encoder.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
         encoder.pre_tokenizer = backend.pre_tokenizer
-    vocab = backend.get_vocab(with_added_tokens=False)
-    # New ids begin at the vocabulary's size, which may be in use if the vocabulary has holes.
-    num_holes = max(vocab.values(), default=-1) + 1 - len(vocab)
-    fillers = [AddedToken(f"{OPEN}{number}{OPEN}", normalized=False) for number in range(num_holes)]
+    added = backend.get_added_tokens_decoder()
+    # New ids begin at the vocabulary's size. If the vocabulary has holes, some of these are in use, and passed over.
+    num_tokens = first_id = encoder.get_vocab_size()
+    next_id = first_id
+    while next_id < first_id + len(added):
+        if encoder.model.id_to_token(next_id) is not None:
+            first_id = next_id + 1
+        next_id += 1
+    fillers = [AddedToken(f"{OPEN}{number}{OPEN}", normalized=False) for number in range(first_id - num_tokens)]
     tokens: dict[int, AddedToken] = {}
-    for token_id, token in backend.get_added_tokens_decoder().items():
+    for token_id, token in added.items():
         flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
         if token_id in control_ids:
             tokens[token_id] = AddedToken(_numbered(token_id), special=True, **{**flags, "normalized": False})
