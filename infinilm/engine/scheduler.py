@@ -2,15 +2,18 @@
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
+from itertools import islice
 
 import numpy as np
 
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.plan import NO_TOKEN, Decoding, IntArray, RowChunk, StepPlan, StepResult
+from infinilm.engine.prefill_order import by_arrival, order_prompts
 from infinilm.engine.sequence import Sequence, Status
 from infinilm.errors import PromptTooLongError
 from infinilm.outputs import FinishReason
@@ -19,9 +22,9 @@ from infinilm.sampling_params import RowStart
 MIN_AWAITED_TOKENS = 256
 """A beginning in common that is shorter is computed twice rather than waited for."""
 MAX_PIECES = 8
-"""A prompt is begun beside others only with at least this part of its tokens: a crumb costs more than it brings."""
-
-_by_arrival = attrgetter("arrival")
+"""Don't start a prompt beside others if the step's remaining budget covers less than 1/8 of what a step could compute."""
+NUM_CANDIDATES = 256
+"""Waiting sequences, in order of arrival, among which the scheduler chooses the next to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,15 @@ class Draft:
     decoding: Decoding = field(default_factory=Decoding.none)
     chunks: list[RowChunk] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)
+    new_rows: set[int] = field(default_factory=set)
+
+
+class _Admitted(Enum):
+    """What came of trying to start a waiting sequence."""
+
+    STARTED = auto()
+    SKIPPED = auto()  # another sequence is computing its prefix
+    REFUSED = auto()  # too few blocks or tokens are left
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +76,13 @@ class _Decoders:
 
 
 class Scheduler:
-    """Serves sequences in the order they came, as many as fit into a step's tokens, rows and blocks.
+    """Serves sequences in order of arrival, as many as fit into a step's tokens, rows and blocks.
 
-    Every step first goes on with the running sequences, then admits waiting ones in order. When blocks run out the
-    newest running sequence gives up its own and is computed again later, so the oldest always gets on and nobody
-    starves.
+    Every step first decodes a token for each running sequence that can take one. The rest of its budget is for
+    prompts, started or waiting: short ones in order of arrival, then long ones, the shorter first (see
+    `prefill_order`). But half of it is kept for the oldest prompt, so a short prompt waits only a few steps for a
+    long one, and a long one is never starved by short ones. When blocks run out, the newest running sequence gives
+    up its own and is computed again later.
 
     Plans may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
     they are planned; `commit` brings in the drawn tokens in the order of the plans.
@@ -90,6 +104,8 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
+        self.max_mixed_tokens = max_num_batched_tokens
+        """Prompt tokens of a step in which other sequences decode, if more than these are. Limits the step's time."""
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -112,6 +128,7 @@ class Scheduler:
             num_missing = max(seq.stop_ids) + 2 - len(self._is_stop)
             self._is_stop = np.pad(self._is_stop, (0, max(num_missing, 0)))
             self._is_stop[list(seq.stop_ids)] = True
+        seq.num_found_tokens = len(self.blocks.find_prefix(seq)) * self.blocks.block_size
         self.waiting.append(seq)
 
     def check_fits(self, seq: Sequence) -> None:
@@ -129,9 +146,10 @@ class Scheduler:
         """Plan the next step, or None if there is nothing to compute right now."""
         draft = Draft(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(draft)
-        self._continue_prompts(draft)
-        if not has_preempted:
-            self._admit_waiting(draft)
+        if draft.seqs:
+            draft.budget = min(draft.budget, max(self.max_mixed_tokens, len(draft.seqs)))
+        if draft.budget > 0:
+            self._plan_prompts(draft, may_admit=not has_preempted)
         if not draft.seqs:
             return None
         plan = StepPlan(self._ended_rows, draft.starts, draft.decoding, draft.chunks)
@@ -175,39 +193,71 @@ class Scheduler:
             self._decoders = _Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
         return self._decoders
 
-    def _continue_prompts(self, draft: Draft) -> None:
-        """Plan a chunk for each prompt that was begun. Their blocks were allocated then."""
-        num_behind = len(self._prefilling)
-        for seq in self._prefilling.copy():
-            # A token stays reserved for every one behind: a long prompt stops nobody.
-            num_behind -= 1
-            self._plan_chunk(draft, seq, draft.budget - num_behind, [])
+    def _plan_prompts(self, draft: Draft, *, may_admit: bool) -> None:
+        """Share the budget among prompts, started or waiting: half for the oldest, the rest by `order_prompts`."""
+        budget, blocked = draft.budget, None
+        first = next(self._candidates(), None) if may_admit else None
+        if first is not None and (not self._prefilling or first.arrival < self._prefilling[0].arrival):
+            # The oldest prompt gets its row and blocks before all others.
+            if self._admit(draft, first, budget) is _Admitted.REFUSED:
+                blocked = first
+                # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
+                may_admit = first.num_tokens > self.max_num_batched_tokens
+        prompts = self._prefilling.copy()
+        if may_admit:
+            prompts += (seq for seq in self._candidates() if seq is not blocked)
+        oldest = self._prefilling[0] if self._prefilling else None
+        kept = 0 if oldest is None else min(oldest.num_remaining, budget - budget // 2)
+        for seq in order_prompts(prompts, oldest, self.max_num_batched_tokens):
+            if seq is oldest:
+                kept = 0
+            available = draft.budget - kept
+            if available <= 0:
+                continue
+            if seq.status is Status.WAITING:
+                if not may_admit or not self._free_rows:
+                    continue
+                found = self._admit(draft, seq, available, budget=budget, blocked=blocked)
+                may_admit = found is not _Admitted.REFUSED
+                if found is not _Admitted.STARTED:
+                    continue
+            self._plan_chunk(draft, seq, available)
 
-    def _admit_waiting(self, draft: Draft) -> None:
-        """Start waiting sequences in order, while tokens, rows and blocks last."""
-        held: list[Sequence] = []
-        while self.waiting and self._free_rows and draft.budget > 0:
-            seq = self.waiting[0]
-            if seq.is_held:
-                held.append(self.waiting.popleft())
-                continue
-            shared = self._shared_blocks(seq)
-            if self._is_being_computed(seq, len(shared)):
-                held.append(self.waiting.popleft())
-                continue
-            num_new = self.blocks.blocks_for(seq.num_tokens) - len(shared)
-            # Room for one block more per running sequence: else the next steps would preempt this one again.
-            num_spare = len(self.running)
-            if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
-                break
-            num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
-            if draft.chunks and draft.budget * MAX_PIECES < num_tokens:
-                break
-            self.waiting.popleft()
-            self._start(draft, seq, shared, num_new)
-        self.waiting.extendleft(reversed(held))
+    def _candidates(self) -> Iterator[Sequence]:
+        """The waiting sequences that may start now, in order of arrival."""
+        seen = islice(self.waiting, 4 * NUM_CANDIDATES if self._free_rows else 0)
+        return islice((seq for seq in seen if not seq.is_held), NUM_CANDIDATES)
+
+    def _admit(
+        self, draft: Draft, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
+    ) -> _Admitted:
+        """Start a waiting sequence if there are blocks for it, and tokens worth starting it for.
+
+        `blocked` is an older sequence that lacks blocks. Others may pass it only as long as the pool has room for it
+        beside all younger ones: then it can start when the older ones have ended, however many pass it.
+        """
+        shared = self._shared_blocks(seq)
+        if self._is_being_computed(seq, len(shared)):
+            return _Admitted.SKIPPED
+        num_new = self.blocks.blocks_for(seq.num_tokens) - len(shared)
+        # Room for one block more per running sequence: else the next steps would preempt this one again.
+        num_spare = len(self.running)
+        if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
+            return _Admitted.REFUSED
+        num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
+        if draft.chunks and available * MAX_PIECES < min(num_tokens, budget):
+            return _Admitted.REFUSED
+        if blocked is not None:
+            num_younger = sum(len(other.block_table) for other in self.running if other.arrival > blocked.arrival)
+            num_needed = self.blocks.blocks_for(blocked.num_tokens) + num_spare + 1
+            if num_younger + len(shared) + num_new + num_needed > self.blocks.num_blocks:
+                return _Admitted.REFUSED
+        self.waiting.remove(seq)
+        self._start(draft, seq, shared, num_new)
+        return _Admitted.STARTED
 
     def _start(self, draft: Draft, seq: Sequence, shared: list[int], num_new: int) -> None:
+        """Give a sequence a row and blocks. A chunk of it must be planned in the same step."""
         self.blocks.take(shared)
         seq.block_table = shared + self.blocks.allocate(num_new)
         seq.num_computed = len(shared) * self.blocks.block_size
@@ -215,8 +265,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
         seq.row = heappop(self._free_rows)
         seq.status = Status.RUNNING
-        insort(self.running, seq, key=_by_arrival)
-        insort(self._prefilling, seq, key=_by_arrival)
+        insort(self.running, seq, key=by_arrival)
+        insort(self._prefilling, seq, key=by_arrival)
         start = RowStart(
             seq.row,
             seq.params,
@@ -227,7 +277,7 @@ class Scheduler:
             seq.grammar,
         )
         draft.starts.append(start)
-        self._plan_chunk(draft, seq, draft.budget, seq.block_table.copy())
+        draft.new_rows.add(seq.row)
 
     def _shared_blocks(self, seq: Sequence) -> list[int]:
         """Blocks that hold the sequence's beginning already: its leader's, or those found by content."""
@@ -256,12 +306,13 @@ class Scheduler:
             for other in self.running
         )
 
-    def _plan_chunk(self, draft: Draft, seq: Sequence, budget: int, new_blocks: list[int]) -> None:
+    def _plan_chunk(self, draft: Draft, seq: Sequence, budget: int) -> None:
         """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode."""
         assert seq.row is not None
         start = seq.num_computed
         end = min(seq.num_tokens, start + budget)
         draws = end == seq.num_tokens
+        new_blocks = seq.block_table.copy() if seq.row in draft.new_rows else []
         targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
         draft.chunks.append(
             RowChunk(

@@ -54,6 +54,7 @@ class Sequence:
         "leader",
         "num_cached_tokens",
         "num_computed",
+        "num_found_tokens",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
@@ -100,6 +101,8 @@ class Sequence:
         self.is_decoding = False
         """Whether its text was computed in its row. From then on the scheduler counts what is computed and pending."""
         self.num_computed = 0
+        self.num_found_tokens = 0
+        """Tokens that were in the prefix cache when it was queued: an estimate of what it need not compute."""
         self.num_pending = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the first admission found in the prefix cache."""
@@ -112,6 +115,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known."""
         return len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one is drawn; of a waiting sequence, an estimate."""
+        if self.status is Status.RUNNING:
+            return len(self.token_ids) - self.num_computed
+        if self.leader is not None and self.leader.status is Status.RUNNING:
+            return len(self.token_ids) - min(self.leader.num_computed, self.num_prompt_tokens - 1)
+        return len(self.token_ids) - self.num_found_tokens
 
     @property
     def num_output_tokens(self) -> int:

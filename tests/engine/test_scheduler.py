@@ -50,10 +50,120 @@ def test_an_eighth_is_no_crumb() -> None:
 
 def test_where_no_other_prompt_is_computed_a_crumb_is_better_than_nothing() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=64, max_num_seqs=63)
-    add(scheduler, *[1] * 60, 500, 2)
+    add(scheduler, *[1] * 60, 500)
     assert len(step(scheduler).chunks) == 60, "4 tokens are left for a prompt of 500"
     plan = step(scheduler)
     assert (len(plan.decoding.rows), chunks(plan)) == (60, [(60, 4)])
+
+
+def test_a_short_prompt_is_computed_beside_a_long_one() -> None:
+    scheduler = make_scheduler(max_model_len=8000)
+    add(scheduler, 5000, 30, 700)
+    assert chunks(step(scheduler)) == [(1, 30), (2, 370), (0, 400)]
+    plan = step(scheduler)
+    assert (plan.decoding.rows.tolist(), chunks(plan)) == ([1], [(2, 330), (0, 469)])
+    assert chunks(step(scheduler)) == [(0, 798)]
+
+
+def test_a_late_prompt_passes_all_long_ones_that_wait() -> None:
+    scheduler = make_scheduler(max_model_len=8000, num_blocks=4000)
+    seqs = add(scheduler, *[5000] * 9)
+    step(scheduler)
+    late = Sequence(len(seqs), [99] * 900, SamplingParams(max_tokens=5))
+    scheduler.add(late)
+    for _ in range(3):
+        step(scheduler)
+    assert late.num_output_tokens == 1
+    assert seqs[0].num_computed == 800 + 3 * 400 + 300, "half of each step, and what the other left"
+
+
+def test_half_of_a_step_is_for_the_oldest_prompt_whatever_comes() -> None:
+    scheduler = make_scheduler(max_model_len=8000, num_blocks=4000)
+    (long,) = add(scheduler, 5000)
+    for number in range(1, 13):
+        for each in range(20):
+            scheduler.add(Sequence(number * 20 + each, [number, each] * 30, SamplingParams(max_tokens=1)))
+        step(scheduler)
+        assert long.num_computed >= 400 * number
+
+
+def test_tenants_share_what_the_oldest_leaves() -> None:
+    """Of two tenants with long prompts, the one with many gets about as much as the one with one."""
+    scheduler = make_scheduler(max_model_len=8000, num_blocks=9000)
+    params = SamplingParams(max_tokens=5)
+    many = [Sequence(index, [index] * 4000, params, cache_salt=b"many") for index in range(8)]
+    one = Sequence(8, [8] * 4500, params, cache_salt=b"one")
+    for seq in (*many, one):
+        scheduler.add(seq)
+    while one.num_output_tokens == 0:
+        step(scheduler)
+    assert sum(seq.num_output_tokens > 0 for seq in many) == 1
+    assert sum(seq.num_computed for seq in many) <= one.num_prompt_tokens + 2 * 800
+
+
+def test_a_tenant_with_many_short_prompts_lets_others_in() -> None:
+    scheduler = make_scheduler()
+    params = SamplingParams(max_tokens=5)
+    for index in range(50):
+        scheduler.add(Sequence(index, [index] * 90, params, cache_salt=b"many"))
+    other = Sequence(50, [50] * 90, params, cache_salt=b"other")
+    scheduler.add(other)
+    step(scheduler)
+    step(scheduler)
+    assert other.num_output_tokens > 0
+
+
+def test_prompts_beside_answers_get_a_limited_part_of_a_step() -> None:
+    scheduler = make_scheduler(max_model_len=8000)
+    scheduler.max_mixed_tokens = 50
+    add(scheduler, 30, 2000)
+    assert chunks(step(scheduler)) == [(0, 30), (1, 770)], "nobody decodes yet"
+    for _ in range(3):
+        plan = step(scheduler)
+        assert (plan.decoding.rows.tolist(), chunks(plan)) == ([0], [(1, 50)])
+    scheduler.add(Sequence(2, [5] * 30, SamplingParams()))
+    assert chunks(step(scheduler)) == [(2, 25), (1, 25)]
+    assert chunks(step(scheduler)) == [(2, 5), (1, 45)]
+
+
+def test_prompts_get_as_many_tokens_as_answers() -> None:
+    scheduler = make_scheduler()
+    scheduler.max_mixed_tokens = 5
+    add(scheduler, *[10] * 20)
+    step(scheduler)
+    plan = step(scheduler)
+    assert (len(plan.decoding.rows), chunks(plan)) == (20, [])
+    scheduler.add(Sequence(21, [1] * 300, SamplingParams()))
+    assert chunks(step(scheduler)) == [(20, 20)]
+
+
+def test_a_short_prompt_passes_a_long_one_that_lacks_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=120, max_num_batched_tokens=200, max_model_len=1600)
+    seqs = add(scheduler, 900, 1000, 30)
+    for _ in range(6):
+        step(scheduler)
+    old, blocked, short = seqs
+    assert old.num_output_tokens > 0
+    assert blocked.num_computed == 0
+    assert short.num_output_tokens > 0
+
+
+def test_none_passes_that_would_keep_the_long_one_waiting() -> None:
+    """The long one and those that passed it must fit together into the pool."""
+    scheduler = make_scheduler(num_blocks=120, max_num_batched_tokens=200, max_model_len=1900)
+    (old,) = add(scheduler, 900, max_tokens=90)
+    while old.num_output_tokens == 0:
+        step(scheduler)
+    late = [Sequence(1 + index, [index] * length, old.params) for index, length in enumerate([1850, 100, 100])]
+    for seq in late:
+        scheduler.add(seq)
+    for _ in range(8):
+        step(scheduler)
+    assert [seq.num_output_tokens > 0 for seq in late] == [False] * 3
+    while not old.is_finished:
+        step(scheduler)
+    step(scheduler)
+    assert late[0].num_computed > 0
 
 
 def test_when_blocks_run_out_the_newest_gives_up_its_own() -> None:

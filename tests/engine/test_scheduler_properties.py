@@ -22,6 +22,7 @@ class Arrival:
     max_tokens: int
     num_samples: int
     abort_after: int | None
+    tenant: bytes
 
 
 @dataclass
@@ -34,6 +35,7 @@ class World:
     depth: int
     enable_prefix_caching: bool
     min_awaited_tokens: int
+    max_mixed_tokens: int
 
 
 @st.composite
@@ -50,6 +52,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_tokens=st.integers(1, 12),
         num_samples=st.sampled_from([1, 1, 1, 3]),
         abort_after=st.one_of(st.none(), st.none(), st.integers(0, 8)),
+        tenant=st.sampled_from([b"", b"", b"other"]),
     )
     return World(
         arrivals=sorted(draw(st.lists(arrival, min_size=1, max_size=8)), key=lambda a: a.step),
@@ -60,6 +63,7 @@ def worlds(draw: st.DrawFn) -> World:
         depth=draw(st.integers(1, 3)),
         enable_prefix_caching=draw(st.booleans()),
         min_awaited_tokens=draw(st.sampled_from([4, 1000])),
+        max_mixed_tokens=draw(st.sampled_from([1, 5, 1000])),
     )
 
 
@@ -79,6 +83,7 @@ class Simulation:
             max_model_len=self.max_model_len,
         )
         self.scheduler.min_awaited_tokens = world.min_awaited_tokens
+        self.scheduler.max_mixed_tokens = world.max_mixed_tokens
         self.runner = FakeRunner(world.num_blocks, world.block_size)
         self.seqs: list[Sequence] = []
         self.refused = 0
@@ -94,9 +99,11 @@ class Simulation:
             for when, seq in self.aborts:
                 if when == step:
                     self.scheduler.finish(seq, "abort")
+            prompts = {seq.arrival for seq in self.scheduler.running if not seq.is_decoding}
             plan = self.scheduler.schedule()
             if plan is not None:
                 self.check_plan(plan)
+                self.check_prompts(plan, prompts)
                 results.append(self.runner.submit(plan))
             if results and (plan is None or len(results) >= self.world.depth):
                 self.scheduler.commit(results.popleft())
@@ -109,7 +116,15 @@ class Simulation:
         leader = None
         for sample in range(arrival.num_samples):
             index = len(self.seqs) + self.refused
-            seq = Sequence(index, arrival.prompt, params, seed=sample, stop_ids=(STOP_ID,), leader=leader)
+            seq = Sequence(
+                index,
+                arrival.prompt,
+                params,
+                seed=sample,
+                stop_ids=(STOP_ID,),
+                leader=leader,
+                cache_salt=arrival.tenant,
+            )
             leader = leader or seq
             if len(arrival.prompt) >= self.max_model_len:
                 with pytest.raises(PromptTooLongError):
@@ -127,20 +142,35 @@ class Simulation:
         rows = [*plan.decoding.rows.tolist(), *(chunk.row for chunk in plan.chunks)]
         assert len(set(rows)) == len(rows) == plan.num_rows <= world.max_num_seqs
         assert all(len(chunk.token_ids) >= 1 for chunk in plan.chunks)
-        # Nobody starves: the oldest sequence alive is in the plan, unless its own tokens are in flight.
-        # (One that waited for another's prompt lets others pass meanwhile, but is then the first to be admitted.)
-        oldest = next(seq for seq in self.seqs if not seq.is_finished)
         planned = self.scheduler.in_flight[-1].seqs
-        may_have_waited = oldest.leader is not None or world.min_awaited_tokens == 4
-        assert oldest in planned or self.scheduler.num_pending(oldest) > 0 or may_have_waited
         # Nothing is drawn beyond an answer's end.
         for index in plan.draws:
             num_pending = self.scheduler.num_pending(planned[index])
             assert planned[index].num_output_tokens + num_pending <= planned[index].params.max_tokens
             assert planned[index].num_tokens + num_pending <= self.max_model_len
-        # Nor does an answer stop for a long prompt: what runs gets a token whenever it can take one.
+        # Answers go on beside any prompt: every running one gets a token whenever it can take one.
         for seq in self.scheduler.running:
-            assert seq in planned or self.scheduler.num_pending(seq) > 0
+            assert seq in planned or self.scheduler.num_pending(seq) > 0 or not seq.is_decoding
+
+    def check_prompts(self, plan, started: set[int]) -> None:
+        """`started`: the prompts that were at work before this step."""
+        num_decoding = len(plan.decoding.rows)
+        budget = self.world.max_num_batched_tokens - num_decoding
+        if num_decoding:
+            budget = min(budget, max(self.world.max_mixed_tokens, num_decoding))
+        assert plan.num_chunk_tokens <= budget
+        # No part of the budget is lost while a started prompt could use it.
+        if any(not seq.is_decoding for seq in self.scheduler.running):
+            assert plan.num_chunk_tokens == budget
+        # No long prompt starves: half of the budget is for the oldest, as far as it has use for it.
+        sizes = {
+            seq.arrival: (len(chunk.token_ids), seq.num_tokens - chunk.start)
+            for seq, chunk in zip(self.scheduler.in_flight[-1].seqs[num_decoding:], plan.chunks, strict=True)
+        }
+        alive = {seq.arrival for seq in self.scheduler.running}
+        if prompts := sizes.keys() | (started & alive):
+            size, remaining = sizes[min(prompts)]
+            assert size >= min(remaining, budget - budget // 2)
 
 
 @settings(max_examples=800, deadline=None)
@@ -166,3 +196,32 @@ def test_any_history_gives_each_sequence_its_own_tokens(world: World) -> None:
     assert simulation.blocks.num_free == world.num_blocks
     assert not simulation.scheduler.running
     assert not simulation.scheduler.waiting
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    long=st.integers(41, 400),
+    shorts=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+    num_blocks=st.integers(30, 120),
+    max_mixed_tokens=st.sampled_from([2, 10, 1000]),
+    max_tokens=st.integers(1, 20),
+)
+def test_no_flood_of_short_prompts_starves_a_long_one(long, shorts, num_blocks, max_mixed_tokens, max_tokens) -> None:
+    """Every step brings another short prompt, for ever; the long one starts to answer all the same."""
+    blocks = BlockManager(num_blocks, 4)
+    scheduler = Scheduler(blocks, max_num_seqs=8, max_num_batched_tokens=40, max_model_len=num_blocks * 4)
+    scheduler.max_mixed_tokens = max_mixed_tokens
+    params = SamplingParams(max_tokens=max_tokens)
+    runner = FakeRunner(num_blocks, 4)
+    early = Sequence(0, [1] * 8, params)
+    seq = Sequence(1, [1] * min(long, num_blocks * 4 - 1), params, cache_salt=b"other")
+    scheduler.add(early)
+    scheduler.add(seq)
+    num_steps = 0
+    while seq.num_output_tokens == 0:
+        scheduler.add(Sequence(2 + num_steps, [2] * shorts[num_steps % len(shorts)], params))
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(runner.submit(plan))
+        num_steps += 1
+        assert num_steps < 1000

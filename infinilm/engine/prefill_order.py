@@ -1,0 +1,33 @@
+"""The order in which prompts share what a step can compute. Pure functions: no torch, no clock, no randomness."""
+
+from operator import attrgetter
+
+from infinilm.engine.sequence import Sequence
+
+by_arrival = attrgetter("arrival")
+
+
+def order_prompts(prompts: list[Sequence], oldest: Sequence | None, step_tokens: int) -> list[Sequence]:
+    """Short prompts in order of arrival, then long ones, those with the fewest tokens left first.
+
+    Short prompts fit into one step. Tenants (`cache_salt`) share: a prompt's size includes that of the same tenant's
+    prompts before it, so a tenant's first `step_tokens` come before the next ones of any other. The scheduler keeps a
+    part of every step for `oldest`: if that is long, the long prompts of other tenants come before those of its own.
+    """
+    ordered = sorted(prompts, key=by_arrival)
+    if all(len(seq.token_ids) <= step_tokens and seq.cache_salt == ordered[0].cache_salt for seq in ordered):
+        return ordered
+    sizes = {seq.arrival: seq.num_remaining for seq in ordered}
+    ordered.sort(key=lambda seq: max(sizes[seq.arrival], step_tokens))
+    is_oldest_long = oldest is not None and sizes[oldest.arrival] > step_tokens
+    totals: dict[bytes, int] = {}
+    ranks = {}
+    for seq in ordered:
+        total = totals[seq.cache_salt] = totals.get(seq.cache_salt, 0) + sizes[seq.arrival]
+        if total <= step_tokens:
+            ranks[seq.arrival] = (0, 0)
+        elif oldest is None or not is_oldest_long or seq.cache_salt != oldest.cache_salt:
+            ranks[seq.arrival] = (1, total)
+        else:
+            ranks[seq.arrival] = (2, total)
+    return sorted(ordered, key=lambda seq: ranks[seq.arrival])
