@@ -1,10 +1,11 @@
-"""Who gets in, and whose turn it is.
+"""Which requests are let in, and in which order the engine gets them.
 
-The engine serves in the order it is handed jobs. So it is handed only what it can begin soon; the others wait here,
-and tenants (API keys) take turns.
+The engine is handed only what it can begin soon. The other jobs wait here in lanes, one for the short and one for the
+long prompts of each tenant (API key). Lanes take turns, and a lane's jobs in the engine hold up no other lane: the
+engine's scheduler computes long prompts beside short ones, and shares its steps among tenants.
 """
 
-from collections import deque
+from collections import Counter, deque
 
 from infinilm.server.api_errors import ApiError, shutting_down
 from infinilm.server.engine_client import EngineClient, State
@@ -12,26 +13,35 @@ from infinilm.server.jobs import Job, now
 from infinilm.server.settings import Limits
 
 NUM_STEPS_AHEAD = 3
-"""The engine is handed prompts for so many steps: it never waits for one, and not many are beyond taking turns."""
+"""A lane of short prompts may have so many steps' prompt tokens in the engine that have not drawn a token."""
+NUM_LONG_AHEAD = 8
+"""A lane of long prompts, those of more than one step, may have so many of them there."""
+SHARED_PART = 8
+"""A tenant with more than its share of the engine's rows leaves 1/8 of them to others."""
 MAX_RETRY_AFTER_S = 60.0
+
+Lane = tuple[str, bool]
+"""A tenant, and whether its prompts are long."""
 
 
 class Admission:
     """Holds jobs back until the engine has room, and refuses them when too many wait."""
 
-    def __init__(self, client: EngineClient, limits: Limits) -> None:
+    def __init__(self, client: EngineClient, limits: Limits, *, has_tenants: bool = False) -> None:
         self._client = client
         self._limits = limits
-        self._queues: dict[str, deque[Job]] = {}
-        """The waiting jobs of each tenant; the tenant whose turn it is comes first."""
+        self._has_tenants = has_tenants
+        """Whether there can be more than one."""
+        self._queues: dict[Lane, deque[Job]] = {}
+        """The waiting jobs of each lane; the lane whose turn it is comes first."""
         self.num_jobs = 0
         self.num_tokens = 0
         self.num_waiting = 0
         self.is_draining = False
-        self._num_rows = 0
-        """Answers that the engine is at work on, or will be."""
-        self._num_ahead = 0
-        """Prompt tokens of jobs that the engine has and has not drawn a token for."""
+        self._num_rows: Counter[str] = Counter()
+        """By tenant: answers that the engine is at work on, or will be."""
+        self._num_ahead: Counter[Lane] = Counter()
+        """By lane: prompt tokens (of a long lane, jobs) that the engine has and has not drawn a token for."""
         self._mean_seconds = 1.0
         client.on_start = self._note_start
         client.on_end = self._note_end
@@ -55,7 +65,7 @@ class Admission:
         self.num_tokens += num_tokens
         self.num_waiting += len(jobs)
         for job in jobs:
-            self._queues.setdefault(job.tenant, deque()).append(job)
+            self._queues.setdefault(self._lane(job), deque()).append(job)
         self._hand_out()
 
     def check_open(self) -> None:
@@ -72,10 +82,11 @@ class Admission:
         if job.submit_time is not None:
             self._client.abort(job)
             return
-        queue = self._queues[job.tenant]
+        lane = self._lane(job)
+        queue = self._queues[lane]
         queue.remove(job)
         if not queue:
-            del self._queues[job.tenant]
+            del self._queues[lane]
         self._drop(job)
 
     def leave_answer(self, job: Job, answer: int) -> None:
@@ -90,37 +101,63 @@ class Admission:
         return ApiError(429, f"the server is full: {message}", code="server_full", headers=headers)
 
     def _hand_out(self) -> None:
-        """Give the engine jobs, one tenant after the other, while it can begin them soon."""
-        while self._queues and self._client.state is State.READY:
-            tenant, queue = next(iter(self._queues.items()))
-            if not self._has_room(queue[0]):
-                return
+        """Give the engine jobs, one lane after the other, while it can begin them soon."""
+        while self._client.state is State.READY and (lane := self._next_lane()) is not None:
+            queue = self._queues.pop(lane)
             job = queue.popleft()
-            del self._queues[tenant]
             if queue:
-                self._queues[tenant] = queue  # at the end: the others come first
+                self._queues[lane] = queue  # at the end: the others come first
             self.num_waiting -= 1
-            self._num_rows += job.params.n
-            self._num_ahead += len(job.prompt_token_ids)
+            self._num_rows[job.tenant] += job.params.n
+            self._num_ahead[lane] += self._size(job)
             self._client.submit(job)
 
-    def _has_room(self, job: Job) -> bool:
+    def _next_lane(self) -> Lane | None:
+        """The first lane whose next job the engine can be given."""
         ready = self._client.ready
         assert ready is not None
-        if self._num_rows == 0:
-            return True
+        num_rows = self._num_rows.total()
         max_rows = ready.max_num_seqs + max(1, ready.max_num_seqs // 8)  # for rows that become free meanwhile
-        max_ahead = NUM_STEPS_AHEAD * ready.max_num_batched_tokens
-        return self._num_rows + job.params.n <= max_rows and (self._num_ahead == 0 or self._num_ahead < max_ahead)
+        for lane, queue in self._queues.items():
+            if num_rows == 0:
+                return lane
+            num_after = num_rows + queue[0].params.n
+            if num_after > max_rows:
+                return None  # no job with fewer answers passes this one: it would wait for ever
+            if self._may_begin(lane) and num_after <= self._max_rows_with(lane[0], max_rows):
+                return lane
+        return None
+
+    def _may_begin(self, lane: Lane) -> bool:
+        assert self._client.ready is not None
+        max_tokens = NUM_STEPS_AHEAD * self._client.ready.max_num_batched_tokens
+        return self._num_ahead[lane] < (NUM_LONG_AHEAD if lane[1] else max_tokens)
+
+    def _max_rows_with(self, tenant: str, max_rows: int) -> int:
+        """Rows that may be in use with a tenant's next job: fewer if it has its share, to leave some to others."""
+        assert self._client.ready is not None
+        num_seqs = self._client.ready.max_num_seqs
+        has_share = self._num_rows[tenant] * (len(self._num_rows) + 1) >= num_seqs
+        return num_seqs - num_seqs // SHARED_PART if self._has_tenants and has_share else max_rows
+
+    def _lane(self, job: Job) -> Lane:
+        assert self._client.ready is not None
+        return job.tenant, len(job.prompt_token_ids) > self._client.ready.max_num_batched_tokens
+
+    def _size(self, job: Job) -> int:
+        """What a job counts in its lane."""
+        return 1 if self._lane(job)[1] else len(job.prompt_token_ids)
 
     def _note_start(self, job: Job) -> None:
-        self._num_ahead -= len(job.prompt_token_ids)
+        self._num_ahead[self._lane(job)] -= self._size(job)
         self._hand_out()
 
     def _note_end(self, job: Job) -> None:
-        self._num_rows -= job.params.n
+        self._num_rows[job.tenant] -= job.params.n
+        if not self._num_rows[job.tenant]:
+            del self._num_rows[job.tenant]
         if job.first_time is None:
-            self._num_ahead -= len(job.prompt_token_ids)
+            self._num_ahead[self._lane(job)] -= self._size(job)
         self.num_jobs -= 1
         self.num_tokens -= job.num_charged_tokens
         self._mean_seconds += 0.1 * (now() - job.arrival_time - self._mean_seconds)

@@ -50,7 +50,7 @@ class Service:
         }
         """Whether the chat template itself writes tools, calls and results; a request with tools may have its own."""
         self.client = EngineClient(config.replace(model=path))
-        self.admission = Admission(self.client, settings.limits)
+        self.admission = Admission(self.client, settings.limits, has_tenants=len(settings.api_keys) > 1)
         self.metrics = Metrics()
         self.created = int(time.time())
         self._ids = itertools.count()
