@@ -8,6 +8,7 @@ prompt of many words, and while that is computed the third says "Hi" again and a
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 
 KEYS = {name: f"bench-key-of-{name}" for name in ("reader", "writer", "guest")}
-WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but".split()
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
 PAUSE_S = 0.5
 
 
@@ -70,10 +71,10 @@ async def measure(url: str, num_words: int, *, has_stream: bool) -> dict[str, An
     gaps = []
     if stream is not None:
         times = [each for each in (await stream)[1:] if start <= each <= done]
-        gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
     return {
         "idle_ttft_s": describe([times[1] - times[0] for times in idle]),
-        "alone_gap_s": describe([b - a for a, b in zip(alone[1:], alone[2:], strict=False)]),
+        "alone_gap_s": describe([after - before for before, after in itertools.pairwise(alone[1:])]),
         "long_prompt_s": done - start,
         "guest_ttft_s": describe(waits),
         "stream_gap_s": describe(gaps) if gaps else None,

@@ -22,7 +22,7 @@ from infinilm.sampling_params import RowStart
 MIN_AWAITED_TOKENS = 256
 """A beginning in common that is shorter is computed twice rather than waited for."""
 MAX_PIECES = 8
-"""Don't start a prompt beside others if the step's remaining budget covers less than 1/8 of what a step could compute."""
+"""Don't start a prompt beside others if the remaining budget covers less than 1/8 of what a whole step would."""
 NUM_CANDIDATES = 256
 """Waiting sequences, in order of arrival, among which the scheduler chooses the next to start."""
 
@@ -104,8 +104,12 @@ class Scheduler:
         self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
+        self.max_prefill_tokens = max_num_batched_tokens
+        """Prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
         self.max_mixed_tokens = max_num_batched_tokens
-        """Prompt tokens of a step in which other sequences decode, if more than these are. Limits the step's time."""
+        """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
+        self.last_plan: StepPlan | None = None
+        """The plan whose result was committed last."""
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -146,8 +150,9 @@ class Scheduler:
         """Plan the next step, or None if there is nothing to compute right now."""
         draft = Draft(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(draft)
-        if draft.seqs:
-            draft.budget = min(draft.budget, max(self.max_mixed_tokens, len(draft.seqs)))
+        num_decoding = len(draft.seqs)
+        limit = max(self.max_mixed_tokens, num_decoding) if num_decoding else self.max_prefill_tokens
+        draft.budget = min(draft.budget, limit)
         if draft.budget > 0:
             self._plan_prompts(draft, may_admit=not has_preempted)
         if not draft.seqs:
@@ -197,12 +202,12 @@ class Scheduler:
         """Share the budget among prompts, started or waiting: half for the oldest, the rest by `order_prompts`."""
         budget, blocked = draft.budget, None
         first = next(self._candidates(), None) if may_admit else None
-        if first is not None and (not self._prefilling or first.arrival < self._prefilling[0].arrival):
-            # The oldest prompt gets its row and blocks before all others.
-            if self._admit(draft, first, budget) is _Admitted.REFUSED:
-                blocked = first
-                # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
-                may_admit = first.num_tokens > self.max_num_batched_tokens
+        is_oldest = first is not None and not (self._prefilling and self._prefilling[0].arrival < first.arrival)
+        # The oldest prompt gets its row and blocks before all others.
+        if first is not None and is_oldest and self._admit(draft, first, budget) is _Admitted.REFUSED:
+            blocked = first
+            # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
+            may_admit = first.num_tokens > self.max_num_batched_tokens
         prompts = self._prefilling.copy()
         if may_admit:
             prompts += (seq for seq in self._candidates() if seq is not blocked)
@@ -351,6 +356,7 @@ class Scheduler:
     def commit(self, result: StepResult) -> Committed:
         """Take in the oldest plan's result."""
         flight = self.in_flight.popleft()
+        self.last_plan = flight.plan
         committed = Committed(flight.plan, flight.seqs, set())
         is_same = self._tenure[flight.rows] == flight.tenures
         num_done = 0

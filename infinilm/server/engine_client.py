@@ -1,4 +1,4 @@
-"""The engine as the HTTP process sees it: jobs go in, news comes back, and it is started again when it dies."""
+"""The engine as the HTTP process sees it: jobs go in, deltas come back; it is started again when it dies or hangs."""
 
 import asyncio
 import logging
@@ -24,9 +24,11 @@ from infinilm.server.messages import (
     Stepped,
     Stop,
     Submit,
+    Timing,
     config_to_wire,
     params_to_wire,
 )
+from infinilm.server.settings import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STOP_TIMEOUT_S = 5.0
 STEADY_S = 60.0
 """An engine that ran for so long has earned a quick restart."""
+MAX_HEARTBEAT_S = 1.0
 
 
 class State(StrEnum):
@@ -42,13 +45,14 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    FAILED = "failed"
     STOPPED = "stopped"
 
 
 class EngineClient:
     """Owns the engine's process. `on_start`, `on_end` and `on_change` are for whoever hands it jobs."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, limits: Limits) -> None:
         self.state = State.STARTING
         self.cause: str | None = None
         """Why the engine died the last time."""
@@ -61,7 +65,14 @@ class EngineClient:
         """A job has ended, one way or another."""
         self.on_change: Callable[[], None] = lambda: None
         """The engine has become ready, or has died."""
+        self.failed = asyncio.Event()
+        """Set when the engine can't be started again: `cause` says why."""
         self._config = config
+        self._step_timeout = limits.step_timeout
+        self._timing = Timing(
+            limits.mixed_step_time, limits.prefill_step_time, min(MAX_HEARTBEAT_S, limits.step_timeout / 8)
+        )
+        self._num_reports = 0
         self._jobs: dict[str, Job] = {}
         self._child: EngineChild | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -102,6 +113,8 @@ class EngineClient:
     def down_error(self) -> ApiError:
         """What to tell a request while there is no engine."""
         because = f": {self.cause}" if self.cause else ""
+        if self.state is State.FAILED:
+            return unavailable(f"the engine can't be started again{because}", retry_after=60, code="engine_failed")
         return unavailable(f"the engine is {self.state}{because}; try again shortly", retry_after=5)
 
     def _be_ready(self, report: Ready) -> None:
@@ -115,8 +128,11 @@ class EngineClient:
         delay = FIRST_DELAY_S
         while True:
             start_time = now()
-            self.cause = await self._follow(child)
+            self.cause, is_permanent = await self._follow(child)
             self.stats = EngineStats()  # what it had is gone with it
+            if is_permanent and not self._stopping.is_set():
+                self._fail()
+                return
             while not self._stopping.is_set():
                 self.state = State.RESTARTING
                 if now() - start_time > STEADY_S:
@@ -140,19 +156,48 @@ class EngineClient:
     async def _launch(self) -> EngineChild:
         """Start a process, and have it load the model."""
         self._child = await EngineChild.start()
-        self._child.send(Start(config_to_wire(self._config)))
+        self._child.send(Start(config_to_wire(self._config), self._timing))
         return self._child
 
-    async def _follow(self, child: EngineChild) -> str:
-        """Take in reports until there are no more; why that is."""
-        failure = None
+    def _fail(self) -> None:
+        """Give the engine up: another start would fail the same way."""
+        self.state = State.FAILED
+        self.on_change()
+        self._end_all(self.down_error())
+        self.failed.set()
+
+    async def _follow(self, child: EngineChild) -> tuple[str, bool]:
+        """Take in reports until there are no more; why that is, and whether another start would fail the same way."""
+        failure, is_permanent = None, False
+        watcher = asyncio.create_task(self._kill_if_hung(child))
         while (report := await child.receive()) is not None:
+            self._num_reports += 1
             if isinstance(report, Failed):
-                failure = report.error
+                failure, is_permanent = report.error, report.is_permanent
             else:
                 self._take(report)
+        if watcher.done():
+            failure = (
+                f"the engine made no progress for {self._step_timeout:g} s and was killed; if its steps can take "
+                "longer, raise --limit step_timeout"
+            )
+        watcher.cancel()
         end = await child.end()
-        return failure or end
+        return failure or end, is_permanent
+
+    async def _kill_if_hung(self, child: EngineChild) -> None:
+        """Return once the engine was silent for `step_timeout`, after killing it. Loading may take any time.
+
+        Silence is counted in waking intervals of this task. So time in which this process did not run itself (it was
+        stopped, the container paused, the machine asleep) does not count.
+        """
+        interval = self._timing.heartbeat
+        num_silent, num_seen = 0, -1
+        while num_silent * interval < self._step_timeout:
+            await asyncio.sleep(interval)
+            is_silent = self.state is State.READY and self._num_reports == num_seen
+            num_silent, num_seen = num_silent + 1 if is_silent else 0, self._num_reports
+        child.kill()
 
     # --- jobs -------------------------------------------------------------------------------------------
 

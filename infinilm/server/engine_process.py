@@ -18,7 +18,7 @@ from time import perf_counter
 
 from infinilm.config import Config
 from infinilm.engine.llm_engine import LLMEngine
-from infinilm.errors import InfinilmError, WorkerDiedError
+from infinilm.errors import CheckpointError, InfinilmError, WorkerDiedError
 from infinilm.outputs import AnswerDelta
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.compiling import GrammarQueue
@@ -35,11 +35,13 @@ from infinilm.server.messages import (
     Stepped,
     Stop,
     Submit,
+    Timing,
     config_from_wire,
     decode_command,
     frame,
     params_from_wire,
 )
+from infinilm.server.step_pace import StepPace
 
 STATS_INTERVAL_S = 0.1
 MAX_CPU_STEP_TOKENS = 512
@@ -50,20 +52,26 @@ PR_SET_PDEATHSIG = 1
 class EngineLoop:
     """Steps while there is work, and listens."""
 
-    def __init__(self, engine: LLMEngine, connection: socket.socket, reader: FrameReader) -> None:
+    def __init__(self, engine: LLMEngine, connection: socket.socket, reader: FrameReader, timing: Timing) -> None:
         self._engine = engine
+        self._heartbeat_s = timing.heartbeat
+        self._pace = StepPace(engine.scheduler, mixed_s=timing.mixed_step, prefill_s=timing.prefill_step)
         self._socket = connection
         self._reader = reader
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
 
     def run(self) -> None:
-        """Until told to stop. Raises EOFError if the HTTP process is gone."""
+        """Until told to stop. Raises EOFError if the HTTP process is gone.
+
+        Reports come from this loop only, at least one per step and, while idle, per heartbeat. Without them the HTTP
+        process takes the engine for hung.
+        """
         engine = self._engine
         while True:
             if engine.is_finished():
                 self._tell_stats()
-                select.select([self._socket, self._grammars.bell], [], [])
+                select.select([self._socket, self._grammars.bell], [], [], self._heartbeat_s)
             for message in self._reader.read_all():
                 command = decode_command(message)
                 if isinstance(command, Submit):
@@ -80,10 +88,16 @@ class EngineLoop:
                     self._add(compiled.request, compiled.params)
             if engine.is_finished():
                 continue
-            if deltas := engine.step_deltas():
-                self._send(Stepped([_to_wire(delta) for delta in deltas]))
-            if perf_counter() - self._stats_time > STATS_INTERVAL_S:
-                self._tell_stats()
+            self._step()
+
+    def _step(self) -> None:
+        start_time = perf_counter()
+        deltas = self._engine.step_deltas()
+        self._pace.note(self._engine.scheduler.last_plan, perf_counter() - start_time)
+        if deltas:
+            self._send(Stepped([_to_wire(delta) for delta in deltas]))
+        if perf_counter() - self._stats_time > STATS_INTERVAL_S:
+            self._tell_stats()
 
     def _submit(self, request: Submit) -> None:
         with self._refusing(request):
@@ -174,14 +188,16 @@ def serve(connection: socket.socket) -> None:
         engine = _load(config_from_wire(command.settings))
     except Exception as error:
         is_known = isinstance(error, InfinilmError)
-        connection.sendall(frame(Failed(str(error) if is_known else _name(error), is_permanent=is_known)))
+        # Lack of memory is no permanent failure: it may be another process that has it for now.
+        is_permanent = isinstance(error, CheckpointError)
+        connection.sendall(frame(Failed(str(error) if is_known else _name(error), is_permanent=is_permanent)))
         raise SystemExit(2 if is_known else 1) from error
     gc.collect()
     gc.freeze()  # what is there stays: no later collection needs to look through it
     with engine:
         connection.sendall(frame(_describe(engine, perf_counter() - start_time)))
         try:
-            EngineLoop(engine, connection, reader).run()
+            EngineLoop(engine, connection, reader, command.timing).run()
         except (EOFError, ConnectionError):
             return  # the HTTP process is gone: nobody is left to answer
         except Exception as error:

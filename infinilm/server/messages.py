@@ -19,10 +19,19 @@ SOCKET_BUFFER_BYTES = 4 << 20
 """Room for a good many steps, so that the engine never waits for an HTTP process that is busy for a moment."""
 
 
+class Timing(msgspec.Struct, array_like=True, frozen=True):
+    """How long steps should take, and how often the engine reports at least. Seconds."""
+
+    mixed_step: float
+    prefill_step: float
+    heartbeat: float
+
+
 class Start(msgspec.Struct, tag="start", array_like=True):
     """Load a model."""
 
     settings: dict[str, Any]
+    timing: Timing
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

@@ -10,7 +10,7 @@ from types import FrameType
 
 import uvicorn
 
-from infinilm.errors import InvalidValueError
+from infinilm.errors import EngineError, InvalidValueError
 from infinilm.server.app import create_app
 from infinilm.server.connection import LimitedConnection
 from infinilm.server.messages import Ready
@@ -87,7 +87,11 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
             gc.collect()
             gc.freeze()  # what is there stays: no later collection needs to look through it
             on_ready(ready, address)
-            await serving
+            failing = asyncio.create_task(service.client.failed.wait())
+            await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
+            failing.cancel()
+            if service.client.failed.is_set():
+                raise EngineError(f"the engine can't be started again: {service.client.cause}")
     finally:
         server.should_exit = True
         loading.cancel()

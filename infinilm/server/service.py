@@ -49,7 +49,7 @@ class Service:
             for has_tools, template in ((False, tokenizer.chat_template), (True, tokenizer.tool_template))
         }
         """Whether the chat template itself writes tools, calls and results; a request with tools may have its own."""
-        self.client = EngineClient(config.replace(model=path))
+        self.client = EngineClient(config.replace(model=path), settings.limits)
         self.admission = Admission(self.client, settings.limits, has_tenants=len(settings.api_keys) > 1)
         self.metrics = Metrics()
         self.created = int(time.time())

@@ -40,6 +40,12 @@ class Limits:
     """For rendering the chat template, and making tokens of the prompt."""
     drain_timeout: float = 30.0
     """After SIGTERM, for the requests at work."""
+    step_timeout: float = 120.0
+    """For the engine to report progress: a step, or an idle heartbeat. Else it is taken for hung, and replaced."""
+    mixed_step_time: float = 0.1
+    """A step in which answers go on computes as many prompt tokens as fit into about this time, at least 32."""
+    prefill_step_time: float = 0.5
+    """The same for a step of prompts only: how long a new request waits for one that is being computed."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
