@@ -77,6 +77,7 @@ async def measure(url: str, num_words: int, *, has_stream: bool) -> dict[str, An
         "alone_gap_s": describe([after - before for before, after in itertools.pairwise(alone[1:])]),
         "long_prompt_s": done - start,
         "guest_ttft_s": describe(waits),
+        "guest_ttfts_s": [round(wait, 2) for wait in waits],
         "stream_gap_s": describe(gaps) if gaps else None,
     }
 

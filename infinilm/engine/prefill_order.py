@@ -7,24 +7,24 @@ from infinilm.engine.sequence import Sequence
 by_arrival = attrgetter("arrival")
 
 
-def order_prompts(prompts: list[Sequence], oldest: Sequence | None, step_tokens: int) -> list[Sequence]:
+def order_prompts(prompts: list[Sequence], oldest: Sequence | None, budget: int) -> list[Sequence]:
     """Short prompts in order of arrival, then long ones, those with the fewest tokens left first.
 
-    Short prompts fit into one step. Tenants (`cache_salt`) share: a prompt's size includes that of the same tenant's
-    prompts before it, so a tenant's first `step_tokens` come before the next ones of any other. The scheduler keeps a
+    Short prompts fit into the step's `budget`. Tenants (`cache_salt`) share: a prompt's size includes that of the same tenant's
+    prompts before it, so a tenant's first `budget` tokens come before the next ones of any other. The scheduler keeps a
     part of every step for `oldest`: if that is long, the long prompts of other tenants come before those of its own.
     """
     ordered = sorted(prompts, key=by_arrival)
-    if all(len(seq.token_ids) <= step_tokens and seq.cache_salt == ordered[0].cache_salt for seq in ordered):
+    if all(len(seq.token_ids) <= budget and seq.cache_salt == ordered[0].cache_salt for seq in ordered):
         return ordered
     sizes = {seq.arrival: seq.num_remaining for seq in ordered}
-    ordered.sort(key=lambda seq: max(sizes[seq.arrival], step_tokens))
-    is_oldest_long = oldest is not None and sizes[oldest.arrival] > step_tokens
+    ordered.sort(key=lambda seq: max(sizes[seq.arrival], budget))
+    is_oldest_long = oldest is not None and sizes[oldest.arrival] > budget
     totals: dict[bytes, int] = {}
     ranks = {}
     for seq in ordered:
         total = totals[seq.cache_salt] = totals.get(seq.cache_salt, 0) + sizes[seq.arrival]
-        if total <= step_tokens:
+        if total <= budget:
             ranks[seq.arrival] = (0, 0)
         elif oldest is None or not is_oldest_long or seq.cache_salt != oldest.cache_salt:
             ranks[seq.arrival] = (1, total)

@@ -207,13 +207,13 @@ class Scheduler:
         if first is not None and is_oldest and self._admit(draft, first, budget) is _Admitted.REFUSED:
             blocked = first
             # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
-            may_admit = first.num_tokens > self.max_num_batched_tokens
+            may_admit = first.num_tokens > budget
         prompts = self._prefilling.copy()
         if may_admit:
             prompts += (seq for seq in self._candidates() if seq is not blocked)
         oldest = self._prefilling[0] if self._prefilling else None
         kept = 0 if oldest is None else min(oldest.num_remaining, budget - budget // 2)
-        for seq in order_prompts(prompts, oldest, self.max_num_batched_tokens):
+        for seq in order_prompts(prompts, oldest, budget):
             if seq is oldest:
                 kept = 0
             available = draft.budget - kept

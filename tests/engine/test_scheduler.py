@@ -126,6 +126,18 @@ def test_prompts_beside_answers_get_a_limited_part_of_a_step() -> None:
     assert chunks(step(scheduler)) == [(2, 5), (1, 45)]
 
 
+def test_the_end_of_a_long_prompt_holds_up_no_short_one() -> None:
+    """What is left of it would fit into a step without answers, but not into one beside them."""
+    scheduler = make_scheduler()
+    scheduler.max_mixed_tokens = 50
+    _, long = add(scheduler, 30, 1500)
+    step(scheduler)
+    while long.num_remaining > 300:
+        step(scheduler)
+    scheduler.add(Sequence(2, [5] * 20, SamplingParams()))
+    assert chunks(step(scheduler)) == [(2, 20), (1, 30)]
+
+
 def test_prompts_get_as_many_tokens_as_answers() -> None:
     scheduler = make_scheduler()
     scheduler.max_mixed_tokens = 5
