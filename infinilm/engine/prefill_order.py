@@ -10,9 +10,10 @@ by_arrival = attrgetter("arrival")
 def order_prompts(prompts: list[Sequence], oldest: Sequence | None, budget: int) -> list[Sequence]:
     """Short prompts in order of arrival, then long ones, those with the fewest tokens left first.
 
-    Short prompts fit into the step's `budget`. Tenants (`cache_salt`) share: a prompt's size includes that of the same tenant's
-    prompts before it, so a tenant's first `budget` tokens come before the next ones of any other. The scheduler keeps a
-    part of every step for `oldest`: if that is long, the long prompts of other tenants come before those of its own.
+    Short prompts fit into the step's `budget`. Tenants (`cache_salt`) share: a prompt's size includes that of the same
+    tenant's prompts before it, so a tenant's first `budget` tokens come before the next ones of any other. The
+    scheduler keeps a part of every step for `oldest`: if that is long, the long prompts of other tenants come before
+    those of its own.
     """
     ordered = sorted(prompts, key=by_arrival)
     if all(len(seq.token_ids) <= budget and seq.cache_salt == ordered[0].cache_salt for seq in ordered):

@@ -343,13 +343,14 @@ class Scheduler:
         return int(self._computed[seq.row]) + 1 - seq.num_tokens if seq.is_decoding else seq.num_pending
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take back a running sequence's blocks; it will be computed again, first in the queue."""
+        """Take back a running sequence's blocks; it will be computed again, before all that came after it."""
         self._release(seq)
         seq.status = Status.WAITING
         seq.num_computed = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        index = next((i for i, other in enumerate(self.waiting) if other.arrival > seq.arrival), len(self.waiting))
+        self.waiting.insert(index, seq)
 
     # --- results ----------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from infinilm.server.step_pace import StepPace
 
 STATS_INTERVAL_S = 0.1
 MAX_CPU_STEP_TOKENS = 512
-"""A CPU takes seconds for a step of the default size; nobody else gets a token, and nothing is aborted, meanwhile."""
+"""The default on a CPU, where a step of the usual size takes seconds. `StepPace` lowers it further by measurement."""
 PR_SET_PDEATHSIG = 1
 
 
