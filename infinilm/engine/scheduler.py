@@ -4,15 +4,14 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
 import numpy as np
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import NO_TOKEN, Decoding, IntArray, RowChunk, StepPlan, StepResult
+from infinilm.engine.draft import Admitted, Committed, Decoders, Draft, InFlight
+from infinilm.engine.plan import NO_TOKEN, Decoding, RowChunk, StepPlan, StepResult
 from infinilm.engine.prefill_order import by_arrival, order_prompts
 from infinilm.engine.sequence import Sequence, Status
 from infinilm.errors import PromptTooLongError
@@ -25,54 +24,6 @@ MAX_PIECES = 8
 """Don't start a prompt beside others if the remaining budget covers less than 1/8 of what a whole step would."""
 NUM_CANDIDATES = 256
 """Waiting sequences, in order of arrival, among which the scheduler chooses the next to start."""
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A submitted plan and whose rows they are: these may change hands before it is committed."""
-
-    plan: StepPlan
-    seqs: list[Sequence]  # by index in the plan
-    rows: IntArray  # the same
-    tenures: IntArray  # whose turn it was in each row when planned
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A plan whose result was taken in."""
-
-    plan: StepPlan
-    seqs: list[Sequence]  # by index in the plan
-    void: set[int]
-    """Indices of sequences that had ended in the meantime: what the step computed for them means nothing."""
-
-
-@dataclass(slots=True)
-class Draft:
-    """A plan in the making."""
-
-    budget: int
-    starts: list[RowStart] = field(default_factory=list)
-    decoding: Decoding = field(default_factory=Decoding.none)
-    chunks: list[RowChunk] = field(default_factory=list)
-    seqs: list[Sequence] = field(default_factory=list)
-    new_rows: set[int] = field(default_factory=set)
-
-
-class _Admitted(Enum):
-    """What came of trying to start a waiting sequence."""
-
-    STARTED = auto()
-    SKIPPED = auto()  # another sequence is computing its prefix
-    REFUSED = auto()  # too few blocks or tokens are left
-
-
-@dataclass(frozen=True, slots=True)
-class _Decoders:
-    """The running sequences that go from token to token, oldest first."""
-
-    seqs: list[Sequence]
-    rows: IntArray
 
 
 class Scheduler:
@@ -114,7 +65,7 @@ class Scheduler:
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
         self._prefilling: list[Sequence] = []  # the running ones that don't decode yet, oldest first
-        self._decoders: _Decoders | None = None  # None: to be gathered anew
+        self._decoders: Decoders | None = None  # None: to be gathered anew
         # By row, of its sequence if that decodes: tokens computed by the steps planned so far, tokens that its blocks
         # can hold, and tokens with which its answer has its full length.
         self._computed, self._capacity, self._limit, self._tenure = np.zeros((4, self.max_num_rows), dtype=np.int64)
@@ -192,10 +143,10 @@ class Scheduler:
         draft.budget -= len(rows)
         return has_preempted
 
-    def _gather_decoders(self) -> _Decoders:
+    def _gather_decoders(self) -> Decoders:
         if self._decoders is None:
             seqs = [seq for seq in self.running if seq.is_decoding]
-            self._decoders = _Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
+            self._decoders = Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
         return self._decoders
 
     def _plan_prompts(self, draft: Draft, *, may_admit: bool) -> None:
@@ -204,7 +155,7 @@ class Scheduler:
         first = next(self._candidates(), None) if may_admit else None
         is_oldest = first is not None and not (self._prefilling and self._prefilling[0].arrival < first.arrival)
         # The oldest prompt gets its row and blocks before all others.
-        if first is not None and is_oldest and self._admit(draft, first, budget) is _Admitted.REFUSED:
+        if first is not None and is_oldest and self._admit(draft, first, budget) is Admitted.REFUSED:
             blocked = first
             # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
             may_admit = first.num_tokens > budget
@@ -223,8 +174,8 @@ class Scheduler:
                 if not may_admit or not self._free_rows:
                     continue
                 found = self._admit(draft, seq, available, budget=budget, blocked=blocked)
-                may_admit = found is not _Admitted.REFUSED
-                if found is not _Admitted.STARTED:
+                may_admit = found is not Admitted.REFUSED
+                if found is not Admitted.STARTED:
                     continue
             self._plan_chunk(draft, seq, available)
 
@@ -235,7 +186,7 @@ class Scheduler:
 
     def _admit(
         self, draft: Draft, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
-    ) -> _Admitted:
+    ) -> Admitted:
         """Start a waiting sequence if there are blocks for it, and tokens worth starting it for.
 
         `blocked` is an older sequence that lacks blocks. Others may pass it only as long as the pool has room for it
@@ -243,23 +194,23 @@ class Scheduler:
         """
         shared = self._shared_blocks(seq)
         if self._is_being_computed(seq, len(shared)):
-            return _Admitted.SKIPPED
+            return Admitted.SKIPPED
         num_new = self.blocks.blocks_for(seq.num_tokens) - len(shared)
         # Room for one block more per running sequence: else the next steps would preempt this one again.
         num_spare = len(self.running)
         if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
-            return _Admitted.REFUSED
+            return Admitted.REFUSED
         num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
         if draft.chunks and available * MAX_PIECES < min(num_tokens, budget):
-            return _Admitted.REFUSED
+            return Admitted.REFUSED
         if blocked is not None:
             num_younger = sum(len(other.block_table) for other in self.running if other.arrival > blocked.arrival)
             num_needed = self.blocks.blocks_for(blocked.num_tokens) + num_spare + 1
             if num_younger + len(shared) + num_new + num_needed > self.blocks.num_blocks:
-                return _Admitted.REFUSED
+                return Admitted.REFUSED
         self.waiting.remove(seq)
         self._start(draft, seq, shared, num_new)
-        return _Admitted.STARTED
+        return Admitted.STARTED
 
     def _start(self, draft: Draft, seq: Sequence, shared: list[int], num_new: int) -> None:
         """Give a sequence a row and blocks. A chunk of it must be planned in the same step."""
