@@ -43,7 +43,7 @@ class Limits:
     step_timeout: float = 120.0
     """For the engine to report progress: a step, or an idle heartbeat. Else it is taken for hung, and replaced."""
     mixed_step_time: float = 0.1
-    """A step in which answers go on computes as many prompt tokens as fit into about this time, at least 32."""
+    """A step in which answers go on computes as many prompt tokens as fit into about this time, at least 16."""
     prefill_step_time: float = 0.5
     """The same for a step of prompts only: how long a new request waits for one that is being computed."""
 

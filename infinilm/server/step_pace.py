@@ -5,8 +5,8 @@ from infinilm.engine.scheduler import Scheduler
 
 FIRST_TOKENS = 64
 """Where the search begins: a slow machine computes so many in time, and a fast one soon gets more."""
-MIN_TOKENS = 32
-"""With fewer tokens at a time, prompts would take much longer in total."""
+MIN_TOKENS = 16
+"""With fewer tokens at a time, prompts would take much longer in total. Far into a long prompt even these take long."""
 
 
 class Pace:
