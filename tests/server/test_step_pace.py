@@ -38,8 +38,8 @@ def test_a_quick_step_with_few_tokens_changes_nothing() -> None:
 
 
 def test_no_limit_exceeds_the_engines_own() -> None:
-    pace = Pace(0.1, 20)
-    assert settle(pace, 0.1) == 20
+    pace = Pace(0.1, 10)
+    assert settle(pace, 0.1) == 10
 
 
 def test_steps_with_and_without_answers_have_a_pace_each() -> None:
