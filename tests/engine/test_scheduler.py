@@ -5,7 +5,7 @@ import pytest
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.plan import StepPlan, StepResult
 from infinilm.engine.scheduler import Scheduler
-from infinilm.engine.sequence import Sequence
+from infinilm.engine.sequence import Sequence, Status
 from infinilm.sampling_params import SamplingParams
 
 
@@ -218,3 +218,18 @@ def test_an_answer_never_outgrows_its_limit_with_steps_in_flight() -> None:
     for _ in range(3):
         scheduler.commit(StepResult([9]))
     assert (seq.output_token_ids, seq.finish_reason) == ([9, 9, 9], "length")
+
+
+def test_prompts_that_fit_into_a_step_start_in_order_and_fill_every_step() -> None:
+    """As in offline generation: no budget is lost, and at most one prompt is cut."""
+    scheduler = make_scheduler(num_blocks=4000)
+    lengths = [100 + 37 * index % 600 for index in range(100)]
+    seqs = add(scheduler, *lengths, max_tokens=2)
+    started: list[Sequence] = []
+    while scheduler.waiting:
+        plan = step(scheduler)
+        started += [seq for seq in seqs if seq.status is not Status.WAITING and seq not in started]
+        assert started == seqs[: len(started)]
+        assert sum(seq.status is Status.RUNNING and not seq.is_decoding for seq in seqs) <= 1
+        num_free = 800 - plan.num_chunk_tokens - len(plan.decoding.rows)
+        assert not scheduler.waiting or num_free * 8 < scheduler.waiting[0].num_tokens
