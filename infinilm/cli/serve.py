@@ -1,5 +1,6 @@
 """`infinilm serve`: a model behind OpenAI's API."""
 
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -16,15 +17,24 @@ if TYPE_CHECKING:
     from infinilm.server.messages import Ready
     from infinilm.server.service import Service
 
+logger = logging.getLogger(__name__)
+
 KEY_VARIABLE = "INFINILM_API_KEY"
 Listen = Annotated[str, typer.Option(help="The address to listen on. One that others can reach needs an API key.")]
 Keys = Annotated[
     list[str] | None,
-    typer.Option(help="A key that clients must give. Can be given several times.", show_default=False),
+    typer.Option(
+        help="A key that clients must give. Every user of this machine can see it (ps): prefer --api-key-file or "
+        f"{KEY_VARIABLE}. Can be given several times.",
+        show_default=False,
+    ),
 ]
 KeyFile = Annotated[
     Path | None,
-    typer.Option(help=f"A file with a key in each line. Another way: {KEY_VARIABLE}.", show_default=False),
+    typer.Option(
+        help=f"A file with a key in each line. Another way: the environment variable {KEY_VARIABLE}.",
+        show_default=False,
+    ),
 ]
 LimitPairs = Annotated[
     list[str] | None,
@@ -56,9 +66,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does.
 
-    Ctrl-C or SIGTERM lets the requests at work finish; a second one does not.
+    Ctrl-C, SIGTERM or SIGHUP lets the requests at work finish; a second Ctrl-C or SIGTERM does not.
     """
     _check_installed()
+    from infinilm.server.logs import install_logging
     from infinilm.server.run import run
     from infinilm.server.service import Service
     from infinilm.server.settings import Limits, ServerSettings
@@ -66,6 +77,12 @@ def serve(
     if limit == ["help"]:
         _print_limits()
         return
+    install_logging()
+    if api_key:
+        logger.warning(
+            "--api-key shows in the list of processes, for every user of this machine; use --api-key-file or %s",
+            KEY_VARIABLE,
+        )
     settings = ServerSettings(
         host=host,
         port=port,
@@ -97,7 +114,7 @@ def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
             keys += file.read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidValueError(f"--api-key-file {file} can't be read: {error}") from None
-    keys += os.environ.get(KEY_VARIABLE, "").split()
+    keys += os.environ.pop(KEY_VARIABLE, "").split()  # the engine's process, which inherits the rest, needs no key
     return tuple(dict.fromkeys(keys))
 
 

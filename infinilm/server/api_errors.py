@@ -50,6 +50,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def body_too_large(max_bytes: int) -> ApiError:
+    """A 413."""
+    return ApiError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large")
+
+
 def shutting_down() -> ApiError:
     """For whoever comes, or is still here, when the server ends."""
     return unavailable("the server is shutting down", code="shutting_down")

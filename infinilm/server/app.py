@@ -18,6 +18,7 @@ from infinilm.server.completions import complete
 from infinilm.server.engine_client import State
 from infinilm.server.guard import Guard
 from infinilm.server.handlers import install_handlers
+from infinilm.server.logs import num_dropped_lines
 from infinilm.server.metrics import CONTENT_TYPE
 from infinilm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TokenizeRequest
 from infinilm.server.service import Service
@@ -179,6 +180,7 @@ def _metric_lines(service: Service) -> list[str]:
         "engine_steps_total": ("Steps of this run of the engine.", stats.num_steps),
         "preemptions_total": ("Requests that gave up their blocks for a while.", stats.num_preemptions),
         "engine_restarts_total": ("Times that the engine was started again.", service.client.num_restarts),
+        "log_lines_dropped_total": ("Log lines that could not be written.", num_dropped_lines()),
     }
     return list(service.metrics.lines(gauges, counters))
 

@@ -1,7 +1,7 @@
 """Grammars are compiled in threads: whoever sends one that takes long holds up nobody but himself."""
 
+import logging
 import socket
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -9,6 +9,8 @@ from queue import SimpleQueue
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.messages import Submit
 from infinilm.structured.compiler import GrammarCompiler
+
+logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 
@@ -77,7 +79,7 @@ class GrammarQueue:
         try:
             self._compiler.prepare()
         except Exception:  # whoever asks for a form will be told
-            traceback.print_exc()
+            logger.exception("the process that tries out grammars can't be started")
 
     def _ring(self, future: "Future[None]") -> None:  # noqa: ARG002
         self._bell_rope.send(b"!")

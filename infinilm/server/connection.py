@@ -1,91 +1,347 @@
-"""A client's connection: uvicorn's, with limits on headers, time and number, and a way to cut it."""
+"""A client's connection: uvicorn's, with limits on size, number and time, and a close that lets the client read."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from enum import Enum
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from infinilm.server.api_errors import ApiError, bad_request, unavailable
+from infinilm.server.api_errors import ApiError, bad_request, body_too_large, unavailable
+from infinilm.server.logs import choose_request_id
+from infinilm.server.metrics import Metrics
 from infinilm.server.settings import Limits
 
 CUT = "infinilm.cut"
-"""A function in `scope["extensions"]` that drops the connection at once, whatever waits to be sent."""
+"""A function in `scope["extensions"]` that drops the connection at once, with all that waits to be sent."""
+LIVE_PATH = b"/health/live"
+NUM_RESERVED = 32
+"""Connections beyond `max_connections`. Only `/health/live` is answered on them."""
+MAX_PIPELINED = 16
+"""Requests that may wait on a connection for the response to an earlier one."""
+CHUNK_OVERHEAD_BYTES = 16
+"""What the framing of one chunk may take: its size in hexadecimal, two line ends, and a few bytes more."""
+MAX_LINGER_BYTES = 64 << 20
+"""How much of a refused request is read and discarded, so that the client gets to read the response."""
 
 
 class RefusedError(Exception):
     """Ends the parsing of a request."""
 
 
-class LimitedConnection(HttpToolsProtocol):
-    """Refuses what is too large, too slow or too much before the application hears of it."""
+class Phase(Enum):
+    """What the client is expected to send."""
 
-    def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
+    IDLE = 0
+    HEADERS = 1
+    BODY = 2
+    DISCARDED = 3
+    """The connection ends: what is still received is discarded."""
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """Refuses what is too large, too slow or too much.
+
+    All bytes are bounded: the headers and the body by their limits; trailers, chunk sizes and chunk extensions together
+    by `max_header_bytes`, give or take one read from the socket. So is the time: `read_timeout` for the headers,
+    and again for the whole body.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: Limits,
+        metrics: Metrics,
+        reserved: "dict[LimitedConnection, None]",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._num_header_bytes = 0
-        self._is_in_headers = True
-        self._timer: asyncio.TimerHandle | None = None
+        self._metrics = metrics
+        self._reserved = reserved
+        """The connections beyond `max_connections`, oldest first; all connections share it."""
+        self._phase = Phase.IDLE
+        self._num_overhead_bytes = 0
+        """Bytes of the current message that are no body."""
+        self._num_body_bytes = 0
+        self._num_discarded_bytes = 0
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests whose headers are complete and whose response may not be, oldest first."""
+        self._read_timer = _Timer(self.loop, self._read_timed_out)
+        self._write_timer = _Timer(self.loop, self._check_progress)
+        self._num_unsent_bytes = 0
         self._refusal: ApiError | None = None
 
+    # --- the transport --------------------------------------------------------------------------------------
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
-        super().connection_made(transport)
-        self._expect_headers()
+        """Start to wait for a request. If too many wait in the reserve, the oldest of them is dropped."""
+        super().connection_made(LingeringTransport(transport, self._close))  # type: ignore[arg-type]
+        self._read_timer.start(self._limits.read_timeout)
+        if len(self.connections) > self._limits.max_connections:
+            self._reserved[self] = None
+            if len(self._reserved) > NUM_RESERVED:
+                oldest = next(iter(self._reserved))
+                del self._reserved[oldest]
+                oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client, or we, have closed the connection."""
-        self._stop_timer()
+        """Forget the connection."""
+        self._read_timer.stop()
+        self._write_timer.stop()
+        self._reserved.pop(self, None)
+        for cycle in self._open_cycles():
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
-        if self._is_in_headers:
-            self._num_header_bytes += len(data)
-        super().data_received(data)
-        if self._is_in_headers and self._num_header_bytes > self._limits.max_header_bytes:
-            self._refusal = self._too_large()
-            self.send_400_response("")
+        """Parse data, or discard it."""
+        if self._phase is Phase.DISCARDED:
+            self._num_discarded_bytes += len(data)
+            if self._num_discarded_bytes > MAX_LINGER_BYTES:
+                self.transport.abort()
+            return
+        self._unset_keepalive_if_required()
+        if not self._read_timer.is_running:
+            self._read_timer.start(self._limits.read_timeout)
+        self._num_overhead_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or bad_request("the request is not valid HTTP/1.1", code="invalid_http"))
+            return
+        except httptools.HttpParserUpgrade:  # no protocol is offered, so the request is answered as HTTP/1.1
+            pass
+        self._num_overhead_bytes = max(0, self._num_overhead_bytes)
+        if self._num_overhead_bytes > self._limits.max_header_bytes:
+            self._refuse(self._headers_too_large())
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as the response is written."""
+        super().pause_writing()
+        self._watch_progress()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._write_timer.stop()
+
+    def shutdown(self) -> None:
+        """The server ends: close once the response at work is sent."""
+        if self._phase is Phase.IDLE or self._open_cycles():
+            super().shutdown()
+        else:
+            self.transport.abort()
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        """Close the connection, after what has been written is sent.
+
+        If the client is still sending, closing the socket would reset the connection, and the client could lose the
+        response. So only our side is closed, and what is received is discarded, up to a limit.
+        """
+        self._watch_progress()
+        if self._phase is Phase.IDLE and not self.pipeline:
+            self._read_timer.stop()
+            transport.close()
+            return
+        self._phase = Phase.DISCARDED
+        self._read_timer.start(self._limits.read_timeout)
+        self.flow.resume_reading()
+        transport.write_eof()
+
+    def _watch_progress(self) -> None:
+        self._num_unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_timer.start(self._limits.write_timeout)
+
+    def _check_progress(self) -> None:
+        """Cut off a client that took nothing for `write_timeout` seconds."""
+        if 0 < self.transport.get_write_buffer_size() < self._num_unsent_bytes:
+            self._watch_progress()
+        elif self._num_unsent_bytes:
+            self.transport.abort()
+
+    # --- the parser -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._expect_headers()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise RefusedError
+        self._phase = Phase.HEADERS
+        self._num_body_bytes = 0
+        self._read_timer.start(self._limits.read_timeout)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Trailers are dropped."""
+        if self._phase is Phase.BODY:
+            return
+        if len(self.headers) >= self._limits.max_headers:
+            self._stop_parsing(ApiError(431, f"there are more than {self._limits.max_headers} headers (max_headers)"))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A request's headers are there; its body may follow."""
-        self._stop_timer()
-        self._is_in_headers = False
-        self._num_header_bytes = 0
+        """Start the request, while its body may still be received."""
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._limits.max_header_bytes:
-            self._refusal = self._too_large()
-        elif len(self.connections) > self._limits.max_connections:
-            self._refusal = unavailable("too many connections are open", code="too_many_connections")
-        if self._refusal is not None:
-            raise RefusedError
+            self._stop_parsing(self._headers_too_large())
+        if len(self.connections) <= self._limits.max_connections:
+            self._reserved.pop(self, None)
+        elif self in self._reserved and self.url.partition(b"?")[0] != LIVE_PATH:
+            self._stop_parsing(unavailable("too many connections are open", code="too_many_connections"))
+        self._num_overhead_bytes = 0
+        self._read_timer.start(self._limits.read_timeout)
         self.scope["extensions"] = {CUT: self.transport.abort}  # type: ignore[dict-item]
         super().on_headers_complete()
+        self._phase = Phase.BODY
+        self._cycles = [*self._open_cycles(), self.cycle]
+        if self in self._reserved:
+            self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer what can't be passed on, and close."""
-        if self.transport.is_closing():
-            return
-        error = self._refusal or bad_request(msg)
+    def on_body(self, body: bytes) -> None:
+        """Pass a piece of the body on."""
+        self._num_overhead_bytes -= len(body) + CHUNK_OVERHEAD_BYTES
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self._limits.max_body_bytes:
+            self._stop_parsing(body_too_large(self._limits.max_body_bytes))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._phase = Phase.IDLE
+        self._num_overhead_bytes = 0
+        self._read_timer.stop()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, unless what followed could not be parsed."""
+        super().on_response_complete()
+        if self._phase is Phase.DISCARDED and not self.pipeline:
+            self.transport.close()
+
+    # --- refusals -------------------------------------------------------------------------------------------
+
+    def _stop_parsing(self, refusal: ApiError) -> None:
+        """Raise through the parser, which has no other way to stop."""
+        self._refusal = refusal
+        raise RefusedError
+
+    def _headers_too_large(self) -> ApiError:
+        return ApiError(
+            431, f"the headers or trailers are larger than {self._limits.max_header_bytes} bytes (max_header_bytes)"
+        )
+
+    def _read_timed_out(self) -> None:
+        if self.flow.read_paused or (self._phase is Phase.IDLE and self._open_cycles()):  # the client is not late
+            self._read_timer.start(self._limits.read_timeout)
+        elif self._phase is Phase.BODY:
+            timeout = self._limits.read_timeout
+            self._refuse(ApiError(408, f"the body was not received within {timeout:g} s (read_timeout)"))
+        else:
+            self.transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Read no more requests. Answer the current one, unless the responses to earlier ones are still being sent."""
+        current = self.cycle if self._phase is Phase.BODY else None
+        unanswered = self._open_cycles()
+        self._phase = Phase.DISCARDED
+        self._read_timer.stop()
+        if current is None and not unanswered:
+            self._answer(error)
+        elif current is not None and unanswered[:1] == [current] and not current.response_started:
+            current.disconnected = True
+            current.message_event.set()
+            self._answer(error)
+        elif current in unanswered[1:]:
+            self.pipeline.popleft()  # it has not been started; the connection closes after those before it
+        elif not unanswered:
+            self.transport.close()
+
+    def _open_cycles(self) -> list[RequestResponseCycle]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _answer(self, error: ApiError) -> None:
         body = error.encode()
-        retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{retry}\r\n"
-        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "x-request-id": choose_request_id(None),
+            **error.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._metrics.responses["other", error.status] += 1
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         self.transport.close()
 
-    def _too_large(self) -> ApiError:
-        return ApiError(431, f"the headers are larger than {self._limits.max_header_bytes} bytes (max_header_bytes)")
 
-    def _expect_headers(self) -> None:
-        self._is_in_headers = True
-        self._stop_timer()
-        self._timer = self.loop.call_later(self._limits.read_timeout, self.transport.abort)
+class LingeringTransport:
+    """A transport whose `close` is replaced. uvicorn closes connections in several places."""
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def __init__(self, transport: asyncio.Transport, close: Callable[[asyncio.Transport], None]) -> None:
+        self._transport = transport
+        self._close = close
+        self._is_closing = False
+
+    def close(self) -> None:
+        """Close, the first time that this is called."""
+        if not self.is_closing():
+            self._is_closing = True
+            self._close(self._transport)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is to be written."""
+        return self._is_closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _Timer:
+    """Calls a function once, unless it is stopped or started again before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call is still to come."""
+        return self._handle is not None
+
+    def start(self, seconds: float) -> None:
+        """Call after this time, and not at the time set before."""
+        self.stop()
+        self._handle = self._loop.call_later(seconds, self._fire)
+
+    def stop(self) -> None:
+        """Don't call."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._callback()
+
+
+def _unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """The `send` for an HTTP/1.0 client, which knows no chunks: a body without a length ends with the connection."""
+    has_length = False
+
+    async def send(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await RequestResponseCycle.send(cycle, message)
+
+    return send

@@ -6,12 +6,12 @@ is gone.
 
 import ctypes
 import gc
+import logging
 import os
 import select
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -22,6 +22,7 @@ from infinilm.errors import CheckpointError, InfinilmError, WorkerDiedError
 from infinilm.outputs import AnswerDelta
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.compiling import GrammarQueue
+from infinilm.server.logs import install_logging
 from infinilm.server.messages import (
     Abort,
     Delta,
@@ -42,6 +43,8 @@ from infinilm.server.messages import (
     params_from_wire,
 )
 from infinilm.server.step_pace import StepPace
+
+logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
 MAX_CPU_STEP_TOKENS = 512
@@ -122,7 +125,7 @@ class EngineLoop:
         except InfinilmError as error:
             self._send(Rejected(request.request_id, str(error)))
         except Exception as error:
-            traceback.print_exc()
+            logger.exception("request %s failed", request.request_id)
             self._send(Rejected(request.request_id, _name(error), is_bug=True))
 
     def _abort(self, command: Abort) -> None:
@@ -201,7 +204,7 @@ def serve(connection: socket.socket) -> None:
         except (EOFError, ConnectionError):
             return  # the HTTP process is gone: nobody is left to answer
         except Exception as error:
-            traceback.print_exc()
+            logger.exception("the engine failed")
             connection.sendall(frame(Failed(_name(error), is_permanent=False)))
             raise SystemExit(1) from error
 
@@ -223,6 +226,8 @@ def main() -> None:
     # A signal to the whole group is for the HTTP process to act upon: it lets requests finish, and then says stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    install_logging()
     _end_with_parent(int(sys.argv[2]))
     serve(socket.socket(fileno=int(sys.argv[1])))
 

@@ -1,21 +1,25 @@
 """What every request passes before any route sees it: host, key, size; and what every response gets."""
 
-import asyncio
 import hashlib
 import hmac
+import logging
 from collections.abc import Sequence
 
-from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infinilm.server.api_errors import ApiError
+from infinilm.server.api_errors import ApiError, body_too_large
+from infinilm.server.connection import CUT
 from infinilm.server.jobs import now
+from infinilm.server.logs import choose_request_id, request_id
 from infinilm.server.metrics import Metrics
 from infinilm.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/health/live")
 """Routes without a key: the page, which asks for one, and the sign of life. The page's files are open too."""
 STATIC_PREFIX = "/static/"
+MAX_LENGTH_DIGITS = 18
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 SECURITY_HEADERS = [
@@ -73,26 +77,39 @@ class Guard:
         scope["direct_send"] = send  # for the pieces of a stream: once begun, nobody on the way has to see them
         path = scope["path"]
         label = path if path in self._paths else "other"
+        headers = _first_headers(scope)
+        own_id = choose_request_id(headers.get(b"x-request-id"))
+        request_id.set(own_id)
+        has_started = False
 
         async def watched_send(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 self._metrics.responses[label, message["status"]] += 1
-                message["headers"] = [*message["headers"], *SECURITY_HEADERS]
+                message["headers"] = [*message["headers"], *SECURITY_HEADERS, (b"x-request-id", own_id.encode())]
                 if path == "/" or path.startswith(STATIC_PREFIX):  # or a browser could mix the files of two versions
                     message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
         try:
-            headers = _first_headers(scope)
             self._check_host(headers)
             self._check_key(scope, headers)
             self._check_body(scope, headers)
         except ApiError as error:
             await refuse(error, watched_send)
             return
-        await self._app(
-            scope, _LimitedBody(receive, self._limits.max_body_bytes, self._limits.read_timeout), watched_send
-        )
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], path)
+            if has_started:
+                scope["extensions"][CUT]()
+            else:
+                await refuse(
+                    ApiError(500, f"the server failed to handle this request; its log says more at {own_id}"),
+                    watched_send,
+                )
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Without a key, a page that a browser has open must not reach us under a name of its own."""
@@ -121,9 +138,9 @@ class Guard:
         scope["tenant"] = tenant
 
     def _check_body(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._limits.max_body_bytes:
-            raise _too_large(self._limits.max_body_bytes)
+        length = headers.get(b"content-length", b"").lstrip(b"0")
+        if len(length) > MAX_LENGTH_DIGITS or int(length or b"0") > self._limits.max_body_bytes:
+            raise body_too_large(self._limits.max_body_bytes)
         if scope["method"] == "POST" and scope["path"] in self._paths:
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if kind != b"application/json":
@@ -133,35 +150,14 @@ class Guard:
                     "'Content-Type: application/json'",
                     code="unsupported_media_type",
                 )
-
-
-class _LimitedBody:
-    """Receives a body of a certain size at most, within a certain time."""
-
-    def __init__(self, receive: Receive, max_bytes: int, timeout: float) -> None:
-        self._receive = receive
-        self._num_left = max_bytes
-        self._max_bytes = max_bytes
-        self._timeout = timeout
-        self._is_complete = False
-
-    async def __call__(self) -> Message:
-        if self._is_complete:
-            return await self._receive()
-        try:
-            message = await asyncio.wait_for(self._receive(), self._timeout)
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {self._timeout:g} s") from None
-        if message["type"] == "http.request":
-            self._num_left -= len(message.get("body", b""))
-            if self._num_left < 0:
-                raise HTTPException(413, _too_large(self._max_bytes).message)
-            self._is_complete = not message.get("more_body", False)
-        return message
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large")
+            encoding = headers.get(b"content-encoding", b"").strip().lower()
+            if encoding not in (b"", b"identity"):
+                raise ApiError(
+                    415,
+                    f"the content encoding is {encoding.decode('latin-1')[:100]!r}; send the body uncompressed, "
+                    "without the header 'Content-Encoding'",
+                    code="unsupported_content_encoding",
+                )
 
 
 def _first_headers(scope: Scope) -> dict[bytes, bytes]:

@@ -1,6 +1,5 @@
 """Makes every error a reply in OpenAI's shape."""
 
-import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -11,8 +10,6 @@ from starlette.responses import Response
 
 from infinilm.server.api_errors import ApiError, bad_request
 
-logger = logging.getLogger(__name__)
-
 _TYPE_NAMES = ("body", "str", "int", "float", "bool")
 
 
@@ -21,7 +18,6 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
 
 
 def to_response(error: ApiError) -> Response:
@@ -46,15 +42,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed for {request.url.path[:200]!r}",
     }
     if error.status_code == 400:  # the framework's word for a body that it can't read
-        return to_response(bad_request("the body can't be read as JSON; is it nested too deeply?", code="invalid_json"))
+        return to_response(_unreadable(error.__cause__))
     message = messages.get(error.status_code) or str(error.detail) or HTTPStatus(error.status_code).phrase
     headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
     return to_response(ApiError(error.status_code, message, headers=headers))
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return to_response(ApiError(500, "the server failed to handle this request; its log says more"))
+def _unreadable(cause: BaseException | None) -> ApiError:
+    if isinstance(cause, UnicodeDecodeError):
+        return bad_request(
+            f"the body is not valid UTF-8: {cause.reason} at byte {cause.start}; send JSON in UTF-8",
+            code="invalid_utf8",
+        )
+    return bad_request("the body can't be read as JSON; is it nested too deeply?", code="invalid_json")
 
 
 def describe(errors: Any) -> ApiError:

@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -20,21 +22,37 @@ logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on the first signal lets requests finish while it refuses new ones, and on the second ends."""
+    """uvicorn, which on the first signal lets requests finish while it refuses new ones, and on the second ends.
+
+    SIGHUP is a first signal only: a terminal that closes may send several. Under nohup it stays ignored.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self._drain: asyncio.Task[None] | None = None
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Act on SIGTERM or SIGINT."""
-        loop = asyncio.get_running_loop()
-        loop.call_soon_threadsafe(self._begin_drain)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGTERM, SIGINT and SIGHUP meanwhile."""
+        before = signal.getsignal(signal.SIGHUP)
+        with super().capture_signals():
+            if before is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
-    def _begin_drain(self) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Act on a signal."""
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(self._begin_drain, sig != signal.SIGHUP)
+
+    def _begin_drain(self, is_final_if_second: bool) -> None:
         if self._drain is not None:
-            self.should_exit = self.force_exit = True
+            if is_final_if_second:
+                self.should_exit = self.force_exit = True
             return
         logger.info("finishing %d requests; once more to end at once", self._service.admission.num_jobs)
         self._drain = asyncio.create_task(self._drain_and_exit())
@@ -56,7 +74,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         create_app(service),
         host=settings.host,
         port=settings.port,
-        http=partial(LimitedConnection, limits=settings.limits),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, limits=settings.limits, metrics=service.metrics, reserved={}),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

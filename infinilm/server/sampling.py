@@ -26,6 +26,9 @@ _SAME_NAMES = (
 )
 
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
 def check_limits(body: SamplingFields, limits: Limits) -> None:
     """Refuse what asks for more than one request may."""
     sizes = {
@@ -79,8 +82,7 @@ def as_bad_request(error: InfinilmError, param: str | None = None) -> ApiError:
 
 
 def _bias_by_id(logit_bias: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): bias for token_id, bias in logit_bias.items()}
-    except ValueError:
-        bad = next(key for key in logit_bias if not key.strip().isdecimal())
-        raise bad_request(f"logit_bias has the key {bad[:40]!r}; keys are token ids", "logit_bias") from None
+    for key in logit_bias:
+        if not _TOKEN_ID.fullmatch(key):
+            raise bad_request(f'logit_bias has the key {key[:40]!r}; keys are token ids, as in "17"', "logit_bias")
+    return {int(token_id): bias for token_id, bias in logit_bias.items()}

@@ -22,6 +22,7 @@ from infinilm.server.api_errors import ApiError, shutting_down
 from infinilm.server.calls import Call
 from infinilm.server.engine_client import EngineClient
 from infinilm.server.jobs import Inbox, Job
+from infinilm.server.logs import request_id
 from infinilm.server.messages import Ready
 from infinilm.server.metrics import Metrics
 from infinilm.server.prompts import PromptMaker
@@ -121,7 +122,7 @@ class Service:
         answers: list[Answer] = []
         for token_ids, each in zip(prompts, params, strict=True):
             job = Job(
-                request_id=str(next(self._ids)),
+                request_id=f"{next(self._ids)}-{request_id.get()}",  # the engine logs it too
                 prompt_token_ids=list(token_ids),
                 params=each,
                 inbox=inbox,

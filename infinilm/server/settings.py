@@ -19,8 +19,11 @@ class Limits:
     max_total_tokens: int = 4_194_304
     """Tokens of their prompts and of the answers they ask for. Those beyond get a 429."""
     max_connections: int = 2048
+    """Beyond, only `/health/live` is answered, on a few more connections."""
     max_body_bytes: int = 8 << 20
     max_header_bytes: int = 32 << 10
+    """Also for all trailers, chunk sizes and chunk extensions of a chunked body together."""
+    max_headers: int = 128
     max_prompts: int = 128
     """Prompts in one request."""
     max_n: int = 16
@@ -33,9 +36,9 @@ class Limits:
     request_timeout: float = 600.0
     """From a request's arrival to its last token, unless the request says less."""
     read_timeout: float = 30.0
-    """For a request's headers, and for its body."""
+    """For a request's headers, and again for its whole body."""
     write_timeout: float = 60.0
-    """A reader that takes nothing for so long is cut off."""
+    """A client that takes nothing of a response for so long is cut off."""
     prepare_timeout: float = 5.0
     """For rendering the chat template, and making tokens of the prompt."""
     drain_timeout: float = 30.0

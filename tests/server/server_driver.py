@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,13 +23,16 @@ TIME_LIMIT_S = 240.0
 
 
 class Server:
-    """`infinilm serve` in a process of its own, on a free port."""
+    """`infinilm serve` in a process of its own, on a free port. Its log is read, unless `stderr` is a file."""
 
-    def __init__(self, model: Path, *options: str, key: str | None = None, **environment: str) -> None:
+    def __init__(
+        self, model: Path, *options: str, key: str | None = None, stderr: int = subprocess.PIPE, **environment: str
+    ) -> None:
         self.key = key
+        port = 0 if stderr == subprocess.PIPE else free_port()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "infinilm", "serve", str(model), "--port", "0", *options],
-            stderr=subprocess.PIPE,
+            [sys.executable, "-m", "infinilm", "serve", str(model), "--port", str(port), *options],
+            stderr=stderr,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **({"INFINILM_API_KEY": key} if key else {}), **environment},
             process_group=0,
@@ -36,11 +40,13 @@ class Server:
         self._timer = Timer(TIME_LIMIT_S, self._process.kill)
         self._timer.start()
         self.log: list[str] = []
-        self.url = self._find_address()
+        self.url = f"http://127.0.0.1:{port}" if port else self._find_address()
         self._reader = Thread(target=self._keep_log, daemon=True)
         self._reader.start()
         self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=20)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", max_retries=0, timeout=20)
+        if port:
+            wait_until(self.is_ready, 60)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,8 +70,8 @@ class Server:
         raise AssertionError(f"the server ended with {self._process.wait()}: {''.join(self.log)}")
 
     def _keep_log(self) -> None:
-        assert self._process.stderr is not None
-        self.log.extend(self._process.stderr)
+        if self._process.stderr is not None:
+            self.log.extend(self._process.stderr)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -86,10 +92,26 @@ class Server:
         return not any(found[f"infinilm_{name}"] for name in names)
 
     def is_ready(self) -> bool:
-        return self.http.get("/health/ready").status_code == 200
+        try:
+            return self.http.get("/health/ready").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=20)
+
+    def talk(self, data: bytes) -> bytes:
+        """Send raw bytes; all that is received until the server closes."""
+        with self.connect() as connection:
+            connection.sendall(data)
+            return read_all(connection)
 
     def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def wait(self) -> int:
         """Its exit code."""
@@ -109,12 +131,27 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, *options: str, key: str | None = None, **environment: str) -> Iterator[Server]:
-    server = Server(model, *options, key=key, **environment)
+def serving(
+    model: Path, *options: str, key: str | None = None, stderr: int = subprocess.PIPE, **environment: str
+) -> Iterator[Server]:
+    server = Server(model, *options, key=key, stderr=stderr, **environment)
     try:
         yield server
     finally:
         server.stop()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All bytes until the other side closes."""
+    received = b""
+    while piece := connection.recv(65536):
+        received += piece
+    return received
 
 
 def is_engine(pid: int) -> bool:

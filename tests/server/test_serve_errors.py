@@ -1,7 +1,7 @@
 """Whatever is wrong with a request, the reply says what, in OpenAI's shape, and the next request is served."""
 
+import gzip
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ def still_serves(server: Server) -> Any:
         ({"stop": "y" * 257}, "stop", "max_stop_length"),
         ({"stop": [""]}, "stop", "empty"),
         ({"logprobs": 21}, "logprobs", "max_logprobs"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        *(
+            ({"logit_bias": {key: 1}}, "logit_bias", "token ids")
+            for key in ("a", "1_0", "+1", "-1", " 1", "1 ", "1.0", "007", "١", "1\n", "", "9" * 5000)
+        ),
         ({"logit_bias": {"300": 1}}, None, "outside the vocabulary"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "max_logit_bias"),
         ({"stop_token_ids": [300]}, None, "outside the vocabulary"),
@@ -114,7 +117,12 @@ def test_bad_chats(server: Server, body: dict[str, Any], param: str, words: str)
         (b'{"prompt": "a", "temperature": NaN}', "finite"),
         (b'{"prompt": "a", "temperature": 1e999}', "finite"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "JSON"),
-        (b'{"prompt": "\xff\xfe"}', "JSON"),
+        (b'{"prompt": "\xff\xfe"}', "not valid UTF-8: invalid start byte at byte 12"),
+        (b'\x1f\x8b\x08\x00' + bytes(range(128, 160)), "UTF-8"),
+        (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 0}', "echo"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "finite"),
+        (b'{"prompt": "a\x00b"}', "JSON"),
+        (b'\x00' * 1000, "JSON"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
         (b'{"prompt": "a", "guided_json": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b"}", "deep"),
         (b'{"prompt": "a", "guided_json": ' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}", "nested"),
@@ -142,6 +150,18 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     assert "max_body_bytes" in check_error(response, 413)["message"]
 
 
+def test_a_compressed_body_is_refused(server: Server) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    body = gzip.compress(b'{"prompt": "a", "max_tokens": 1}')
+    error = check_error(server.http.post("/v1/completions", content=body, headers=headers), 415)
+    assert error["code"] == "unsupported_content_encoding"
+    assert "'gzip'" in error["message"]
+    assert "uncompressed" in error["message"]
+    headers["Content-Encoding"] = "identity"
+    plain = server.http.post("/v1/completions", content=gzip.decompress(body), headers=headers)
+    assert plain.status_code == 200
+
+
 def test_other_kinds_of_requests(server: Server) -> None:
     check_error(server.http.get("/v1/nothing"), 404)
     check_error(server.http.get("/static/nothing"), 404)
@@ -158,22 +178,11 @@ def test_other_kinds_of_requests(server: Server) -> None:
     assert server.error("/detokenize", 400, tokens=[300])["param"] == "tokens"
 
 
-def talk(server: Server, data: bytes) -> bytes:
-    """What comes back for raw bytes."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(data)
-        received = b""
-        while piece := connection.recv(65536):
-            received += piece
-    return received
-
-
 def test_headers_that_are_too_large(server: Server) -> None:
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    assert talk(server, head + b"X: " + b"a" * 40_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
-    assert talk(server, head + b"X: " + b"a" * 40_000).startswith(b"HTTP/1.1 431 ")
-    assert talk(server, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert server.talk(head + b"X: " + b"a" * 40_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
+    assert server.talk(head + b"X: " + b"a" * 40_000).startswith(b"HTTP/1.1 431 ")
+    assert server.talk(b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
 def test_another_host_name_is_refused(server: Server) -> None:
