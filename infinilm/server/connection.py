@@ -17,7 +17,7 @@ CUT = "infinilm.cut"
 """A function in `scope["extensions"]` that drops the connection at once, with all that waits to be sent."""
 LIVE_PATH = b"/health/live"
 NUM_RESERVED = 32
-"""Connections beyond `max_connections`. Only `/health/live` is answered on them."""
+"""Connections beyond `max_connections`, for when all of those are at work. Only `/health/live` is answered on them."""
 MAX_PIPELINED = 16
 """Requests that may wait on a connection for the response to an earlier one."""
 CHUNK_OVERHEAD_BYTES = 16
@@ -40,6 +40,50 @@ class Phase(Enum):
     """The connection ends: what is still received is discarded."""
 
 
+class ConnectionPool:
+    """The connections that have no request at work. When there are too many connections, they make room."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self._idle: dict[LimitedConnection, None] = {}
+        self._reserved: dict[LimitedConnection, None] = {}
+        """Connections beyond `max_connections`."""
+
+    def add(self, connection: "LimitedConnection") -> None:
+        """Take a new connection. If all others are at work, it is one of the reserve, where the oldest is dropped."""
+        if len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle):
+            self._idle[connection] = None
+            return
+        self._reserved[connection] = None
+        if len(self._reserved) > NUM_RESERVED:
+            self._drop_oldest(self._reserved)
+
+    def note_request(self, connection: "LimitedConnection") -> bool:
+        """A request arrived. False if the connection is one of the reserve, and no other makes room for it."""
+        self._idle.pop(connection, None)
+        is_reserved = connection in self._reserved
+        if is_reserved and (len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle)):
+            del self._reserved[connection]
+            return True
+        return not is_reserved
+
+    def note_idle(self, connection: "LimitedConnection") -> None:
+        """All responses are sent."""
+        self._idle[connection] = None
+
+    def remove(self, connection: "LimitedConnection") -> None:
+        """A connection is closed."""
+        self._idle.pop(connection, None)
+        self._reserved.pop(connection, None)
+
+    def _drop_oldest(self, among: "dict[LimitedConnection, None]") -> bool:
+        for connection in among:
+            del among[connection]
+            connection.transport.abort()
+            return True
+        return False
+
+
 class LimitedConnection(HttpToolsProtocol):
     """Refuses what is too large, too slow or too much.
 
@@ -53,14 +97,13 @@ class LimitedConnection(HttpToolsProtocol):
         *args: Any,
         limits: Limits,
         metrics: Metrics,
-        reserved: "dict[LimitedConnection, None]",
+        pool: ConnectionPool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._metrics = metrics
-        self._reserved = reserved
-        """The connections beyond `max_connections`, oldest first; all connections share it."""
+        self._pool = pool
         self._phase = Phase.IDLE
         self._num_overhead_bytes = 0
         """Bytes of the current message that are no body."""
@@ -76,21 +119,16 @@ class LimitedConnection(HttpToolsProtocol):
     # --- the transport --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for a request. If too many wait in the reserve, the oldest of them is dropped."""
+        """Start to wait for a request."""
         super().connection_made(LingeringTransport(transport, self._close))  # type: ignore[arg-type]
         self._read_timer.start(self._limits.read_timeout)
-        if len(self.connections) > self._limits.max_connections:
-            self._reserved[self] = None
-            if len(self._reserved) > NUM_RESERVED:
-                oldest = next(iter(self._reserved))
-                del self._reserved[oldest]
-                oldest.transport.abort()
+        self._pool.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._read_timer.stop()
         self._write_timer.stop()
-        self._reserved.pop(self, None)
+        self._pool.remove(self)
         for cycle in self._open_cycles():
             cycle.disconnected = True
             cycle.message_event.set()
@@ -187,9 +225,8 @@ class LimitedConnection(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._limits.max_header_bytes:
             self._stop_parsing(self._headers_too_large())
-        if len(self.connections) <= self._limits.max_connections:
-            self._reserved.pop(self, None)
-        elif self in self._reserved and self.url.partition(b"?")[0] != LIVE_PATH:
+        is_regular = self._pool.note_request(self)
+        if not is_regular and self.url.partition(b"?")[0] != LIVE_PATH:
             self._stop_parsing(unavailable("too many connections are open", code="too_many_connections"))
         self._num_overhead_bytes = 0
         self._read_timer.start(self._limits.read_timeout)
@@ -197,7 +234,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self._phase = Phase.BODY
         self._cycles = [*self._open_cycles(), self.cycle]
-        if self in self._reserved:
+        if not is_regular:
             self.cycle.keep_alive = False
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
@@ -220,8 +257,12 @@ class LimitedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on with the next request, unless what followed could not be parsed."""
         super().on_response_complete()
-        if self._phase is Phase.DISCARDED and not self.pipeline:
+        if self._open_cycles() or self.transport.is_closing():
+            return
+        if self._phase is Phase.DISCARDED:
             self.transport.close()
+        else:
+            self._pool.note_idle(self)
 
     # --- refusals -------------------------------------------------------------------------------------------
 
@@ -256,8 +297,9 @@ class LimitedConnection(HttpToolsProtocol):
             current.disconnected = True
             current.message_event.set()
             self._answer(error)
-        elif current in unanswered[1:]:
-            self.pipeline.popleft()  # it has not been started; the connection closes after those before it
+        elif current in unanswered[1:]:  # it has not been started; the connection closes after those before it
+            self.pipeline.popleft()
+            self._cycles.remove(current)
         elif not unanswered:
             self.transport.close()
 
@@ -286,6 +328,11 @@ class LingeringTransport:
         self._transport = transport
         self._close = close
         self._is_closing = False
+
+    def write(self, data: bytes) -> None:
+        """Write, unless `close` was called."""
+        if not self._is_closing:
+            self._transport.write(data)
 
     def close(self) -> None:
         """Close, the first time that this is called."""

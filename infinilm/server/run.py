@@ -14,7 +14,7 @@ import uvicorn
 
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.server.app import create_app
-from infinilm.server.connection import LimitedConnection
+from infinilm.server.connection import ConnectionPool, LimitedConnection
 from infinilm.server.messages import Ready
 from infinilm.server.service import Service
 
@@ -69,12 +69,17 @@ def run(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
 
 
 async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
-    settings = service.settings
+    settings, limits = service.settings, service.limits
     config = uvicorn.Config(
         create_app(service),
         host=settings.host,
         port=settings.port,
-        http=partial(LimitedConnection, limits=settings.limits, metrics=service.metrics, reserved={}),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            LimitedConnection,
+            limits=limits,
+            metrics=service.metrics,
+            pool=ConnectionPool(limits.max_connections),
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -84,7 +89,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         # Clients keep idle connections for 5 s (httpx) or 15 s (aiohttp); if we close one, it may just be taken again.
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
-        backlog=settings.limits.max_connections,
+        backlog=limits.max_connections,
     )
     try:
         socket = config.bind_socket()
