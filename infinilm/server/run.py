@@ -20,6 +20,9 @@ from infinilm.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 2048
+"""Connections that the kernel holds until they are accepted, which is soon: those too many are accepted too."""
+
 
 class Server(uvicorn.Server):
     """uvicorn, which on the first signal lets requests finish while it refuses new ones, and on the second ends.
@@ -89,7 +92,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         # Clients keep idle connections for 5 s (httpx) or 15 s (aiohttp); if we close one, it may just be taken again.
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
-        backlog=limits.max_connections,
+        backlog=BACKLOG,
     )
     try:
         socket = config.bind_socket()
