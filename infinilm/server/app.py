@@ -18,6 +18,7 @@ from infinilm.server.completions import complete
 from infinilm.server.engine_client import State
 from infinilm.server.guard import Guard
 from infinilm.server.handlers import install_handlers
+from infinilm.server.json_body import json_route
 from infinilm.server.logs import num_dropped_lines
 from infinilm.server.metrics import CONTENT_TYPE
 from infinilm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TokenizeRequest
@@ -37,6 +38,7 @@ _UNREADY: Responses = {
 def create_app(service: Service) -> FastAPI:
     """The ASGI application of a service."""
     app = FastAPI(title="infinilm", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.router.route_class = json_route(service.limits)
     install_handlers(app)
     _add_openai_routes(app, service)
     _add_token_routes(app, service)

@@ -49,6 +49,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _unreadable(cause: BaseException | None) -> ApiError:
+    if isinstance(cause, ApiError):
+        return cause
     if isinstance(cause, UnicodeDecodeError):
         return bad_request(
             f"the body is not valid UTF-8: {cause.reason} at byte {cause.start}; send JSON in UTF-8",

@@ -1,13 +1,16 @@
 """The requests that are understood. A field that is not here, or has another type, is refused by its name."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_INTEGER = 2**31 - 1
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
 
+T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+ListOf = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which only the first wrong element is reported: millions of errors would stop the server for minutes."""
 
 
 class Strict(BaseModel):
@@ -37,8 +40,8 @@ class SamplingFields(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[Count] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=SEED_LOW, le=SEED_HIGH)] | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
@@ -49,7 +52,7 @@ class SamplingFields(Strict):
     guided_json: dict[str, Any] | str | None = None
     """A JSON schema that the text will follow."""
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Seconds from arrival to the last token."""
@@ -60,7 +63,7 @@ class SamplingFields(Strict):
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     """A text or token ids, or several of either."""
     echo: bool | None = None
     """Put the prompt before the answer."""
@@ -99,9 +102,9 @@ class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     """The `openai` client sends an assistant's message back with it."""
@@ -171,12 +174,12 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -188,7 +191,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     """For a text: put the tokens around it that the model expects. Default: yes."""
 
@@ -197,7 +200,7 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Count]
+    tokens: ListOf[Count]
 
 
 class ErrorDetail(BaseModel):

@@ -24,6 +24,8 @@ class Limits:
     max_header_bytes: int = 32 << 10
     """Also for all trailers, chunk sizes and chunk extensions of a chunked body together."""
     max_headers: int = 128
+    max_json_nodes: int = 50_000
+    """Arrays, objects and members of objects in a body, at all depths."""
     max_prompts: int = 128
     """Prompts in one request."""
     max_n: int = 16

@@ -123,7 +123,18 @@ def test_bad_chats(server: Server, body: dict[str, Any], param: str, words: str)
         (b'{"prompt": "a", "temperature": -Infinity}', "finite"),
         (b'{"prompt": "a\x00b"}', "JSON"),
         (b"\x00" * 1000, "JSON"),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
+        (b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}", "deep"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "max_json_nodes"),
+        (b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}", "max_json_nodes"),
+        (b'{"prompt": [' + b"{}," * 2_000_000 + b"{}]}", "max_json_nodes"),
+        (b'{"prompt": [' + b"0.5," * 1_500_000 + b"0.5]}", "prompt.0: input should be a valid"),
+        (b'{"prompt": "a", "stop": [' + b"0," * 3_000_000 + b"0]}", "stop.0: input should be a valid string"),
+        (b"{" + b",".join(b'"%x": 0' % i for i in range(600_000)) + b"}", "max_json_nodes"),
+        (b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d": ""' % i for i in range(40_000)) + b"}}", "logit_bias"),
+        (b'{"prompt": "' + rb"\"" * 3_000_000, "JSON"),
+        (b'{"prompt": "' + b"[" * 40_000 + rb"\"" * 3_000_000, "JSON"),
+        (b'{"prompt": "a", "seed": ' + b"[{:" * 20_000 + b'"}', "max_json_nodes"),
+        ("\ufeff{}".encode("utf-16-le"), "UTF-8"),
         (b'{"prompt": "a", "guided_json": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b"}", "deep"),
         (b'{"prompt": "a", "guided_json": ' + b'{"a":' * 500 + b"1" + b"}" * 500 + b"}", "nested"),
         (json.dumps({"prompt": "a", "stop": ["x"] * 1_000_000}).encode(), "max_stops"),
@@ -148,6 +159,15 @@ def test_a_body_that_is_too_large(server: Server) -> None:
 
     response = server.http.post("/v1/completions", content=pieces(), headers={"Content-Type": "application/json"})
     assert "max_body_bytes" in check_error(response, 413)["message"]
+
+
+def test_brackets_in_text_are_no_nodes(server: Server) -> None:
+    body = json.dumps({"prompt": '[{:\\"' * 20_000, "max_tokens": 1}).encode()
+    response = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert check_error(response, 400)["code"] == "context_length_exceeded"
+    body = b"\xef\xbb\xbf" + json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    response = server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 200
 
 
 def test_a_compressed_body_is_refused(server: Server) -> None:
