@@ -45,6 +45,8 @@ class ConnectionPool:
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
+        self.num_body_bytes = 0
+        """Bytes of the bodies that are being received, or whose request is at work."""
         self._idle: dict[LimitedConnection, None] = {}
         self._reserved: dict[LimitedConnection, None] = {}
         """Connections beyond `max_connections`."""
@@ -108,6 +110,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_overhead_bytes = 0
         """Bytes of the current message that are no body."""
         self._num_body_bytes = 0
+        self._num_held_bytes = 0
+        """Bytes of the bodies of all requests that are not answered."""
         self._num_discarded_bytes = 0
         self._cycles: list[RequestResponseCycle] = []
         """Requests whose headers are complete and whose response may not be, oldest first."""
@@ -129,6 +133,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._read_timer.stop()
         self._write_timer.stop()
         self._pool.remove(self)
+        self._release()
         for cycle in self._open_cycles():
             cycle.disconnected = True
             cycle.message_event.set()
@@ -245,6 +250,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_body_bytes += len(body)
         if self._num_body_bytes > self._limits.max_body_bytes:
             self._stop_parsing(body_too_large(self._limits.max_body_bytes))
+        if not self.cycle.response_complete:
+            self._hold(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -257,12 +264,32 @@ class LimitedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on with the next request, unless what followed could not be parsed."""
         super().on_response_complete()
-        if self._open_cycles() or self.transport.is_closing():
+        if self._open_cycles():
+            return
+        self._release()
+        if self.transport.is_closing():
             return
         if self._phase is Phase.DISCARDED:
             self.transport.close()
         else:
             self._pool.note_idle(self)
+
+    def _hold(self, num_bytes: int) -> None:
+        """Count bytes of a body, which are kept until the response is complete. One connection alone may go on."""
+        self._num_held_bytes += num_bytes
+        self._pool.num_body_bytes += num_bytes
+        if self._num_held_bytes < self._pool.num_body_bytes > self._limits.max_total_body_bytes:
+            self._stop_parsing(
+                unavailable(
+                    f"the bodies of all requests are larger than {self._limits.max_total_body_bytes} bytes "
+                    "(max_total_body_bytes)",
+                    code="too_many_bodies",
+                )
+            )
+
+    def _release(self) -> None:
+        self._pool.num_body_bytes -= self._num_held_bytes
+        self._num_held_bytes = 0
 
     # --- refusals -------------------------------------------------------------------------------------------
 
@@ -291,6 +318,7 @@ class LimitedConnection(HttpToolsProtocol):
         unanswered = self._open_cycles()
         self._phase = Phase.DISCARDED
         self._read_timer.stop()
+        self._release()
         if current is None and not unanswered:
             self._answer(error)
         elif current is not None and unanswered[:1] == [current] and not current.response_started:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,12 +15,14 @@ import uvicorn
 
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.server.app import create_app
-from infinilm.server.connection import ConnectionPool, LimitedConnection
+from infinilm.server.connection import NUM_RESERVED, ConnectionPool, LimitedConnection
 from infinilm.server.messages import Ready
 from infinilm.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+NUM_OTHER_FILES = 128
+"""Files that the process has open besides clients' connections, and a few for connections that are closing."""
 BACKLOG = 2048
 """Connections that the kernel holds until they are accepted, which is soon: those too many are accepted too."""
 
@@ -81,7 +84,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
             LimitedConnection,
             limits=limits,
             metrics=service.metrics,
-            pool=ConnectionPool(limits.max_connections),
+            pool=ConnectionPool(fit_open_files(limits.max_connections)),
         ),
         ws="none",
         lifespan="off",
@@ -124,6 +127,28 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         await asyncio.wait({serving, loading})
         await service.stop()
         socket.close()
+
+
+def fit_open_files(max_connections: int) -> int:
+    """Raise the limit of open files to what the connections need; fewer connections if the system does not allow it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = NUM_RESERVED + NUM_OTHER_FILES
+    needed = max_connections + others
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return max_connections
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        num_left = max(1, allowed - others)
+        logger.warning(
+            "max_connections=%d needs %d open files, and this process may have %d (ulimit -Hn): taking %d connections",
+            max_connections,
+            needed,
+            allowed,
+            num_left,
+        )
+        return num_left
+    return max_connections
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -21,6 +21,8 @@ class Limits:
     max_connections: int = 2048
     """Beyond, only `/health/live` is answered, on a few more connections."""
     max_body_bytes: int = 8 << 20
+    max_total_body_bytes: int = 512 << 20
+    """Of all bodies that are being received or whose request is at work. A request beyond gets a 503."""
     max_header_bytes: int = 32 << 10
     """Also for all trailers, chunk sizes and chunk extensions of a chunked body together."""
     max_headers: int = 128

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -25,7 +27,13 @@ LENGTH = b"Content-Length: %d\r\n\r\n" % len(BODY)
 
 @pytest.fixture(scope="module")
 def server(long_dir: Path) -> Iterator[Server]:
-    limits = ("max_connections=40", "read_timeout=1", "write_timeout=1", "max_body_bytes=200000")
+    limits = (
+        "max_connections=40",
+        "read_timeout=1",
+        "write_timeout=1",
+        "max_body_bytes=200000",
+        "max_total_body_bytes=1000000",
+    )
     with serving(long_dir, *(f"--limit={limit}" for limit in limits), key=KEY) as running:
         yield running
 
@@ -35,7 +43,7 @@ def neighbour_is_served(server: Server) -> Iterator[None]:
     yield
     wait_until(lambda: server.http.get("/health").status_code == 200)
     assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
-    assert server.is_empty()
+    wait_until(server.is_empty)
     assert not [line for line in server.log if "Traceback" in line or " ERROR " in line]
 
 
@@ -316,6 +324,30 @@ def test_clients_that_leave_in_any_phase_leave_nothing(server: Server, num_bytes
             connection.sendall((POST + LENGTH + BODY)[:num_bytes])
     wait_until(server.is_empty, 5)
     wait_until(lambda: len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < 30)
+
+
+def test_the_bodies_of_all_requests_together_are_bounded(server: Server, connect: Callable[[], socket.socket]) -> None:
+    """Eight clients hold back the end of their bodies; the limit is 1 MB. Then they leave."""
+    crowd = [connect() for _ in range(8)]
+    for connection in crowd:
+        with suppress(ConnectionError):
+            connection.sendall(POST + b"Content-Length: 190000\r\n\r\n" + b" " * 180_000)
+    responses = []
+    for connection in crowd:
+        response = connection.recv(4096)
+        responses.append((status_of(response), b"max_total_body_bytes" in response))
+    assert {(503, True), (408, False)} == set(responses)
+
+
+def test_connections_fit_the_open_files() -> None:
+    code = (
+        "import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, (200, 1000))\n"
+        "from infinilm.server.run import fit_open_files\n"
+        "print(fit_open_files(500), r.getrlimit(r.RLIMIT_NOFILE)[0], fit_open_files(2000))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == ["500", "660", "840"]
+    assert "max_connections=2000 needs 2160 open files" in found.stderr
 
 
 def test_half_closed_connections_are_closed(server: Server) -> None:
