@@ -151,12 +151,10 @@ class LimitedConnection(HttpToolsProtocol):
             self._read_timer.start(self._limits.read_timeout)
         self._num_overhead_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or bad_request("the request is not valid HTTP/1.1", code="invalid_http"))
             return
-        except httptools.HttpParserUpgrade:  # no protocol is offered, so the request is answered as HTTP/1.1
-            pass
         self._num_overhead_bytes = max(0, self._num_overhead_bytes)
         if self._num_overhead_bytes > self._limits.max_header_bytes:
             self._refuse(self._headers_too_large())
@@ -206,6 +204,20 @@ class LimitedConnection(HttpToolsProtocol):
         elif self._num_unsent_bytes:
             self.transport.abort()
 
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # No other protocol is offered, and this parser skips the body. So the request is parsed again without it.
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method == b"CONNECT":
+                raise httptools.HttpParserInvalidMethodError from None
+            names = (b"upgrade", b"connection")
+            kept = [*((name, value) for name, value in self.headers if name not in names), (b"connection", b"close")]
+            lines = [b"%s %s HTTP/%s" % (method, self.url, version), *(b"%s: %s" % pair for pair in kept)]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n" + data[upgrade.args[0] :])
+
     # --- the parser -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
@@ -227,6 +239,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request, while its body may still be received."""
+        if self.parser.should_upgrade():  # the request is parsed again
+            return
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._limits.max_header_bytes:
             self._stop_parsing(self._headers_too_large())
@@ -256,6 +270,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
+        if self.parser.should_upgrade():
+            return
         self._phase = Phase.IDLE
         self._num_overhead_bytes = 0
         self._read_timer.stop()

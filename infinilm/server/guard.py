@@ -138,7 +138,7 @@ class Guard:
         scope["tenant"] = tenant
 
     def _check_body(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        length = headers.get(b"content-length", b"").lstrip(b"0")
+        length = headers.get(b"content-length", b"").strip().lstrip(b"0")
         if len(length) > MAX_LENGTH_DIGITS or int(length or b"0") > self._limits.max_body_bytes:
             raise body_too_large(self._limits.max_body_bytes)
         if scope["method"] == "POST" and scope["path"] in self._paths:

@@ -56,7 +56,11 @@ def _unreadable(cause: BaseException | None) -> ApiError:
             f"the body is not valid UTF-8: {cause.reason} at byte {cause.start}; send JSON in UTF-8",
             code="invalid_utf8",
         )
-    return bad_request("the body can't be read as JSON; is it nested too deeply?", code="invalid_json")
+    if isinstance(cause, RecursionError):
+        return bad_request("the body is nested too deeply to be read as JSON", code="invalid_json")
+    if isinstance(cause, ValueError):  # Python's limit
+        return bad_request("the body is not valid JSON: an integer has too many digits", code="invalid_json")
+    return bad_request("the body can't be read as JSON", code="invalid_json")
 
 
 def describe(errors: Any) -> ApiError:

@@ -76,6 +76,8 @@ class QueuedStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Queue text, or drop it if the queue is full."""
+        if not isinstance(text, str):  # libraries find out by this whether a stream takes text or bytes
+            raise TypeError(f"write takes text, not {type(text).__name__}")
         with self._changed:
             if self._num_chars + len(text) > self._max_chars:
                 self._count_dropped(text)

@@ -202,6 +202,7 @@ def test_a_client_that_reads_nothing_is_cut_off(server: Server) -> None:
     ("data", "status"),
     [
         (POST + b"Connection: close\r\nContent-Length: " + b"0" * 5000 + b"\r\n\r\n", 400),
+        (POST + b"Connection: close\r\nContent-Length: 0 \r\n\r\n", 400),
         (POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n", 400),
         (POST + b"Content-Length: 99999999999999999\r\n\r\n", 413),
         (POST + b"Content-Length: -1\r\n\r\n", 400),
@@ -280,6 +281,30 @@ def test_http_1_0_streams_without_chunks(server: Server) -> None:
     assert text.endswith(b"data: [DONE]\n\n")
     whole = server.talk(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + LENGTH + BODY)
     assert json.loads(whole.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2
+
+
+def test_a_client_that_expects_to_continue(server: Server) -> None:
+    """It sends a body only after it was told so; for one that is too large it is not."""
+    with server.connect() as connection:
+        connection.sendall(POST + b"Expect: 100-continue\r\nConnection: close\r\n" + LENGTH)
+        assert status_of(connection.recv(4096)) == 100
+        connection.sendall(BODY)
+        assert status_of(read_all(connection)) == 200
+    assert status_of(server.talk(POST + b"Expect: 100-continue\r\nContent-Length: 999999\r\n\r\n")) == 413
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_an_upgrade_is_not_taken(server: Server, protocol: bytes) -> None:
+    upgrade = b"Upgrade: %s\r\nConnection: Upgrade, close\r\n" % protocol
+    assert status_of(server.talk(LIVE + upgrade + b"\r\n")) == 200
+    response = server.talk(POST + upgrade + LENGTH + BODY)
+    assert status_of(response) == 200
+    assert b'"completion_tokens":2' in response
+    with server.connect() as connection:
+        connection.sendall(POST + upgrade + CHUNKED)
+        connection.sendall(b"%x\r\n" % len(BODY))
+        connection.sendall(BODY + b"\r\n0\r\n\r\n")
+        assert status_of(read_all(connection)) == 200
 
 
 def test_the_sign_of_life_is_answered_when_connections_are_full(

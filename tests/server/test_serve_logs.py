@@ -149,6 +149,14 @@ def test_sighup_lets_requests_finish(server: Server) -> None:
     assert server.wait() == 0
 
 
+def test_an_error_at_the_start_is_printed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infinilm", "serve", str(tmp_path / "nothing")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: ")
+    assert "nothing" in ended.stderr
+
+
 # --- the stream ---------------------------------------------------------------------------------------------
 
 
@@ -158,6 +166,8 @@ def test_a_stream_drops_and_counts_what_does_not_fit() -> None:
     stream = QueuedStream(writer, max_chars=10_000)
     for index in range(1000):
         assert stream.write(f"line {index:95}\n") == 101
+    with pytest.raises(TypeError, match="bytes"):
+        stream.write(b"")  # type: ignore[arg-type]
     assert not stream.wait_written(0.1)
     assert 0 < stream.num_dropped < 1000
     with os.fdopen(reader) as file:
