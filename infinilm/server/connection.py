@@ -199,9 +199,10 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _check_progress(self) -> None:
         """Cut off a client that took nothing for `write_timeout` seconds."""
-        if 0 < self.transport.get_write_buffer_size() < self._num_unsent_bytes:
+        num_unsent_bytes = self.transport.get_write_buffer_size()
+        if 0 < num_unsent_bytes < self._num_unsent_bytes:
             self._watch_progress()
-        elif self._num_unsent_bytes:
+        elif num_unsent_bytes:
             self.transport.abort()
 
     def _parse(self, data: bytes) -> None:
