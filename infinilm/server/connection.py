@@ -1,7 +1,6 @@
 """A client's connection: uvicorn's, with limits on size, number and time, and a close that lets the client read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any
 
@@ -11,13 +10,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from infinilm.server.api_errors import ApiError, bad_request, body_too_large, unavailable
 from infinilm.server.logs import choose_request_id
 from infinilm.server.metrics import Metrics
+from infinilm.server.pool import ConnectionPool
 from infinilm.server.settings import Limits
+from infinilm.server.transport import LingeringTransport, Timer, unframed_send
 
 CUT = "infinilm.cut"
 """A function in `scope["extensions"]` that drops the connection at once, with all that waits to be sent."""
 LIVE_PATH = b"/health/live"
-NUM_RESERVED = 32
-"""Connections beyond `max_connections`, for when all of those are at work. Only `/health/live` is answered on them."""
 MAX_PIPELINED = 16
 """Requests that may wait on a connection for the response to an earlier one."""
 CHUNK_OVERHEAD_BYTES = 16
@@ -38,52 +37,6 @@ class Phase(Enum):
     BODY = 2
     DISCARDED = 3
     """The connection ends: what is still received is discarded."""
-
-
-class ConnectionPool:
-    """The connections that have no request at work. When there are too many connections, they make room."""
-
-    def __init__(self, max_connections: int) -> None:
-        self.max_connections = max_connections
-        self.num_body_bytes = 0
-        """Bytes of the bodies that are being received, or whose request is at work."""
-        self._idle: dict[LimitedConnection, None] = {}
-        self._reserved: dict[LimitedConnection, None] = {}
-        """Connections beyond `max_connections`."""
-
-    def add(self, connection: "LimitedConnection") -> None:
-        """Take a new connection. If all others are at work, it is one of the reserve, where the oldest is dropped."""
-        if len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle):
-            self._idle[connection] = None
-            return
-        self._reserved[connection] = None
-        if len(self._reserved) > NUM_RESERVED:
-            self._drop_oldest(self._reserved)
-
-    def note_request(self, connection: "LimitedConnection") -> bool:
-        """A request arrived. False if the connection is one of the reserve, and no other makes room for it."""
-        self._idle.pop(connection, None)
-        is_reserved = connection in self._reserved
-        if is_reserved and (len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle)):
-            del self._reserved[connection]
-            return True
-        return not is_reserved
-
-    def note_idle(self, connection: "LimitedConnection") -> None:
-        """All responses are sent."""
-        self._idle[connection] = None
-
-    def remove(self, connection: "LimitedConnection") -> None:
-        """A connection is closed."""
-        self._idle.pop(connection, None)
-        self._reserved.pop(connection, None)
-
-    def _drop_oldest(self, among: "dict[LimitedConnection, None]") -> bool:
-        for connection in among:
-            del among[connection]
-            connection.transport.abort()
-            return True
-        return False
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -115,8 +68,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._num_discarded_bytes = 0
         self._cycles: list[RequestResponseCycle] = []
         """Requests whose headers are complete and whose response may not be, oldest first."""
-        self._read_timer = _Timer(self.loop, self._read_timed_out)
-        self._write_timer = _Timer(self.loop, self._check_progress)
+        self._read_timer = Timer(self.loop, self._read_timed_out)
+        self._write_timer = Timer(self.loop, self._check_progress)
         self._num_unsent_bytes = 0
         self._refusal: ApiError | None = None
 
@@ -257,7 +210,7 @@ class LimitedConnection(HttpToolsProtocol):
         if not is_regular:
             self.cycle.keep_alive = False
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = _unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
+            self.cycle.send = unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
 
     def on_body(self, body: bytes) -> None:
         """Pass a piece of the body on."""
@@ -364,76 +317,3 @@ class LimitedConnection(HttpToolsProtocol):
         self._metrics.responses["other", error.status] += 1
         self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         self.transport.close()
-
-
-class LingeringTransport:
-    """A transport whose `close` is replaced. uvicorn closes connections in several places."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[asyncio.Transport], None]) -> None:
-        self._transport = transport
-        self._close = close
-        self._is_closing = False
-
-    def write(self, data: bytes) -> None:
-        """Write, unless `close` was called."""
-        if not self._is_closing:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        """Close, the first time that this is called."""
-        if not self.is_closing():
-            self._is_closing = True
-            self._close(self._transport)
-
-    def is_closing(self) -> bool:
-        """Whether nothing more is to be written."""
-        return self._is_closing or self._transport.is_closing()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
-class _Timer:
-    """Calls a function once, unless it is stopped or started again before."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        self._loop = loop
-        self._callback = callback
-        self._handle: asyncio.TimerHandle | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the call is still to come."""
-        return self._handle is not None
-
-    def start(self, seconds: float) -> None:
-        """Call after this time, and not at the time set before."""
-        self.stop()
-        self._handle = self._loop.call_later(seconds, self._fire)
-
-    def stop(self) -> None:
-        """Don't call."""
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-    def _fire(self) -> None:
-        self._handle = None
-        self._callback()
-
-
-def _unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """The `send` for an HTTP/1.0 client, which knows no chunks: a body without a length ends with the connection."""
-    has_length = False
-
-    async def send(message: Any) -> None:
-        nonlocal has_length
-        if message["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
-            if not has_length:
-                cycle.chunked_encoding = False
-        elif not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await RequestResponseCycle.send(cycle, message)
-
-    return send

@@ -15,8 +15,9 @@ import uvicorn
 
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.server.app import create_app
-from infinilm.server.connection import NUM_RESERVED, ConnectionPool, LimitedConnection
+from infinilm.server.connection import LimitedConnection
 from infinilm.server.messages import Ready
+from infinilm.server.pool import NUM_RESERVED, ConnectionPool
 from infinilm.server.service import Service
 
 logger = logging.getLogger(__name__)
