@@ -11,7 +11,7 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 SANITIZED := build/sanitize
 
-.PHONY: run test format format-check lint types tests native sanitize clean
+.PHONY: run test format format-check lint types tests fuzz native sanitize clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -38,6 +38,11 @@ types: $(VENV)/.dev
 
 tests: native $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# Mixtures of requests against each request alone: tests/fuzz. `make fuzz FUZZ="--cases 5000 --seed 1"`
+FUZZ ?= --cases 600
+fuzz: native $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ)
 
 # The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
 native: $(VENV)/.run

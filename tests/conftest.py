@@ -17,7 +17,7 @@ avoid_false_amx()  # transformers' bfloat16 would die of it too
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-SLOW_ROOMS = ("examples", "engine", "server", "structured", "cli")
+SLOW_ROOMS = ("examples", "fuzz", "engine", "server", "structured", "cli")
 """Their files go first: one that begins last would keep one worker busy when the others are done."""
 
 

@@ -4,68 +4,110 @@ import argparse
 import logging
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from fuzz.cases import PATHS, make_case
+from fuzz.cases import PATHS, Case, make_case
 from fuzz.oracle import Oracle, make_checkpoint
-from fuzz.runs import run_case
-from fuzz.served import Servers
+from fuzz.runs import Lab, Report, reproduce
+from fuzz.shrink import shrink
+
+logger = logging.getLogger("infinilm")
+
+
+class Summary:
+    """Counts by path."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.num_cases, self.num_failed = Counter[str](), Counter[str]()
+        self.facts = {path: Counter[str]() for path in paths}
+        self.features = {path: Counter[str]() for path in paths}
+        self._start_time = perf_counter()
+
+    def add(self, report: Report) -> None:
+        path = report.case.path
+        self.num_cases[path] += 1
+        self.num_failed[path] += bool(report.problems)
+        self.facts[path].update(report.facts)
+        self.features[path].update(report.case.features())
+
+    def print(self) -> None:
+        seconds = perf_counter() - self._start_time
+        print(f"\n{self.num_cases.total()} cases in {seconds:.1f} s, {self.num_failed.total()} failed")
+        print(f"{'':24}" + "".join(f"{path:>13}" for path in self.facts))
+        self._print_row("cases", self.num_cases)
+        self._print_row("failed", self.num_failed)
+        for title, tables in (("happened", self.facts), ("cases with", self.features)):
+            print(f"{title}:")
+            for name in sorted(set().union(*tables.values())):
+                self._print_row(f"  {name}", {path: table[name] for path, table in tables.items()})
+
+    def _print_row(self, name: str, counts: dict[str, int]) -> None:
+        print(f"{name:24}" + "".join(f"{counts[path]:13,}" for path in self.facts))
 
 
 def main() -> int:
     args = _parse()
-    logging.getLogger("infinilm").setLevel(logging.CRITICAL)
-    facts, features, done, failed = Counter(), Counter(), Counter(), Counter()
-    start_time = perf_counter()
+    logger.setLevel(logging.CRITICAL)
+    summary = Summary(args.paths)
     with TemporaryDirectory() as directory:
         oracle = Oracle(make_checkpoint(Path(directory)), tolerance=args.tolerance, device=args.device)
-        servers = Servers(oracle.model, oracle.tokenizer)
-        for number in range(args.cases):
-            path = args.paths[number % len(args.paths)]
-            seed = args.seed + number // len(args.paths)
-            report = run_case(make_case(seed, path), oracle, servers)
-            done[path] += 1
-            facts += report.facts
-            features.update(report.case.features())
-            if report.problems:
-                failed[path] += 1
-                print(f"\nFAILED: --paths {path} --seed {seed} --cases 1")
-                for problem in report.problems[: args.problems]:
-                    print(f"  {problem[:600]}")
-                if args.cases == 1:
-                    for each in (report.case.engine, *report.case.arrivals, *report.case.aborts):
-                        print(" ", each)
-                sys.stdout.flush()
-                if sum(failed.values()) >= args.max_failures:
-                    break
-        servers.close()
-        oracle.close()
-    _print(done, failed, facts, features, perf_counter() - start_time)
-    return 1 if failed else 0
+        with Lab(oracle) as lab:
+            for number in range(args.cases):
+                path, seed = args.paths[number % len(args.paths)], args.seed + number // len(args.paths)
+                report = lab.run(make_case(seed, path))
+                summary.add(report)
+                if report.problems:
+                    _print_failure(report, lab, is_shrunk=args.shrink)
+                    if summary.num_failed.total() >= args.max_failures:
+                        break
+    summary.print()
+    return 1 if summary.num_failed.total() else 0
 
 
-def _print(done, failed, facts, features, seconds) -> None:
-    print(f"\n{sum(done.values())} cases in {seconds:.1f} s, {sum(failed.values())} failed")
-    for path, number in done.items():
-        print(f"  {path:24} {number:6} cases {failed[path]:6} failed")
-    for title, counts in (("happened", facts), ("cases with", features)):
-        print(f"{title}:")
-        for name, number in sorted(counts.items()):
-            print(f"  {name:24} {number:6}")
+def _print_failure(report: Report, lab: Lab, *, is_shrunk: bool) -> None:
+    case = report.case
+    print(f"\nFAILED: {reproduce(case)}")
+    if is_shrunk:
+        case = shrink(case, lambda smaller: bool(lab.run(smaller).problems))
+        report = lab.run(case)
+        _print_case(case)
+    for problem in report.problems[:5]:
+        print(f"  {problem[:1000]}")
+    sys.stdout.flush()
+
+
+def _print_case(case: Case) -> None:
+    print(f"  {case.engine}")
+    for arrival in case.arrivals:
+        spec = arrival.spec
+        print(f"  {arrival.name} at {arrival.tick} by {arrival.entry}: {spec.prompt!r} {spec.settings}")
+        print(f"    request_id={arrival.request_id!r} cache_salt={arrival.cache_salt!r} {arrival.callback or ''}")
+    for abort in case.aborts:
+        print(f"  {abort}")
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; each path counts on from it")
-    parser.add_argument("--paths", type=lambda text: text.split(","), default=PATHS, help=",".join(PATHS))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="for log-probabilities, and for ties")
+    parser.add_argument("--paths", type=_paths, default=PATHS, help=",".join(PATHS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="of log-probabilities; of logits that are near a tie, a tenth"
+    )
+    parser.add_argument("--shrink", action="store_true", help="make failing cases smaller, and show them")
     parser.add_argument("--max-failures", type=int, default=10)
-    parser.add_argument("--problems", type=int, default=3, help="to print of each failed case")
     return parser.parse_args()
+
+
+def _paths(text: str) -> list[str]:
+    paths = text.split(",")
+    if unknown := set(paths).difference(PATHS):
+        raise argparse.ArgumentTypeError(f"unknown path {min(unknown)!r}; known are {', '.join(PATHS)}")
+    return paths
 
 
 if __name__ == "__main__":

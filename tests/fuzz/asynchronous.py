@@ -51,7 +51,9 @@ async def _read(llm: AsyncLLM, case: Case, records: dict[str, Record], record: R
     for _ in range(arrival.tick):
         await asyncio.sleep(0.001)
     plans = _plan(case, arrival)
-    outputs = llm.generate(arrival.spec.engine_prompt, arrival.spec.params, request_id=arrival.name)
+    outputs = llm.generate(
+        arrival.spec.engine_prompt, arrival.spec.params, request_id=arrival.request_id and arrival.name
+    )
     num_read = 0
     async for output in outputs:
         record.heard.take(output)
@@ -62,6 +64,8 @@ async def _read(llm: AsyncLLM, case: Case, records: dict[str, Record], record: R
                 record.outcome.was_left = True
                 await outputs.aclose()  # type: ignore[attr-defined]
                 return
+            if records[target].arrival.request_id is None:  # which is not told
+                continue
             records[target].note_abort(None, has_ended=False)
             await llm.abort(target)
 

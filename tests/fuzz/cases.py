@@ -9,7 +9,7 @@ from fuzz.specs import RequestSpec, make_spec
 PATHS = ("step", "step_deltas", "stream", "generate", "async", "server")
 
 Entry = Literal["add", "stream", "generate"]
-Action = Literal["listen", "raise", "abort_self", "abort_other"]
+Action = Literal["listen", "raise", "abort_self", "abort_other", "add_other"]
 
 CASES_PER_POOL = 64
 """So many neighbouring cases draw their requests from the same pool: the lone runs are made once."""
@@ -23,7 +23,7 @@ class Callback:
     action: Action
     at_call: int
     target: str
-    """Whom "abort_other" aborts."""
+    """Whom "abort_other" aborts, or "add_other" adds before its time."""
     answer: int | None
     """Which answer only; None: the whole request."""
 
@@ -36,7 +36,8 @@ class Arrival:
     tick: int
     spec: RequestSpec
     entry: Entry = "add"
-    has_id: bool = True
+    request_id: str | None = None
+    """None: the engine chooses one. One that is in use is not taken; one that was in use is."""
     cache_salt: str | None = None
     callback: Callback | None = None
 
@@ -107,11 +108,14 @@ def make_case(seed: int, path: str) -> Case:
     random = Random(f"case {path} {seed}")
     num_requests = random.choice((1, 2, 3, 4, 5, 6, 8))
     names = [f"r{index}" for index in range(num_requests)]
-    arrivals = tuple(_draw_arrival(random, seed, path, name, names) for name in names)
+    specs = _draw_specs(random, seed, path)
+    arrivals = tuple(_draw_arrival(random, random.choice(specs), path, name, names) for name in names)
     return Case(
         seed=seed,
         path=path,
-        engine=_draw_engine(random) if path != "server" else SERVED_ENGINES[seed // 8 % len(SERVED_ENGINES)],
+        engine=_draw_engine(random)
+        if path != "server"
+        else SERVED_ENGINES[seed // CASES_PER_POOL % len(SERVED_ENGINES)],
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.tick)),
         aborts=tuple(_draw_abort(random, arrivals) for _ in range(random.choice((0, 0, 1, 2, 3)))),
         turns=tuple(random.randrange(60) for _ in range(40)),
@@ -130,10 +134,16 @@ def _draw_engine(random: Random) -> EngineSettings:
     )
 
 
-def _draw_arrival(random: Random, seed: int, path: str, name: str, names: list[str]) -> Arrival:
-    spec = make_spec(seed // CASES_PER_POOL * SPECS_PER_POOL + random.randrange(SPECS_PER_POOL))
-    while path == "server" and "logits_processors" in spec.settings:  # which can't be sent
-        spec = make_spec(seed // CASES_PER_POOL * SPECS_PER_POOL + random.randrange(SPECS_PER_POOL))
+def _draw_specs(random: Random, seed: int, path: str) -> list[RequestSpec]:
+    """A few, so that the same request may come more than once."""
+    first = seed // CASES_PER_POOL * SPECS_PER_POOL
+    specs = [make_spec(first + number) for number in random.sample(range(SPECS_PER_POOL), 10)]
+    if path == "server":  # processors can't be sent
+        specs = [spec for spec in specs if "logits_processors" not in spec.settings]
+    return specs[:6]
+
+
+def _draw_arrival(random: Random, spec: RequestSpec, path: str, name: str, names: list[str]) -> Arrival:
     entry: Entry = "add"
     if path == "server":
         entry = random.choice(("stream", "generate"))
@@ -147,19 +157,18 @@ def _draw_arrival(random: Random, seed: int, path: str, name: str, names: list[s
         tick=random.choice((0, 0, random.randrange(1, 20))) if entry != "generate" else random.choice((0, 4, 9)),
         spec=spec,
         entry=entry,
-        has_id=random.random() < 0.7,
+        request_id=random.choice((None, name, name, random.choice(names), str(random.randrange(4)))),
         cache_salt=random.choice(("", "one", "two")) if chance and random.random() < 0.3 else None,
         callback=_draw_callback(random, spec, names) if random.random() < chance else None,
     )
 
 
 def _draw_callback(random: Random, spec: RequestSpec, names: list[str]) -> Callback:
-    action: Action = random.choice(("listen", "listen", "raise", "abort_self", "abort_other"))
+    action: Action = random.choice(("listen", "listen", "raise", "abort_self", "abort_other", "add_other"))
     answer = random.randrange(spec.num_answers) if random.random() < 0.4 else None
-    target = random.choice(names)
-    return Callback(
-        action, random.choice((1, 1, 2, 3, 5, 8)), target, 0 if action == "abort_other" and answer else answer
-    )
+    if action == "abort_other":  # whose number of answers is not known here
+        answer = random.choice((None, 0))
+    return Callback(action, random.choice((1, 1, 2, 3, 5, 8)), random.choice(names), answer)
 
 
 def _draw_abort(random: Random, arrivals: tuple[Arrival, ...]) -> Abort:

@@ -1,7 +1,8 @@
 """Cases driven by hand: `add_request` with `step` or `step_deltas`, mixed with `stream` and `generate`."""
 
-from collections import defaultdict
-from collections.abc import Iterator
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Generator
 
 from fuzz.cases import Arrival, Case
 from fuzz.compare import UNKNOWN, Outcome, SeenAnswer
@@ -18,8 +19,9 @@ class OfflineRun:
     def __init__(self, case: Case, engine: LLM) -> None:
         self.case = case
         self.engine = engine
-        self.session = Session(engine)
-        self.streams: dict[str, Iterator[str]] = {}
+        self.session = Session(engine, case.arrivals)
+        self.num_begun_streams = 0
+        self.streams: dict[str, Generator[str]] = {}
         self.arrivals = defaultdict[int, list[Arrival]](list)
         for arrival in case.arrivals:
             self.arrivals[arrival.tick].append(arrival)
@@ -42,6 +44,11 @@ class OfflineRun:
 
     def _outcomes(self, problems: list[str]) -> tuple[list[Outcome], list[str]]:
         by_deltas = self.case.path == "step_deltas"
+        problems += self.session.problems
+        entries = Counter(record.arrival.entry for record in self.session.records.values())
+        num_requests = entries["add"] + entries["generate"] + self.num_begun_streams
+        if self.engine.stats().num_finished != num_requests:
+            problems.append(f"{self.engine.stats().num_finished} of {num_requests} requests are counted as finished")
         for record in self.session.records.values():
             if record.arrival.entry == "add":
                 problems += record.finish(by_deltas=by_deltas)
@@ -71,7 +78,7 @@ class OfflineRun:
 
     def _abort(self, name: str, answer: int | None) -> None:
         if stream := self.streams.pop(name, None):
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             self.session.records[name].outcome.was_left = True
         else:
             self.session.abort(name, answer)
@@ -90,6 +97,7 @@ class OfflineRun:
     def _read(self, name: str) -> None:
         outcome = self.session.records[name].outcome
         seen = outcome.answers[0]
+        self.num_begun_streams += inspect.getgeneratorstate(self.streams[name]) == inspect.GEN_CREATED
         try:
             seen.text += next(self.streams[name])
         except StopIteration:

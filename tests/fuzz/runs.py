@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from fuzz.asynchronous import run_async
 from fuzz.cases import Case
@@ -22,26 +23,52 @@ class Report:
     """How often something happened that a case can only make likely."""
 
 
-def run_case(case: Case, oracle: Oracle, servers: Servers) -> Report:
-    """Run a case in a new engine and compare each of its requests with its lone run."""
-    settings = {**case.engine.kwargs(), **oracle.settings}
-    if settings["device"] != "cpu":
-        settings["attention_backend"] = "auto"
-    facts = Counter[str]()
-    if case.path == "server":
-        outcomes, problems = run_served(case, servers)
-    elif case.path == "async":
-        outcomes, problems = run_async(case, oracle.model, settings, facts)
-    else:
-        with LLM(oracle.model, **settings) as engine:
+def reproduce(case: Case) -> str:
+    """The command that runs a case, and looks for a smaller one."""
+    return f"PYTHONPATH=tests python -m fuzz --paths {case.path} --seed {case.seed} --cases 1 --shrink"
+
+
+class Lab:
+    """Runs cases, and compares each of their requests with its lone run."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self._servers = Servers(oracle.model, oracle.tokenizer, oracle.settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.close()
+        self.oracle.close()
+
+    def run(self, case: Case) -> Report:
+        """Run a case in a new engine, or a server."""
+        facts = Counter[str]()
+        if case.path == "server":
+            outcomes, problems = run_served(case, self._servers)
+        elif case.path == "async":
+            outcomes, problems = run_async(case, self.oracle.model, self._settings(case), facts)
+        else:
+            outcomes, problems = self._run_offline(case, facts)
+        return judge(case, outcomes, problems, self.oracle, facts)
+
+    def _settings(self, case: Case) -> dict[str, Any]:
+        settings = {**case.engine.kwargs(), **self.oracle.settings}
+        if settings["device"] != "cpu":
+            settings["attention_backend"] = "auto"
+        return settings
+
+    def _run_offline(self, case: Case, facts: Counter[str]) -> tuple[list[Outcome], list[str]]:
+        with LLM(self.oracle.model, **self._settings(case)) as engine:
             prepare(engine, case)
             try:
                 outcomes, problems = OfflineRun(case, engine).run()
             except AssertionError as error:
-                outcomes, problems = [], [f"broken on the way: {error}"]
+                return [], [f"broken on the way: {error}"]
             problems += check_empty(engine)
             count_engine(facts, engine)
-    return judge(case, outcomes, problems, oracle, facts)
+        return outcomes, problems
 
 
 def prepare(engine: LLM, case: Case) -> None:
@@ -61,11 +88,10 @@ def check_empty(engine: LLM) -> list[str]:
         problems.append(f"blocks: {error}")
     if stats.num_free_blocks != stats.num_blocks:
         problems.append(f"{stats.num_blocks - stats.num_free_blocks} blocks are lost")
-    for name in ("_requests", "_owners", "_news", "_handles"):
-        if left := getattr(engine, name):
-            problems.append(f"the engine keeps {len(left)} entries in {name}")
-    if engine.scheduler.has_work:
-        problems.append("the scheduler still has work")
+    if engine._requests:
+        problems.append(f"the engine keeps {sorted(engine._requests)}")
+    if not engine.is_finished():
+        problems.append("the engine still has work, or something to report")
     return problems
 
 

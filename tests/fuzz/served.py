@@ -14,7 +14,7 @@ from server_driver import Server, wait_until
 from fuzz.cases import Arrival, Case
 from fuzz.compare import UNKNOWN, Outcome, SeenAnswer
 from fuzz.session import Record
-from fuzz.specs import MAX_MODEL_LEN, VOCAB_SIZE, RequestSpec
+from fuzz.specs import VOCAB_SIZE, RequestSpec
 from infinilm.loading.tokenizer import Tokenizer
 from infinilm.outputs import TokenLogprobs
 
@@ -28,8 +28,9 @@ TIME_LIMIT_S = 20
 class Servers:
     """Starts servers when they are needed: one for each kind of engine."""
 
-    def __init__(self, model: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, model: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
         self._model = model
+        self._settings = settings
         self.tokenizer = tokenizer
         self._running: dict[Any, tuple[Server, float]] = {}
 
@@ -39,9 +40,11 @@ class Servers:
             server.stop()
             server = None
         if server is None:
-            options = [f"--max-model-len={MAX_MODEL_LEN}", "--device=cpu", "--dtype=float32"]
-            options += [f"--{name.replace('_', '-')}={value}" for name, value in case.engine.kwargs().items()]
-            options.remove("--enable-prefix-caching=True")  # the default, which has a switch of its own
+            settings = {**case.engine.kwargs(), **self._settings}
+            assert settings.pop("enable_prefix_caching")  # the default
+            if settings["device"] != "cpu":
+                settings["attention_backend"] = "auto"
+            options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
             server = Server(self._model, *options, key=KEYS[0], INFINILM_API_KEY=" ".join(KEYS))
             self._running[case.engine] = server, monotonic()
         return server

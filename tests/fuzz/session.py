@@ -1,14 +1,14 @@
 """The requests of a case in one engine: who was told what, and what was done to whom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
 
 from fuzz.cases import Arrival, Callback
 from fuzz.compare import UNKNOWN, Outcome, SeenAnswer
 from infinilm import LLM, RequestOutput
+from infinilm.errors import InvalidValueError
 from infinilm.outputs import AnswerDelta
-
-Abort = Callable[[str, int | None], None]
-"""Aborts a request by its name in the case, or one of its answers."""
 
 
 class Channel:
@@ -65,38 +65,55 @@ class Record:
         if has_ended and answer is not None:
             self.outcome.must_abort.add(answer)
 
+    @property
+    def is_told_by_deltas(self) -> bool:
+        """Whether `step_deltas` tells of it: not if it has a listener, unless that failed."""
+        return self.arrival.callback is None or self.outcome.has_raised
+
+    @property
+    def has_ended_by_deltas(self) -> bool:
+        ended = {delta.index for delta in self.deltas if delta.finish_reason is not None}
+        return len(ended) == self.arrival.spec.num_answers
+
     def finish(self, *, by_deltas: bool) -> list[str]:
         """Fill in the outcome. Returns what was wrong with the way it was told."""
         problems = self.heard.problems + self.reported.problems
         heard, reported = self.heard.last, self.reported.last
-        last = reported or heard
-        if last is not None:
+        if by_deltas and (heard is None or self.deltas):
+            return problems + self._follow_deltas()
+        if last := reported or heard:
             take_output(self.outcome, last)
-        if by_deltas:
-            return problems + self._add_deltas()
         if heard is not None and reported is not None and not self.outcome.has_raised:
             if not heard.finished:
                 problems.append(f"{self.arrival.name}: the end was reported, but its listener was not told")
-            elif heard.outputs != reported.outputs:
+            elif not is_told_alike(heard, reported):
                 problems.append(f"{self.arrival.name}: its listener heard {heard.outputs}, step {reported.outputs}")
         return problems
 
-    def _add_deltas(self) -> list[str]:
-        """Follow the deltas; of a request whose listener failed they go on from what that was told."""
+    def _follow_deltas(self) -> list[str]:
         problems = []
         outcome, wants_logprobs = self.outcome, "logprobs" in self.arrival.spec.settings
+        for seen in outcome.answers:
+            seen.text = UNKNOWN
+            seen.logprobs = [] if wants_logprobs else None
         for delta in self.deltas:
             seen = outcome.answers[delta.index]
             if seen.finish_reason is not None:
                 problems.append(f"{outcome.name}[{delta.index}]: told more after it had ended")
-            seen.text = UNKNOWN
-            seen.token_ids = seen.token_ids + delta.token_ids
+            seen.token_ids += delta.token_ids
             if wants_logprobs:
-                seen.logprobs = (seen.logprobs or []) + (delta.logprobs or [])
+                seen.logprobs += delta.logprobs or []
             seen.finish_reason, seen.stop_reason = delta.finish_reason, delta.stop_reason
             outcome.prompt_logprobs = delta.prompt_logprobs or outcome.prompt_logprobs
             outcome.error = delta.error or outcome.error
         return problems
+
+
+def is_told_alike(one: RequestOutput, other: RequestOutput) -> bool:
+    """Whether two outputs say the same of the answers, apart from what is new."""
+    names = ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")
+    pairs = zip(one.outputs, other.outputs, strict=True)
+    return all(getattr(a, name) == getattr(b, name) for a, b in pairs for name in names)
 
 
 def take_output(outcome: Outcome, output: RequestOutput) -> None:
@@ -111,25 +128,44 @@ def take_output(outcome: Outcome, output: RequestOutput) -> None:
 class Session:
     """An engine with the requests of a case that were added to it."""
 
-    def __init__(self, engine: LLM) -> None:
+    def __init__(self, engine: LLM, arrivals: Sequence[Arrival]) -> None:
         self.engine = engine
         self.records: dict[str, Record] = {}
-        self._by_id: dict[str, Record] = {}
+        self.problems: list[str] = []
+        self._added_by_hand = {arrival.name: arrival for arrival in arrivals if arrival.entry == "add"}
+        self._by_id: dict[str, list[Record]] = {}
+        """The latest last. An id may be used again once its request has ended."""
 
     def add(self, arrival: Arrival) -> None:
-        record = self.records[arrival.name] = Record(arrival)
-        record.request_id = self.engine.add_request(
+        """Add a request, if a listener has not done so already."""
+        if arrival.name in self.records:
+            return
+        record = Record(arrival)
+        add = partial(
+            self.engine.add_request,
             arrival.spec.engine_prompt,
             arrival.spec.params,
             on_token=self._listener(record, arrival.callback) if arrival.callback else None,
-            request_id=arrival.name if arrival.has_id else None,
             cache_salt=arrival.cache_salt,
         )
-        self._by_id[record.request_id] = record
+        try:
+            record.request_id = add(request_id=arrival.request_id)
+        except InvalidValueError as error:
+            earlier = self._by_id.get(arrival.request_id or "", [])
+            if "in use" not in str(error) or not any(self.is_open(each) for each in earlier):
+                self.problems.append(f"{arrival.name}: refused: {error}")
+            record.request_id = add(request_id=f"another {arrival.name}")
+        self.records[arrival.name] = record
+        self._by_id.setdefault(record.request_id, []).append(record)
+
+    def is_open(self, record: Record) -> bool:
+        """Whether the end of a request has not been told to anybody yet."""
+        told = (record.heard.last, record.reported.last)
+        return not any(output and output.finished for output in told) and not record.has_ended_by_deltas
 
     def abort(self, name: str, answer: int | None) -> None:
         record = self.records.get(name)
-        if record is None or record.request_id is None:
+        if record is None or record.request_id is None or self._by_id[record.request_id][-1] is not record:
             return
         # Noted before: it may call a listener, who looks.
         record.note_abort(answer, has_ended=False)
@@ -153,16 +189,21 @@ class Session:
             self.abort(record.arrival.name, callback.answer)
         elif callback.action == "abort_other":
             self.abort(callback.target, callback.answer)
+        elif callback.action == "add_other" and callback.target in self._added_by_hand:
+            self.add(self._added_by_hand[callback.target])
 
     def take_outputs(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            if record := self._by_id.get(output.request_id):
-                if record.heard.last is None:
-                    record.reported.take(output)
-                else:
-                    record.reported.last = output  # what is new in it was for the listener
+            # Of two with the same id the earlier one is told its end first.
+            records = self._by_id.get(output.request_id, [])
+            open_ones = [each for each in records if not (each.reported.last and each.reported.last.finished)]
+            for record in open_ones[:1] or records[-1:]:
+                record.reported.take(output)
 
     def take_deltas(self, deltas: list[AnswerDelta]) -> None:
         for delta in deltas:
-            if record := self._by_id.get(delta.request_id):
-                record.deltas.append(delta)
+            records = self._by_id.get(delta.request_id, [])
+            open_ones = [each for each in records if each.is_told_by_deltas and not each.has_ended_by_deltas]
+            for record in open_ones[:1] or records[-1:]:
+                # As it is now: the engine may go on writing to its lists.
+                record.deltas.append(deepcopy(delta))
