@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ class Summary:
 def main() -> int:
     args = _parse()
     logger.setLevel(logging.CRITICAL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     summary = Summary(args.paths)
     with TemporaryDirectory() as directory:
         oracle = Oracle(make_checkpoint(Path(directory)), tolerance=args.tolerance, device=args.device)

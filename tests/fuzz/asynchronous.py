@@ -27,7 +27,7 @@ async def _run(
 
     records = {arrival.name: Record(arrival) for arrival in case.arrivals}
     async with AsyncLLM(model, **settings) as llm:
-        prepare(llm.engine, case)
+        fault = prepare(llm.engine, case)
         readers = [asyncio.create_task(_read(llm, case, records, record)) for record in records.values()]
         problems = []
         try:
@@ -42,6 +42,9 @@ async def _run(
             await asyncio.sleep(0.01)
         problems += check_empty(llm.engine)
         count_engine(facts, llm.engine)
+    for record in records.values() if fault else ():
+        record.request_id = record.arrival.request_id and record.arrival.name
+        fault.note(record)
     problems += [problem for record in records.values() for problem in record.heard.problems]
     return [record.outcome for record in records.values()], problems
 

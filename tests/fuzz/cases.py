@@ -90,6 +90,8 @@ class Case:
     engine: EngineSettings
     arrivals: tuple[Arrival, ...]
     aborts: tuple[Abort, ...]
+    fault_at: int | None
+    """The step that breaks."""
     turns: tuple[int, ...] = field(repr=False)
     """Who is next where streams and steps take turns: one number per tick, repeated."""
 
@@ -99,6 +101,7 @@ class Case:
         found |= {f"entry: {each.entry}" for each in self.arrivals}
         found |= {"abort answer" if each.answer is not None else "abort request" for each in self.aborts}
         found |= {"cache_salt"} if any(each.cache_salt for each in self.arrivals) else set()
+        found |= {"broken step"} if self.fault_at else set()
         found.add(f"{self.engine.max_in_flight} in flight")
         return found
 
@@ -118,6 +121,7 @@ def make_case(seed: int, path: str) -> Case:
         else SERVED_ENGINES[seed // CASES_PER_POOL % len(SERVED_ENGINES)],
         arrivals=tuple(sorted(arrivals, key=lambda arrival: arrival.tick)),
         aborts=tuple(_draw_abort(random, arrivals) for _ in range(random.choice((0, 0, 1, 2, 3)))),
+        fault_at=random.randrange(1, 30) if path != "server" and random.random() < 0.1 else None,
         turns=tuple(random.randrange(60) for _ in range(40)),
     )
 

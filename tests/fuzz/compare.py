@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 from fuzz.oracle import Oracle
@@ -9,6 +10,7 @@ from fuzz.specs import RequestSpec
 from infinilm import RequestOutput
 from infinilm.outputs import TokenLogprobs
 
+BREAK_MESSAGE = "the hook failed"
 UNKNOWN: Any = object()
 """For what an interface doesn't tell."""
 
@@ -43,6 +45,14 @@ class Outcome:
     """Answers that `abort` said it had ended."""
     has_raised: bool = False
     """Its callback raised."""
+    may_break: bool = False
+    """It was part of a step that broke."""
+    reply_error: str | None = None
+    """What a server said instead of the rest."""
+
+    def may_be_cut(self, index: int) -> bool:
+        """Whether an answer may end before its time."""
+        return index in self.may_abort or self.has_raised or self.may_break
 
 
 def compare(outcome: Outcome, oracle: Oracle) -> tuple[list[str], int]:
@@ -74,13 +84,13 @@ def _compare_answer(outcome: Outcome, index: int, seen: SeenAnswer, lone: Reques
     if reason is None and not outcome.was_left:
         return [f"never ended; it has tokens {seen.token_ids}, alone {expected.token_ids}"]
     is_cut = reason is None or (reason == "abort" and expected.finish_reason != "abort")
-    if reason == "abort" and is_cut and index not in outcome.may_abort and not outcome.has_raised:
-        return [f"aborted by nobody, after {seen.token_ids}; alone {expected.token_ids}"]
+    if reason == "abort" and is_cut and not outcome.may_be_cut(index):
+        return [f"aborted by nobody ({outcome.error}) after {seen.token_ids}; alone {expected.token_ids}"]
     problems = []
     if index in outcome.must_abort and reason != "abort":
         problems.append(f"abort said that it ended the answer, but it ended by {reason!r}")
     if not is_cut and reason == "abort" and seen.token_ids != expected.token_ids:
-        is_cut = index in outcome.may_abort or outcome.has_raised  # aborted before its own error came
+        is_cut = outcome.may_be_cut(index)  # aborted before its own error came
     if not is_cut:
         for name in ("token_ids", "text", "finish_reason", "stop_reason"):
             value, other = getattr(seen, name), getattr(expected, name)
@@ -111,7 +121,10 @@ def _compare_cut(seen: SeenAnswer, expected: Any, oracle: Oracle) -> list[str]:
 
 def _compare_error(outcome: Outcome, alone: list[RequestOutput]) -> list[str]:
     error = outcome.error
-    if error is UNKNOWN:
+    if outcome.reply_error is not None:
+        is_known = any(lone.error for lone in alone)
+        return [] if is_known else [f"the server replied {outcome.reply_error!r}, but alone there is no error"]
+    if error is UNKNOWN or (outcome.may_break and error and BREAK_MESSAGE in error):
         return []
     if outcome.has_raised:
         return [] if error and "on_token" in error else [f"its callback raised, but the error is {error!r}"]
@@ -121,7 +134,7 @@ def _compare_error(outcome: Outcome, alone: list[RequestOutput]) -> list[str]:
         if lone.error and seen.finish_reason == "abort" and seen.token_ids in (UNKNOWN, lone.outputs[0].token_ids)
     }
     must_fail = any(
-        lone.error and seen.finish_reason == "abort" and index not in outcome.may_abort
+        lone.error and seen.finish_reason == "abort" and not outcome.may_be_cut(index)
         for index, (seen, lone) in enumerate(zip(outcome.answers, alone, strict=True))
     )
     if error is None:
@@ -164,11 +177,15 @@ def _compare_logprobs(
 def _is_same(one: TokenLogprobs | None, other: TokenLogprobs | None, tolerance: float) -> bool:
     if one is None or other is None:
         return one is other
-    if one.token_id != other.token_id or abs(one.logprob - other.logprob) > tolerance:
+    if one.token_id != other.token_id or not _is_close(one.logprob, other.logprob, tolerance):
         return False
     # Tokens that are as likely may change places.
     is_near = one.rank is UNKNOWN or abs(one.rank - other.rank) <= 1
     if one.top is UNKNOWN:
         return is_near
     pairs = zip(one.top.values(), other.top.values(), strict=False)
-    return is_near and len(one.top) == len(other.top) and all(abs(a - b) <= tolerance for a, b in pairs)
+    return is_near and len(one.top) == len(other.top) and all(_is_close(*pair, tolerance) for pair in pairs)
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance or (isnan(one) and isnan(other)) or one == other

@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 from fuzz.cases import Arrival, Case
 from fuzz.compare import UNKNOWN, Outcome, SeenAnswer
+from fuzz.faults import StepFault
 from fuzz.session import Record, Session, take_output
 from infinilm import LLM
 from infinilm.errors import EngineError
@@ -16,9 +17,10 @@ MAX_TICKS = 4000
 class OfflineRun:
     """Runs a case to its end."""
 
-    def __init__(self, case: Case, engine: LLM) -> None:
+    def __init__(self, case: Case, engine: LLM, fault: StepFault | None) -> None:
         self.case = case
         self.engine = engine
+        self.fault = fault
         self.session = Session(engine, case.arrivals)
         self.num_begun_streams = 0
         self.streams: dict[str, Generator[str]] = {}
@@ -50,6 +52,8 @@ class OfflineRun:
         if self.engine.stats().num_finished != num_requests:
             problems.append(f"{self.engine.stats().num_finished} of {num_requests} requests are counted as finished")
         for record in self.session.records.values():
+            if self.fault:
+                self.fault.note(record)
             if record.arrival.entry == "add":
                 problems += record.finish(by_deltas=by_deltas)
         return [record.outcome for record in self.session.records.values()], problems

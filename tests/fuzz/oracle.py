@@ -8,7 +8,7 @@ import torch
 from checkpoints import make_reference, save
 from tiny_tokenizer import save_tokenizer
 
-from fuzz.specs import EOS_ID, MAX_MODEL_LEN, VOCAB_SIZE, RequestSpec
+from fuzz.specs import EOS_ID, MAX_MODEL_LEN, POISON_ID, VOCAB_SIZE, RequestSpec
 from infinilm import LLM, RequestOutput, SamplingParams
 from infinilm.debug import HookRegistry
 from infinilm.engine.llm_engine import _mix
@@ -19,7 +19,10 @@ NUM_NOISY_RUNS = 12
 
 def make_checkpoint(directory: Path) -> Path:
     """The tiny random model that all cases use."""
-    save(make_reference("llama-gqa", vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID, bos_token_id=0), directory)
+    model = make_reference("llama-gqa", vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID, bos_token_id=0)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON_ID] = float("nan")
+    save(model, directory)
     save_tokenizer(directory)
     return directory
 

@@ -6,7 +6,8 @@ from typing import Any, Self
 
 from fuzz.asynchronous import run_async
 from fuzz.cases import Case
-from fuzz.compare import Outcome, compare
+from fuzz.compare import UNKNOWN, Outcome, compare
+from fuzz.faults import StepFault
 from fuzz.offline import OfflineRun
 from fuzz.oracle import Oracle
 from fuzz.served import Servers, run_served
@@ -61,9 +62,9 @@ class Lab:
 
     def _run_offline(self, case: Case, facts: Counter[str]) -> tuple[list[Outcome], list[str]]:
         with LLM(self.oracle.model, **self._settings(case)) as engine:
-            prepare(engine, case)
+            fault = prepare(engine, case)
             try:
-                outcomes, problems = OfflineRun(case, engine).run()
+                outcomes, problems = OfflineRun(case, engine, fault).run()
             except AssertionError as error:
                 return [], [f"broken on the way: {error}"]
             problems += check_empty(engine)
@@ -71,11 +72,12 @@ class Lab:
         return outcomes, problems
 
 
-def prepare(engine: LLM, case: Case) -> None:
+def prepare(engine: LLM, case: Case) -> StepFault | None:
     """What has no setting: steps ahead as on a GPU, and shared beginnings that are worth waiting for."""
     engine._max_in_flight = case.engine.max_in_flight
     assert engine.scheduler.min_awaited_tokens > 0
     engine.scheduler.min_awaited_tokens = case.engine.min_awaited_tokens
+    return StepFault(engine, case.fault_at, case.engine.max_in_flight) if case.fault_at else None
 
 
 def check_empty(engine: LLM) -> list[str]:
@@ -116,5 +118,6 @@ def judge(case: Case, outcomes: list[Outcome], problems: list[str], oracle: Orac
         facts["answers"] += len(outcome.answers)
         facts["callbacks that raised"] += outcome.has_raised
         facts["answers aborted"] += sum(answer.finish_reason == "abort" for answer in outcome.answers)
+        facts["requests that failed"] += bool(outcome.error not in (None, UNKNOWN) or outcome.reply_error)
         facts["readers gone"] += outcome.was_left
     return Report(case, problems, facts)

@@ -118,21 +118,28 @@ class Reader:
             except TimeoutError:
                 self.outcome.was_left = True
             else:
-                self._take(_checked(response.status_code, response.json()))
+                self._take(response.json())
         self._finish()
 
     async def _read_events(self, response: httpx.Response) -> None:
         if response.status_code != 200:
-            _checked(response.status_code, json.loads(await response.aread()))
+            self._take(json.loads(await response.aread()))
+            return
         num_events = 0
         async for event in _events(response):
-            self._take(_checked(200, event))
+            self._take(event)
             num_events += 1
+            if self.outcome.reply_error is not None:
+                return
             if num_events == self._leave_after:
                 self.outcome.was_left = True
                 return
 
     def _take(self, reply: dict[str, Any]) -> None:
+        if "error" in reply:
+            self.outcome.reply_error = reply["error"]["message"]
+            self.outcome.was_left = True
+            return
         for choice in reply["choices"]:
             seen = self.outcome.answers[choice["index"]]
             assert seen.finish_reason is None, f"answer {choice['index']} goes on after its end"
@@ -202,12 +209,6 @@ def _body(spec: RequestSpec) -> dict[str, Any]:
     if body.pop("prompt_logprobs", None) is not None and "logprobs" in body:
         body["echo"] = True
     return body
-
-
-def _checked(status: int, reply: dict[str, Any]) -> dict[str, Any]:
-    assert status == 200, f"status {status}: {reply}"
-    assert "error" not in reply, reply
-    return reply
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -15,6 +15,8 @@ from infinilm.structured_output import StructuredOutput
 MAX_MODEL_LEN = 96
 EOS_ID = 1
 VOCAB_SIZE = 300
+POISON_ID = 5
+"""What is computed from this token is NaN. In a prompt, or drawn, it ends its own answer and no other."""
 LETTERS = "aeionrth,."
 """Half of the requests prefer these, so that stop strings and stop ids are met."""
 
@@ -107,6 +109,10 @@ def make_spec(number: int) -> RequestSpec:
 
 
 def _draw_prompt(random: Random) -> str | tuple[int, ...]:
+    if random.random() < 0.05:
+        ids = random.sample(range(20, 60), random.randrange(1, 40))
+        ids[random.randrange(len(ids))] = POISON_ID
+        return tuple(ids)
     if random.random() < 0.2:
         return tuple(random.randrange(2, VOCAB_SIZE) for _ in range(random.choice((1, 2, 15, 16, 17, 40))))
     words = ("one", "at", "ten", "it is", "no", "heat", "ü", "\n", "rain")
@@ -156,4 +162,6 @@ def _features(prompt: str | tuple[int, ...], settings: dict[str, Any]) -> frozen
     names.add("text prompt" if isinstance(prompt, str) else "ids prompt")
     if settings["max_tokens"] > MAX_MODEL_LEN:
         names.add("context limit")
+    if not isinstance(prompt, str) and POISON_ID in prompt:
+        names.add("NaN")
     return frozenset(names)
