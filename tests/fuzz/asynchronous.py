@@ -2,13 +2,18 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fuzz.cases import Arrival, Case
 from fuzz.compare import Outcome
+from fuzz.engines import check_empty, count_engine, prepare
 from fuzz.session import Record, take_output
 from infinilm import AsyncLLM
+
+T = TypeVar("T")
 
 TIME_LIMIT_S = 20
 
@@ -23,8 +28,6 @@ def run_async(
 async def _run(
     case: Case, model: Path, settings: dict[str, Any], facts: Counter[str]
 ) -> tuple[list[Outcome], list[str]]:
-    from fuzz.runs import check_empty, count_engine, prepare
-
     records = {arrival.name: Record(arrival) for arrival in case.arrivals}
     async with AsyncLLM(model, **settings) as llm:
         fault = prepare(llm.engine, case)
@@ -34,19 +37,23 @@ async def _run(
             await asyncio.wait_for(asyncio.gather(*readers), TIME_LIMIT_S)
         except TimeoutError:
             problems.append(f"not finished after {TIME_LIMIT_S} s")
-        # Those who left have their requests aborted soon; what is asked after that finds the engine empty.
+        # The requests of readers who left are aborted soon.
         for _ in range(TIME_LIMIT_S * 100):
-            await llm.stats()
-            if llm.engine.is_finished():
+            if await _call(llm, llm.engine.is_finished):
                 break
             await asyncio.sleep(0.01)
-        problems += check_empty(llm.engine)
+        problems += await _call(llm, partial(check_empty, llm.engine))
         count_engine(facts, llm.engine)
     for record in records.values() if fault else ():
         record.request_id = record.arrival.request_id and record.arrival.name
         fault.note(record)
     problems += [problem for record in records.values() for problem in record.heard.problems]
     return [record.outcome for record in records.values()], problems
+
+
+async def _call(llm: AsyncLLM, function: Callable[[], T]) -> T:
+    """Look at the engine between two steps."""
+    return await asyncio.wrap_future(llm._call(function))
 
 
 async def _read(llm: AsyncLLM, case: Case, records: dict[str, Record], record: Record) -> None:

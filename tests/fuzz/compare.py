@@ -134,7 +134,7 @@ def _compare_error(outcome: Outcome, alone: list[RequestOutput]) -> list[str]:
         if lone.error and seen.finish_reason == "abort" and seen.token_ids in (UNKNOWN, lone.outputs[0].token_ids)
     }
     must_fail = any(
-        lone.error and seen.finish_reason == "abort" and not outcome.may_be_cut(index)
+        lone.error and seen.finish_reason in ("abort", UNKNOWN) and not outcome.may_be_cut(index)
         for index, (seen, lone) in enumerate(zip(outcome.answers, alone, strict=True))
     )
     if error is None:

@@ -105,7 +105,7 @@ class OfflineRun:
         try:
             seen.text += next(self.streams[name])
         except StopIteration:
-            seen.finish_reason = UNKNOWN
+            seen.finish_reason, outcome.error = UNKNOWN, None
             del self.streams[name]
         except EngineError as error:
             seen.finish_reason, outcome.error = "abort", str(error).partition(" failed: ")[2]
