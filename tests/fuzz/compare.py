@@ -37,6 +37,7 @@ class Outcome:
     error: Any = None
     num_tokens: Any = UNKNOWN
     """Of all answers, as counted for the reader."""
+    num_cached_tokens: Any = UNKNOWN
     was_left: bool = False
     """Its reader went away: it may be unfinished."""
     may_abort: set[int] = field(default_factory=set)

@@ -123,6 +123,7 @@ def take_output(outcome: Outcome, output: RequestOutput) -> None:
         for answer in output.outputs
     ]
     outcome.prompt_logprobs, outcome.error = output.prompt_logprobs, output.error
+    outcome.num_cached_tokens = output.metrics.num_cached_tokens
 
 
 class Session:
