@@ -15,6 +15,8 @@ from fuzz.oracle import Oracle, make_checkpoint
 from fuzz.runs import Lab, Report, reproduce
 from fuzz.shrink import shrink
 
+PROGRESS_INTERVAL = 500
+
 logger = logging.getLogger("infinilm")
 
 
@@ -65,6 +67,8 @@ def main() -> int:
                     _print_failure(report, lab, is_shrunk=args.shrink)
                     if summary.num_failed.total() >= args.max_failures:
                         break
+                if (number + 1) % PROGRESS_INTERVAL == 0:
+                    print(f"{number + 1} cases, {summary.num_failed.total()} failed", flush=True)
     summary.print()
     return 1 if summary.num_failed.total() else 0
 
