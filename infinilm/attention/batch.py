@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinilm.kernels.copies import to_device
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -27,7 +29,7 @@ class HostBatch:
 
     def to_device(self, device: torch.device, input_ids: torch.Tensor | None = None) -> "ForwardBatch":
         """The same on a device; `input_ids`, if given, are there already and take the place of the batch's."""
-        ids, positions, slots, tables = send(
+        ids, positions, slots, tables = to_device(
             device, self.input_ids, self.positions, self.slot_mapping, self.block_tables
         )
         return ForwardBatch(
@@ -38,25 +40,6 @@ class HostBatch:
             query_lens=self.query_lens,
             context_lens=self.context_lens,
         )
-
-
-def send(device: torch.device, *arrays: IntArray) -> tuple[torch.Tensor, ...]:
-    """The arrays on a device, in one copy that nobody waits for; on a CPU they are shared, not copied."""
-    if device.type == "cpu":
-        return tuple(torch.from_numpy(array) for array in arrays)
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    pieces = torch.split(packed.pin_memory().to(device, non_blocking=True), [array.size for array in arrays])
-    return tuple(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True))
-
-
-def reserve_pinned(max_bytes: int) -> None:
-    """Have torch keep the pinned memory that `send` will need for up to `max_bytes` and a few steps at once.
-
-    To take more of it from the system waits until the device has nothing left to do.
-    """
-    sizes = [1 << bits for bits in range(12, max_bytes.bit_length() + 1)]
-    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(4)]
-    del held
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.attention.batch import ForwardBatch, IntArray, send
+from infinilm.attention.batch import ForwardBatch, IntArray
 from infinilm.attention.long_prefill import Cover, LongPrefill
+from infinilm.kernels.copies import to_device
 from infinilm.kernels.decode_attention import DecodeWorkspace, SharedPrefix, decode_attention
 from infinilm.kernels.prefill_attention import prefill_attention
 from infinilm.kernels.store_kv import store_kv
@@ -201,5 +202,5 @@ def _long_row(batch: ForwardBatch, tables: Tensor, request: int, cover: Cover) -
 
 def _send(device: torch.device, *arrays: IntArray) -> tuple[Tensor, ...]:
     """The arrays as int32 on the device, in one copy."""
-    (packed,) = send(device, np.concatenate(arrays))
+    (packed,) = to_device(device, np.concatenate(arrays))
     return torch.split(packed.to(torch.int32), [len(array) for array in arrays])

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.attention.batch import HostBatch, IntArray, reserve_pinned, send
+from infinilm.attention.batch import HostBatch, IntArray
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import show_logits
 from infinilm.engine.plan import NO_TOKEN, RowChunk, StepPlan, StepResult
 from infinilm.engine.rank_worker import StepInput
 from infinilm.engine.worker_group import WorkerGroup
+from infinilm.kernels.copies import reserve_pinned, to_device
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, Samples, logprobs_of
@@ -182,8 +183,8 @@ class ModelRunner:
         if len(plan.decoding.rows) == 0:
             return None
         if not plan.chunks:
-            return self._last_token[send(self.device, token_rows)[0]]
-        ids, rows = send(self.device, batch.input_ids, token_rows)
+            return self._last_token[to_device(self.device, token_rows)[0]]
+        ids, rows = to_device(self.device, batch.input_ids, token_rows)
         return torch.where(ids == PENDING_TOKEN, self._last_token[rows], ids)
 
     def _draw(self, handle: StepHandle, batch: HostBatch, logits: Tensor) -> None:
@@ -192,7 +193,7 @@ class ModelRunner:
         plan = handle.plan
         rows = [*plan.decoding.rows.tolist(), *(chunk.row for chunk in plan.chunks if chunk.draws)]
         samples = self.sampler.sample(logits, rows, batch.context_lens[plan.draws].tolist())
-        self._last_token[send(self.device, np.array(rows))[0]] = samples.token_ids
+        self._last_token[to_device(self.device, np.array(rows))[0]] = samples.token_ids
         handle.take(samples)
 
     def _update_rows(self, plan: StepPlan) -> None:
@@ -262,13 +263,13 @@ class ModelRunner:
         if self.sampler.needs_host(rows[draws]):
             logits = self._graphs.run_to_logits(batch, token_rows, num_decoding)
             if plan.draws:
-                self._draw(handle, batch, logits[send(self.device, np.flatnonzero(draws))[0]].float())
+                self._draw(handle, batch, logits[to_device(self.device, np.flatnonzero(draws))[0]].float())
             return True
         self.sampler.upload()
         token_ids, is_sound = self._graphs.run(batch, token_rows, np.where(draws, rows, -1), num_decoding)
         if plan.draws:
             if not draws.all():
-                (places,) = send(self.device, np.flatnonzero(draws))
+                (places,) = to_device(self.device, np.flatnonzero(draws))
                 token_ids, is_sound = token_ids[places], is_sound[places]
             handle.take(Samples(token_ids, is_sound))
         return True
@@ -283,7 +284,7 @@ class ModelRunner:
             first = end - len(chunk.token_ids) + start
 
             def take(logits: Tensor) -> None:
-                (ids,) = send(self.device, np.array(targets))
+                (ids,) = to_device(self.device, np.array(targets))
                 found.extend(logprobs_of(logits, ids, chunk.num_prompt_logprobs).to_host())
 
             return np.arange(first, first + len(targets)), take

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infinilm.attention import HostBatch, select_backend
-from infinilm.attention.batch import IntArray, send
+from infinilm.attention.batch import IntArray
 from infinilm.cache.paged import CacheMemory, PagedKVCache
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import Taps
@@ -24,6 +24,7 @@ from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.shard import PackedShard, dense_weights
 from infinilm.engine.threads import ThreadUsers
 from infinilm.errors import EngineError
+from infinilm.kernels.copies import to_device
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
@@ -209,7 +210,7 @@ class RankWorker:
         taps = Taps(step.hook_patterns, registry, self.group) if step.hook_patterns else None
         hidden = self.model(step.batch.to_device(self.device, input_ids), cache, self.backend, taps)
         for index, rows in enumerate(step.logit_rows):
-            chosen = hidden if len(rows) == len(hidden) else hidden[send(self.device, rows)[0]]
+            chosen = hidden if len(rows) == len(hidden) else hidden[to_device(self.device, rows)[0]]
             logits = self.model.compute_logits(chosen).float()
             if self.group.rank == 0:
                 on_logits(index, logits)

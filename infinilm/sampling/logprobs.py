@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinilm.kernels.copies import to_pinned
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling.leading import leading
 
@@ -20,9 +21,9 @@ class Logprobs:
     top_logprobs: torch.Tensor  # [n, k] float32
 
     def to_pinned(self) -> "Logprobs":
-        """The same on the host, once the device has come to it: copies that are under way."""
+        """Starts copies into pinned memory."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        return Logprobs(*map(pinned, columns))
+        return Logprobs(*map(to_pinned, columns))
 
     def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
         """One entry per position, with its `num_top` most likely tokens (None: all k). Waits for the device."""
@@ -33,12 +34,6 @@ class Logprobs:
             TokenLogprobs(token_id, logprob, rank, dict(zip(ids[:limit], values[:limit], strict=True)))
             for (token_id, logprob, rank, ids, values), limit in zip(entries, limits, strict=True)
         ]
-
-
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which the device fills when it comes to it."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:

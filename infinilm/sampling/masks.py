@@ -1,11 +1,12 @@
 """The tokens that rows may draw where a grammar decides: one mask for all of a step's rows that have one."""
 
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from infinilm.sampling.logprobs import pinned
+from infinilm.kernels.copies import to_device, to_pinned
 from infinilm.sampling_params import RowStart
 from infinilm.structured_output import TokenMatcher
 
@@ -35,8 +36,14 @@ class TokenMasks:
         bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
         self._is_forbidden = (bits == 0).to(device)
 
-    def __contains__(self, row: int) -> bool:
-        return row in self._matchers
+    @property
+    def rows(self) -> KeysView[int]:
+        """The rows that have a grammar."""
+        return self._matchers.keys()
+
+    def places(self, rows: Sequence[int]) -> list[int]:
+        """The indices of those among `rows` that have a grammar."""
+        return [index for index, row in enumerate(rows) if row in self._matchers] if self._matchers else []
 
     def start(self, start: RowStart) -> None:
         """Follow the row's answer, if it is to have a form."""
@@ -58,19 +65,19 @@ class TokenMasks:
             return {}
         self._catch_up()
         num_items = -(-self._vocab_size // 32)
-        masks = torch.zeros(len(indices), num_items, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        masks = np.zeros((len(indices), num_items), dtype=np.int32)
         errors: dict[int, Exception] = {}
-        for mask, index in zip(masks.numpy(), indices, strict=True):
+        for mask, index in zip(masks, indices, strict=True):
             try:
                 self._matchers[rows[index]].fill(mask)
             except Exception as error:  # this row's alone
                 errors[index] = error
                 mask[:] = -1
-        is_forbidden = self._unpacked(masks.to(self._device, non_blocking=True))
+        is_forbidden = self._unpacked(*to_device(self._device, masks))
         if len(indices) == len(logits):
             logits.masked_fill_(is_forbidden, -torch.inf)
         else:
-            places = self._on_device(indices)
+            (places,) = to_device(self._device, np.array(indices, dtype=np.int64))
             logits[places] = logits[places].masked_fill_(is_forbidden, -torch.inf)
         return errors
 
@@ -80,9 +87,9 @@ class TokenMasks:
             return
         self._catch_up()  # where `apply` had no reason to
         matchers = [self._matchers[rows[index]] for index in indices]
-        token_ids = token_ids[self._on_device(indices)]
+        token_ids = token_ids[to_device(self._device, np.array(indices, dtype=np.int64))[0]]
         if self._device.type == "cuda":
-            self._drawn = _Drawn(matchers, pinned(token_ids), torch.cuda.current_stream().record_event())
+            self._drawn = _Drawn(matchers, to_pinned(token_ids), torch.cuda.current_stream().record_event())
         else:
             self._drawn = _Drawn(matchers, token_ids, None)
 
@@ -100,7 +107,3 @@ class TokenMasks:
         """What masks [k, vocab / 32] int32 forbid, [k, vocab] bool."""
         parts = self._is_forbidden.index_select(0, masks.view(torch.uint8).flatten().int())  # [k * vocab / 8, 8]
         return parts.view(len(masks), -1)[:, : self._vocab_size]
-
-    def _on_device(self, indices: Sequence[int]) -> torch.Tensor:
-        values = torch.tensor(indices, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        return values.to(self._device, non_blocking=True)

@@ -3,17 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from infinilm.errors import EngineError, InvalidValueError
+from infinilm.kernels.copies import to_device, to_pinned
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling.draw import DRAW_SETTINGS, find_draw
-from infinilm.sampling.edits import RowEdits
-from infinilm.sampling.logprobs import Logprobs, logprobs_of, pinned
+from infinilm.sampling.logits_processors import LogitsProcessors
+from infinilm.sampling.logprobs import Logprobs, logprobs_of
 from infinilm.sampling.masks import TokenMasks
 from infinilm.sampling.noise import scrambled_seed
 from infinilm.sampling_params import RowStart
@@ -44,9 +44,9 @@ class Samples:
     """By index in this batch; the other rows are unharmed."""
 
     def to_pinned(self) -> "Samples":
-        """The same on the host, once the device has come to it: copies that are under way."""
+        """Starts copies into pinned memory."""
         logprobs = self.logprobs and self.logprobs.to_pinned()
-        return replace(self, token_ids=pinned(self.token_ids), is_sound=pinned(self.is_sound), logprobs=logprobs)
+        return replace(self, token_ids=to_pinned(self.token_ids), is_sound=to_pinned(self.is_sound), logprobs=logprobs)
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, Exception]]:
         """The tokens, and by index the log-probabilities asked for and what went wrong. Waits for the device."""
@@ -83,11 +83,11 @@ class Sampler:
         self._device = device
         self._draw = find_draw(device)
         self._draw_settings = np.zeros(max_rows, dtype=DRAW_SETTINGS)  # by row
-        self._device_settings = self._on_device(self._packed(slice(None)))
+        self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
         self._changed: set[int] = set()  # the rows whose settings the device does not know
         self._live: set[int] = set()  # rows
         self._num_logprobs: dict[int, int] = {}  # by row, only those that asked
-        self._edits: dict[int, RowEdits] = {}  # by row, only those that have any, or a mask
+        self._processors = LogitsProcessors(vocab_size, device)
         self._masks = TokenMasks(vocab_size, device)
 
     def start_row(self, start: RowStart) -> None:
@@ -95,14 +95,12 @@ class Sampler:
         row, params = start.row, start.params
         while row >= len(self._draw_settings):
             self._draw_settings = np.concatenate([self._draw_settings, np.zeros_like(self._draw_settings)])
-            self._device_settings = self._on_device(self._packed(slice(None)))
+            self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
         if row in self._live:
             raise EngineError(f"row {row} is taken; end it before starting it again")
-        edits = RowEdits.of(start, self._vocab_size, self._device)
         self._masks.start(start)
+        self._processors.start(start)
         self._live.add(row)
-        if edits.edits or row in self._masks:
-            self._edits[row] = edits
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
@@ -119,7 +117,7 @@ class Sampler:
         """Forget a row's request, if it has one; the row may be started again."""
         self._live.discard(row)
         self._num_logprobs.pop(row, None)
-        self._edits.pop(row, None)
+        self._processors.end(row)
         self._masks.end(row)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Samples:
@@ -132,44 +130,44 @@ class Sampler:
             raise EngineError(f"rows {list(rows)} are not all started")
         if tuple(logits.shape) != (len(rows), self._vocab_size):
             raise InvalidValueError(f"logits of shape {list(logits.shape)} must be [{len(rows)}, {self._vocab_size}]")
-        edited = [i for i, row in enumerate(rows) if row in self._edits] if self._edits else []
         num_logprobs: dict[int, int] = {}
+        asked: torch.Tensor | slice = slice(None)
         if self._num_logprobs:
             num_logprobs = {i: self._num_logprobs[row] for i, row in enumerate(rows) if row in self._num_logprobs}
-        masked = [i for i in edited if rows[i] in self._masks]
+            if len(num_logprobs) < len(rows):
+                (asked,) = to_device(self._device, np.array(list(num_logprobs), dtype=np.int64))
+        masked = self._masks.places(rows)
+        is_edited = bool(masked) or not self._processors.rows.isdisjoint(rows)
         raw_logits = logits
-        if edited and num_logprobs:
-            logits = logits.clone()
-        errors: dict[int, Exception] = {}
-        for i in edited:
-            try:
-                self._edits[rows[i]].apply(logits[i], positions[i])
-            except Exception as error:  # whatever the request's own code raises is that request's error
-                errors[i] = error
+        if num_logprobs:
+            raw_logits = logits[asked]
+            if is_edited and len(num_logprobs) == len(rows):
+                raw_logits = raw_logits.clone()
+        errors = self._processors.apply(logits, rows, positions) if is_edited else {}
         errors |= self._masks.apply(logits, rows, [i for i in masked if i not in errors])
         self.upload()
-        places = self._on_device(np.array([rows, positions], dtype=np.int64))
+        (places,) = to_device(self._device, np.array([rows, positions], dtype=np.int64))
         token_ids, is_sound = self.sample_rows(logits, *places)
-        for i in edited:
-            self._edits[rows[i]].record(token_ids[i : i + 1])
+        if is_edited:
+            self._processors.record(token_ids, rows)
         self._masks.record(token_ids, rows, masked)
         logprobs = None
         if num_logprobs:
-            asked = self._on_device(np.array(list(num_logprobs)))
-            logprobs = logprobs_of(raw_logits[asked], token_ids[asked], max(num_logprobs.values()))
+            logprobs = logprobs_of(raw_logits, token_ids[asked], max(num_logprobs.values()))
         return Samples(token_ids, is_sound, logprobs, num_logprobs, errors)
 
     def needs_host(self, rows: Iterable[int]) -> bool:
-        """Whether any of these live rows has edits or asks for log-probabilities, which is work for `sample`."""
-        special = self._edits.keys() | self._num_logprobs.keys()
-        return bool(special) and not special.isdisjoint(rows)
+        """Whether any of these live rows has logits processors, a mask or log-probabilities: work for `sample`."""
+        wanted = set(rows)
+        special = (self._processors.rows, self._masks.rows, self._num_logprobs.keys())
+        return any(not each.isdisjoint(wanted) for each in special)
 
     def upload(self) -> None:
         """Tell the device, in one copy and without waiting for it, the settings of rows started since the last time."""
         if not self._changed:
             return
         changed = slice(min(self._changed), max(self._changed) + 1)
-        self._device_settings[changed].copy_(self._on_host(self._packed(changed)), non_blocking=True)
+        self._device_settings[changed] = to_device(self._device, self._packed(changed))[0]
         self._changed.clear()
 
     def sample_rows(
@@ -191,12 +189,3 @@ class Sampler:
     def _packed(self, rows: slice) -> npt.NDArray[np.int64]:
         """What the draws of some rows depend on, [n, 5], as a view."""
         return self._draw_settings[rows].view(np.int64).reshape(-1, DRAW_SETTINGS.itemsize // 8)
-
-    def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """The same values on the device, without waiting for it."""
-        return self._on_host(values).to(self._device, non_blocking=True)
-
-    def _on_host(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """The same values as a tensor on the host that the device can copy when it comes to it."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.kernels.copies import to_device
 from infinilm.sampling.draw import NUM_LEADERS
 from infinilm.sampling.leading import first_max, leading
 from infinilm.sampling.sampler import LOWEST_TEMPERATURE, Samples
@@ -66,7 +67,7 @@ def draw_uniform(
         members = np.arange(len(logits))[rows][is_drawn[rows]]
         if len(members) == 0:
             continue
-        indices = _on_device(members, logits.device)
+        (indices,) = to_device(logits.device, members)
         token_ids[indices] = _draw(
             logits[indices],
             row_max[indices].unsqueeze(1),
@@ -109,11 +110,7 @@ def _token_at(places: torch.Tensor, leaders: torch.Tensor, logits: torch.Tensor)
 
 def _column(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """`values` [n] as [n, 1] on the device."""
-    return _on_device(values, device).unsqueeze(1)
-
-
-def _on_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    return to_device(device, values)[0].unsqueeze(1)
 
 
 def _reals(name: str, values: PerRequest, num_requests: int, highest: float, allowed: str) -> Floats:

@@ -1,0 +1,39 @@
+"""Repetition, frequency and presence penalties of all rows that have any."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from infinilm.kernels.support import has_kernels
+
+IN_PROMPT = 1 << 30
+"""Added to the count of a token that is in the prompt."""
+
+Penalize = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor, penalties: Tensor) -> None:
+    """Penalise rows `places` [k] of `logits` [n, vocab] float32, which have `slots` [k], in place.
+
+    `counts` [slots, vocab] int32 say how often each token is in the answer, plus `IN_PROMPT` if it is in the prompt;
+    `penalties` [slots, 3] float32 are repetition (divides positive logits of tokens in prompt or answer, multiplies
+    negative ones), frequency (subtracted per occurrence in the answer) and presence (subtracted once).
+    """
+    values, count = logits[places], counts[slots]
+    repetition, frequency, presence = penalties[slots].unsqueeze(-1).unbind(1)  # each [k, 1]
+    factors = torch.where(count != 0, repetition, 1.0)
+    values = torch.where(values > 0, values / factors, values * factors)
+    num_drawn = (count & (IN_PROMPT - 1)).to(torch.float32)
+    values -= frequency * num_drawn
+    values -= presence * num_drawn.clamp(max=1)
+    logits[places] = values
+
+
+def find_penalize(device: torch.device) -> Penalize:
+    """The fastest that the device has."""
+    if not has_kernels(device):
+        return penalize_torch
+    from infinilm.kernels.penalties_kernel import penalize  # which needs Triton
+
+    return penalize

@@ -1,0 +1,195 @@
+"""What requests change about their logits before truncation: bias, penalties, `min_tokens`, functions of their own.
+
+All but the functions are tensor operations over all rows of a step that use them. What is the same in every step with
+the same rows is worked out once (`_Batch`).
+"""
+
+import math
+from collections.abc import KeysView, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.kernels.copies import to_device
+from infinilm.sampling.token_counts import TokenCounts
+from infinilm.sampling_params import LogitsProcessor, RowStart
+
+IntArray = npt.NDArray[np.int64]
+_NO_IDS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _RowRules:
+    """What one row asks for."""
+
+    bias_ids: IntArray  # [b]
+    biases: npt.NDArray[np.float32]  # [b]
+    stop_ids: IntArray  # [s], not to be drawn …
+    first_stop: int  # … before this position
+    slot: int | None  # of `TokenCounts`
+    functions: tuple[LogitsProcessor, ...]
+    output_ids: list[int]  # the answer so far, kept only for `functions`
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The rules of a step's rows. A logit's index is `place of the row in the step * vocab + token id`."""
+
+    rows: tuple[int, ...]
+    bias_indices: Tensor | None  # [b] int64
+    biases: Tensor | None  # [b] float32
+    penalized: Tensor | None  # [k] int64, places of rows with penalties
+    slots: Tensor | None  # [k] int64
+    stop_indices: IntArray  # [s]
+    stop_places: IntArray  # [s]
+    first_stops: IntArray  # [s]
+    with_functions: tuple[int, ...]  # places
+
+
+class LogitsProcessors:
+    """The rules of all live rows that have any."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rules: dict[int, _RowRules] = {}  # by row
+        self._counts = TokenCounts(vocab_size, device)
+        self._batch: _Batch | None = None
+
+    @property
+    def rows(self) -> KeysView[int]:
+        """The rows that have rules."""
+        return self._rules.keys()
+
+    def start(self, start: RowStart) -> None:
+        """Take on a row's rules. On an error nothing is changed."""
+        params, output_ids = start.params, start.output_token_ids
+        bias = params.logit_bias or {}
+        for token_id in bias:
+            if token_id >= self._vocab_size:
+                raise InvalidValueError(
+                    f"logit_bias names token {token_id}; this model's token ids go from 0 to {self._vocab_size - 1}"
+                )
+        stop_ids, first_stop = _NO_IDS, 0
+        if params.min_tokens > len(output_ids) and start.grammar is None:  # a grammar handles stop ids itself
+            # An id past the vocabulary can't be drawn anyway.
+            stop_ids = np.array([each for each in start.stop_ids if each < self._vocab_size], dtype=np.int64)
+            first_stop = len(start.prompt_token_ids) + params.min_tokens
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        has_penalties = penalties != (1.0, 0.0, 0.0)
+        if not (bias or has_penalties or len(stop_ids) or params.logits_processors):
+            return
+        self._batch = None
+        self._rules[start.row] = _RowRules(
+            bias_ids=np.array(list(bias), dtype=np.int64),
+            biases=np.array(list(bias.values()), dtype=np.float32),
+            stop_ids=stop_ids,
+            first_stop=first_stop,
+            slot=self._counts.start(penalties, start.prompt_token_ids, output_ids) if has_penalties else None,
+            functions=tuple(params.logits_processors),
+            output_ids=list(output_ids) if params.logits_processors else [],
+        )
+
+    def end(self, row: int) -> None:
+        """Forget a row's rules, if it has any."""
+        rules = self._rules.pop(row, None)
+        if rules is not None:
+            self._batch = None
+            if rules.slot is not None:
+                self._counts.end(rules.slot)
+
+    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> dict[int, Exception]:
+        """Change the `logits` [n, vocab] float32 of `rows` [n], which draw tokens at `positions` [n], in place.
+
+        Returns what went wrong in functions, by place. Waits for the device only if a row has some.
+        """
+        batch = self._gather(rows)
+        flat = logits.view(-1)
+        if batch.bias_indices is not None and batch.biases is not None:
+            flat.index_add_(0, batch.bias_indices, batch.biases)
+        if batch.penalized is not None and batch.slots is not None:
+            self._counts.penalize(logits, batch.penalized, batch.slots)
+        if len(batch.stop_indices):
+            is_early = np.asarray(positions)[batch.stop_places] < batch.first_stops
+            if is_early.any():
+                flat.index_fill_(0, to_device(self._device, batch.stop_indices[is_early])[0], -torch.inf)
+        errors: dict[int, Exception] = {}
+        for place in batch.with_functions:
+            try:
+                _call_functions(self._rules[rows[place]], logits[place])
+            except Exception as error:  # raised by the request's own code: an error of that request only
+                errors[place] = error
+        return errors
+
+    def record(self, token_ids: Tensor, rows: Sequence[int]) -> None:
+        """Take note of the tokens drawn: `token_ids` [n] on the device."""
+        batch = self._gather(rows)
+        if batch.penalized is not None and batch.slots is not None:
+            self._counts.record(batch.slots, token_ids[batch.penalized])
+        for place in batch.with_functions:
+            self._rules[rows[place]].output_ids.append(int(token_ids[place]))
+
+    def _gather(self, rows: Sequence[int]) -> _Batch:
+        """The rules of these rows, from the last step if that had the same."""
+        key = tuple(rows)
+        if self._batch is None or self._batch.rows != key:
+            self._batch = self._make_batch(key)
+        return self._batch
+
+    def _make_batch(self, rows: tuple[int, ...]) -> _Batch:
+        found = [(place, self._rules[row]) for place, row in enumerate(rows) if row in self._rules]
+        bias_indices = _joined([place * self._vocab_size + rules.bias_ids for place, rules in found])
+        biases = np.concatenate([np.empty(0, dtype=np.float32), *(rules.biases for _, rules in found)])
+        slots = [(place, rules.slot) for place, rules in found if rules.slot is not None]
+        stops = [(place, rules) for place, rules in found if len(rules.stop_ids)]
+        penalized, held = to_device(self._device, *np.array(slots, dtype=np.int64).T.copy()) if slots else (None, None)
+        return _Batch(
+            rows,
+            to_device(self._device, bias_indices)[0] if len(bias_indices) else None,
+            to_device(self._device, biases)[0] if len(biases) else None,
+            penalized,
+            held,
+            _joined([place * self._vocab_size + rules.stop_ids for place, rules in stops]),
+            _joined([np.full_like(rules.stop_ids, place) for place, rules in stops]),
+            _joined([np.full_like(rules.stop_ids, rules.first_stop) for _, rules in stops]),
+            tuple(place for place, rules in found if rules.functions),
+        )
+
+
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([_NO_IDS, *arrays])
+
+
+def _call_functions(rules: _RowRules, logits: Tensor) -> None:
+    """Apply a row's own functions to its `logits` [vocab]. Raises what they raise, or what is wrong with a result."""
+    for function in rules.functions:
+        if not math.isfinite(logits.max()):
+            return  # not the function's fault; the sampler reports it
+        # Copies: a function can neither change our list nor hold on to our memory.
+        result = function(list(rules.output_ids), logits.clone())
+        _check_processed(function, result, logits)
+        logits.copy_(result.detach())
+
+
+def _check_processed(processor: LogitsProcessor, result: object, logits: Tensor) -> None:
+    """Refuse a processor's result that could not stand in for `logits` [vocab]."""
+    name = f"logits processor {getattr(processor, '__qualname__', repr(processor))}"
+    if not isinstance(result, torch.Tensor):
+        raise InvalidTypeError(f"{name} returned {type(result).__name__}; it must return the logits, a tensor")
+    if result.dtype != logits.dtype or result.device != logits.device:
+        raise InvalidTypeError(
+            f"{name} returned {result.dtype} on {result.device}; it must return {logits.dtype} on {logits.device}"
+        )
+    if result.shape != logits.shape:
+        raise InvalidValueError(
+            f"{name} returned logits of shape {list(result.shape)}; it must return {list(logits.shape)}"
+        )
+    if not math.isfinite(greatest := result.max().item()):
+        raise InvalidValueError(
+            f"{name} returned logits whose greatest is {greatest}; use -inf to forbid tokens, "
+            "no other value that is not finite, and leave at least one token"
+        )
