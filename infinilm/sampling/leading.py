@@ -24,13 +24,17 @@ def first_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best.values, best_block * BLOCK + best.indices
 
 
-def leading(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab]."""
+def leading(values: torch.Tensor, count: int, maxima: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab].
+
+    `maxima` [n, vocab / BLOCK] are those of the blocks, if they are known already.
+    """
     num_rows, vocab_size = values.shape
     if vocab_size % BLOCK or vocab_size <= 2 * count * BLOCK:
         best = values.topk(count)
         return best.values, best.indices
-    maxima = values.view(num_rows, -1, BLOCK).amax(dim=-1)  # [n, vocab / BLOCK]
+    if maxima is None:
+        maxima = values.view(num_rows, -1, BLOCK).amax(dim=-1)
     blocks = maxima.topk(count, sorted=False).indices  # [n, count]
     within = torch.arange(BLOCK, device=values.device)
     indices = (blocks.unsqueeze(-1) * BLOCK + within).flatten(1)  # [n, count * BLOCK]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from infinilm.kernels.copies import to_pinned
+from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling.leading import leading
 
@@ -42,13 +43,31 @@ def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Lo
     There are at most vocab most likely tokens. Ranks are counted in the logits, which can tell apart what
     log-probabilities round together.
     """
+    num_top = min(num_top, logits.shape[1])
+    if has_kernels(logits.device):
+        return _logprobs_by_kernel(logits, targets, num_top)
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)
-    _, top_ids = leading(logits, min(num_top, logits.shape[1]))
+    _, top_ids = leading(logits, num_top)
     return Logprobs(
         token_ids=targets,
         logprobs=logprobs.gather(1, columns).squeeze(1),
         ranks=(logits > logits.gather(1, columns)).sum(dim=-1) + 1,
         top_ids=top_ids,
         top_logprobs=logprobs.gather(1, top_ids),
+    )
+
+
+def _logprobs_by_kernel(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:
+    """The same in one pass over the logits."""
+    from infinilm.kernels.row_summary import summarize  # which needs Triton
+
+    summary = summarize(logits, targets)
+    top_logits, top_ids = leading(logits, num_top, summary.maxima)
+    return Logprobs(
+        token_ids=targets,
+        logprobs=(summary.targets - summary.log_totals).squeeze(1),
+        ranks=summary.num_above + 1,
+        top_ids=top_ids,
+        top_logprobs=top_logits.float() - summary.log_totals,
     )

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from infinilm.sampling.logprobs import _logprobs_by_kernel, logprobs_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("vocab_size", [7, 100, 8192, 16_448])
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_finds_what_log_softmax_finds(vocab_size: int, num_top: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size + num_top)
+    logits = (torch.randn(5, vocab_size, generator=generator) * 6).to(dtype)
+    logits[1] = 2.0  # ties
+    logits[2, 1:] = -torch.inf
+    logits[3, ::2] = -torch.inf
+    targets = torch.tensor([vocab_size - 1, 3, 0, 1, 5])
+    expected = logprobs_of(logits.float(), targets, num_top)
+    found = _logprobs_by_kernel(logits.to(DEVICE), targets.to(DEVICE), num_top)
+    torch.testing.assert_close(found.logprobs.cpu(), expected.logprobs, rtol=1e-6, atol=2e-6)
+    assert torch.equal(found.ranks.cpu(), expected.ranks)
+    torch.testing.assert_close(found.top_logprobs.cpu(), expected.top_logprobs, rtol=1e-6, atol=2e-6)
+    is_unique = expected.top_logprobs.diff(dim=1).abs().gt(1e-4).all(dim=1)
+    assert torch.equal(found.top_ids.cpu()[is_unique], expected.top_ids[is_unique])
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    logits = torch.randn(9, 9000, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    targets = torch.arange(9, device=DEVICE)
+    whole = _logprobs_by_kernel(logits, targets, 3)
+    for row in range(9):
+        alone = _logprobs_by_kernel(logits[row : row + 1], targets[row : row + 1], 3)
+        assert torch.equal(alone.logprobs[0], whole.logprobs[row])
+        assert torch.equal(alone.top_logprobs[0], whole.top_logprobs[row])
