@@ -1,6 +1,6 @@
 """Which piece of a weight a rank holds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,18 @@ class Piece:
         return cls(rank * length, length, full)
 
 
+class WeightReader(Protocol):
+    """What shards need of a checkpoint; see `loading.checkpoint.Checkpoint`."""
+
+    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        """Fill `target` with the piece of a tensor that begins at `starts`."""
+
+    def read_packed(
+        self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The piece of a matrix as GGML's blocks of `format`, and the rows they belong to, some at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShard:
     """A rank's piece of a weight: the model's own memory, and where the piece lies in the whole tensor."""
@@ -53,6 +65,15 @@ class WeightShard:
     def of(cls, tensor: Tensor, *pieces: Piece) -> "WeightShard":
         """A weight of which `tensor` holds one piece in each dimension."""
         return cls(tensor, tuple(piece.full for piece in pieces), tuple(piece.start for piece in pieces))
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+        return self.tensor.nbytes
+
+    def load(self, name: str, reader: "WeightReader") -> None:
+        """Read this piece of the tensor `name`."""
+        reader.read_into(name, self.tensor, self.starts)
 
     def cut(self, full: Tensor) -> Tensor:
         """This piece of the `full` tensor, a view of it."""
@@ -91,6 +112,16 @@ class PackedShard:
     def of(cls, matrix: PackedMatrix, rows: Piece, columns: Piece) -> "PackedShard":
         """A matrix that holds these rows and columns of the whole."""
         return cls(matrix, (rows.length, columns.length), (rows.full, columns.full), (rows.start, columns.start))
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+        return self.matrix.num_bytes
+
+    def load(self, name: str, reader: "WeightReader") -> None:
+        """Read this piece of the tensor `name`."""
+        for blocks, rows in reader.read_packed(name, self.matrix.format, self.starts, self.shape):
+            self.matrix.load(blocks, rows)
 
 
 Shard = WeightShard | PackedShard

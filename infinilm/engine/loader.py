@@ -19,7 +19,7 @@ from infinilm.engine.worker_group import WorkerGroup
 from infinilm.engine.workspace import estimate_workspace, uses_graphs
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.packed import WeightFormats
+from infinilm.layers.formats import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.tokenizer import Tokenizer

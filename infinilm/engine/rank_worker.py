@@ -25,8 +25,8 @@ from infinilm.distributed.shard import PackedShard, dense_weights
 from infinilm.engine.threads import ThreadUsers
 from infinilm.errors import EngineError
 from infinilm.kernels.copies import to_device
+from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import kv_heads_per_rank
-from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, LlamaConfig, create_model

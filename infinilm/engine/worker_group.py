@@ -21,7 +21,7 @@ from infinilm.engine.rank_process import RankSettings, WireError
 from infinilm.engine.rank_worker import CacheShape, Command, OnLogits, RankWorker, StepInput
 from infinilm.engine.threads import computing_threads, share_of_threads
 from infinilm.errors import EngineError, WorkerDiedError
-from infinilm.layers.packed import DENSE, WeightFormats
+from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import LlamaConfig
 from infinilm.models.registry import describe_registration
 

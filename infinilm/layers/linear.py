@@ -8,27 +8,13 @@ So a column-parallel layer followed by a row-parallel one takes one exchange bet
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import PackedShard, Piece, Shard, WeightShard
+from infinilm.distributed.shard import Piece, Shard, WeightShard
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.support import has_kernels
+from infinilm.layers.formats import DENSE, Weight, WeightFormats
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.packed import DENSE, PackedWeight, WeightFormats
-
-MAX_KERNEL_ROWS = 8
-"""Up to so many rows our own products with a small matrix are faster than the libraries' …"""
-SMALL_MATRIX_BYTES = 16 << 20
-"""… and with a larger one for a single row only."""
-
-
-def max_kernel_rows(weight: Tensor) -> int:
-    """Up to how many rows are multiplied with this matrix by our own kernels, where they can run."""
-    if not has_kernels(weight.device):
-        return 0
-    return MAX_KERNEL_ROWS if weight.nbytes <= SMALL_MATRIX_BYTES else 1
 
 
 class Linear(nn.Module):
@@ -38,12 +24,8 @@ class Linear(nn.Module):
     `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, first the gate's values, then the up's. Where a rank
     holds only a piece of the rows or of the columns, it says which.
 
-    This is where a weight's format is known and nowhere else. If all matrices have one in `formats`, and their blocks
-    can be shared out, they stay quantised (`packed`); otherwise they become one plain matrix (`weight`).
+    How the matrices are kept and multiplied is their format's business (`matrix`).
     """
-
-    packed: PackedWeight | None
-    """None: there is a `weight`."""
 
     def __init__(
         self,
@@ -59,64 +41,29 @@ class Linear(nn.Module):
         self.columns = _as_piece(in_features)
         self.outputs = {name: _as_piece(rows) for name, rows in outputs.items()}
         rows = [piece.length for piece in self.outputs.values()]
-        num_rows = sum(rows)
-        self._has_kernels = has_kernels(device)
-        self._max_kernel_rows = 0
-        self.packed = None
-        if found := formats.find([f"{name}.weight" for name in self.outputs], self.columns):
-            self.packed = PackedWeight(found, rows, self.columns.length, device)
-        else:
-            # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
-            is_input_first = torch.device(device).type == "cpu"
-            shape = (self.columns.length, num_rows) if is_input_first else (num_rows, self.columns.length)
-            self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-            self._matrix = self.weight if is_input_first else self.weight.t()  # [in, out]
-            self._max_kernel_rows = max_kernel_rows(self.weight)
+        names = [f"{name}.weight" for name in self.outputs]
+        self.matrix: Weight = formats.create(names, rows, self.columns, dtype=dtype, device=device)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = nn.Parameter(torch.empty(num_rows, dtype=dtype, device=device), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(sum(rows), dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """`x` `[T, in]`, after the `norm` if there is one, to `[T, out]`.
 
         A `residual` `[T, out]` is added; its memory may become the result's.
         """
-        if len(x) <= self._max_kernel_rows:
-            return self._few_rows(x, residual, norm)
-        if norm is not None:
-            x = norm(x)
-        if self.packed is not None:
-            return self.packed.multiply(x, self.bias, residual)
-        if residual is None:
-            return torch.mm(x, self._matrix) if self.bias is None else torch.addmm(self.bias, x, self._matrix)
-        if self.bias is not None:
-            residual = residual + self.bias
-        return residual.addmm_(x, self._matrix)
-
-    def _without_bias(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self._matrix) if self.packed is None else self.packed.multiply(x)
-
-    def _few_rows(self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
-        from infinilm.kernels.gemv import gemv, norm_gemv
-
-        if norm is None:
-            return gemv(x, self.weight, bias=self.bias, residual=residual)
-        return norm_gemv(x, norm.weight, norm.eps, self.weight, bias=self.bias, residual=residual)
+        return self.matrix.multiply(x, self.bias, residual, norm)
 
     def weight_targets(self, prefix: str = "") -> dict[str, Shard]:
         """Where to load to, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""
         targets: dict[str, Shard] = {}
+        shards = self.matrix.shards(list(self.outputs.values()), self.columns)
         first = 0
-        for index, (name, rows) in enumerate(self.outputs.items()):
-            own = slice(first, first + rows.length)
-            first += rows.length
-            targets[f"{prefix}{name}.weight"] = (
-                WeightShard.of(self._matrix.t()[own], rows, self.columns)
-                if self.packed is None
-                else PackedShard.of(self.packed.matrices[index], rows, self.columns)
-            )
+        for (name, rows), shard in zip(self.outputs.items(), shards, strict=True):
+            targets[f"{prefix}{name}.weight"] = shard
             if self.bias is not None:
-                targets[f"{prefix}{name}.bias"] = WeightShard.of(self.bias[own], rows)
+                targets[f"{prefix}{name}.bias"] = WeightShard.of(self.bias[first : first + rows.length], rows)
+            first += rows.length
         return targets
 
 
@@ -158,15 +105,7 @@ class GateUpParallelLinear(Linear):
 
     def activated(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """`silu(gate) * up` of the normed `x`: this rank's `[T, intermediate]`."""
-        if not self._has_kernels:
-            gate, up = self(x, norm=norm).chunk(2, dim=-1)
-            return F.silu(gate).mul_(up)
-        from infinilm.kernels.activation import silu_mul
-        from infinilm.kernels.gemv import norm_gemv_silu
-
-        if len(x) <= self._max_kernel_rows and self.bias is None:
-            return norm_gemv_silu(x, norm.weight, norm.eps, self.weight)
-        return silu_mul(self(x, norm=norm))
+        return self.matrix.multiply_gated(x, norm, self.bias)
 
 
 class QKVParallelLinear(Linear):
@@ -221,7 +160,7 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """This rank's `x` `[T, share of in]` to the whole `[T, out]`, added to the `residual` if there is one."""
         if self.group.rank > 0:  # the sum holds bias and residual once
-            return self.group.all_reduce(self._without_bias(x))
+            return self.group.all_reduce(self.matrix.multiply(x))
         return self.group.all_reduce(super().forward(x, residual, norm))
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from infinilm.distributed.shard import Shard, Weights, WeightShard
+from infinilm.distributed.shard import Weights
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint
 
@@ -67,11 +67,11 @@ def load_weights(
 
     def read(name: str) -> int:
         with torch.inference_mode():  # which holds for one thread only; weights may have been made in it
-            _read(name, targets[name], checkpoint)
-        return _num_bytes(targets[name])
+            targets[name].load(name, checkpoint)
+        return targets[name].num_bytes
 
     names = [name for name in checkpoint.shapes() if name in targets]
-    num_bytes = sum(map(_num_bytes, targets.values()))
+    num_bytes = sum(target.num_bytes for target in targets.values())
     with (
         _tensor_workers() as workers,
         tqdm(
@@ -80,18 +80,6 @@ def load_weights(
     ):
         for num_bytes_read in workers.map(read, names):
             bar.update(num_bytes_read)
-
-
-def _read(name: str, target: Shard, checkpoint: Checkpoint) -> None:
-    if isinstance(target, WeightShard):
-        checkpoint.read_into(name, target.tensor, target.starts)
-        return
-    for blocks, rows in checkpoint.read_packed(name, target.matrix.format, target.starts, target.shape):
-        target.matrix.load(blocks, rows)
-
-
-def _num_bytes(target: Shard) -> int:
-    return target.tensor.nbytes if isinstance(target, WeightShard) else target.matrix.num_bytes
 
 
 @contextmanager

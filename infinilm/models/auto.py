@@ -9,7 +9,7 @@ from infinilm.cache.config import DTYPES
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from infinilm.layers.packed import DENSE, WeightFormats
+from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.tokenizer import Tokenizer

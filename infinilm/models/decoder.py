@@ -16,9 +16,9 @@ from infinilm.distributed.shard import Shard, WeightShard
 from infinilm.kernels import native
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import GateUpParallelLinear, Linear, QKVParallelLinear, RowParallelLinear
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
 from infinilm.models.config import LlamaConfig
 
@@ -247,11 +247,11 @@ class DecoderLayer(nn.Module):
         """This layer as one of the native library's; None unless all its matrices are quantised."""
         attention, mlp, library = self.self_attn, self.mlp, native.load()
         linears = {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.down}
-        packed = {name: each.packed.linear(each.bias) for name, each in linears.items() if each.packed is not None}
-        if library is None or len(packed) < len(linears):
+        matrices = {name: each.matrix.to_native(each.bias) for name, each in linears.items()}
+        if library is None or None in matrices.values():
             return None
         return library.Layer(
-            **packed,
+            **matrices,
             input_norm=self.input_layernorm.weight,
             q_norm=None if attention.q_norm is None else attention.q_norm.weight,
             k_norm=None if attention.k_norm is None else attention.k_norm.weight,
@@ -377,6 +377,8 @@ class CausalLM(nn.Module):
 
     def num_bytes(self) -> int:
         """What weights and tables of this rank take."""
-        packed = [module.packed for module in self.modules() if isinstance(module, Linear | VocabParallelEmbedding)]
-        packed_bytes = sum(weight.num_bytes for weight in packed if weight is not None)
-        return sum(weight.nbytes for weight in self.parameters()) + packed_bytes + self.rotary.table.nbytes
+        kinds = Linear | VocabParallelEmbedding | ParallelLMHead
+        matrices = [module.matrix for module in self.modules() if isinstance(module, kinds)]
+        others = [weight for name, weight in self.named_parameters() if ".matrix." not in name]
+        matrix_bytes = sum(matrix.num_bytes for matrix in matrices)
+        return matrix_bytes + sum(weight.nbytes for weight in others) + self.rotary.table.nbytes

@@ -7,7 +7,7 @@ import torch
 from infinilm.distributed.shard import PackedShard, Weights
 from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
-from infinilm.layers.packed import DENSE, FORMATS, WeightFormats
+from infinilm.layers.formats import DENSE, FORMATS, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.models.registry import keeps_quantized
 

@@ -11,8 +11,8 @@ import torch
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.errors import InvalidValueError
+from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import check_heads
-from infinilm.layers.packed import DENSE, WeightFormats
 from infinilm.models.architectures import ARCHITECTURES, Architecture
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import LlamaConfig

@@ -13,16 +13,16 @@ from infinilm.layers.norm import RMSNorm
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 8, 15, 16, 40])
 def test_the_tied_head_is_a_product_with_the_table(num_rows: int, vocab_size: int) -> None:
     embedding = VocabParallelEmbedding(vocab_size, 24, dtype=torch.float32, device="cpu")
-    embedding.weight.copy_(torch.randn(vocab_size, 24))
+    embedding.matrix.weight.copy_(torch.randn(vocab_size, 24))
     hidden = torch.randn(num_rows, 24)
-    torch.testing.assert_close(embedding.logits(hidden), F.linear(hidden, embedding.weight))
+    torch.testing.assert_close(embedding.logits(hidden), F.linear(hidden, embedding.matrix.weight))
 
 
 def test_embedding_and_head_of_one_rank() -> None:
     table, matrix, ids = torch.randn(10, 6), torch.randn(10, 6), torch.tensor([0, 9, 9, 3])
     embedding = VocabParallelEmbedding(10, 6, dtype=torch.float32, device="cpu")
     head = ParallelLMHead(10, 6, dtype=torch.float32, device="cpu")
-    embedding.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"].tensor.copy_(table)
+    embedding.matrix.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"].tensor.copy_(table)
     head.weight_targets("lm_head.")["lm_head.weight"].tensor.copy_(matrix)
     assert embedding(ids).equal(table[ids])
     torch.testing.assert_close(head(embedding(ids)), table[ids] @ matrix.T)

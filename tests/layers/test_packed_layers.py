@@ -14,9 +14,9 @@ from infinilm.distributed.shard import PackedShard, Piece, Shard, WeightShard, d
 from infinilm.errors import EngineError
 from infinilm.kernels.packed import packed_linear
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from infinilm.layers.formats import DENSE, DenseWeight, GGUFWeight, MatrixOutline, WeightFormats
 from infinilm.layers.linear import ColumnParallelLinear, GateUpParallelLinear, Linear, RowParallelLinear
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.packed import DENSE, MatrixOutline, WeightFormats
 
 MAKE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 Weights = dict[str, tuple[Tensor, Tensor]]
@@ -131,8 +131,8 @@ def test_pieces_of_all_ranks_add_up(size: int) -> None:
         kept = WeightFormats(formats)
         first = GateUpParallelLinear(64, 256, bias=False, group=group, formats=kept, **MAKE)
         second = RowParallelLinear(256, {"down_proj": 64}, bias=True, group=group, formats=kept, **MAKE)
-        assert first.packed is not None
-        assert second.packed is not None
+        assert isinstance(first.matrix, GGUFWeight)
+        assert isinstance(second.matrix, GGUFWeight)
         fill(first.weight_targets() | second.weight_targets(), weights, biases)
         norm = RMSNorm(64, 1e-5, **MAKE)
         norm.weight.fill_(1)
@@ -153,7 +153,7 @@ def test_columns_that_a_rank_can_not_have_in_blocks_make_it_dense() -> None:
     def run(group: CommunicationGroup) -> Tensor:
         formats = WeightFormats({"down_proj.weight": "Q6_K"})
         layer = RowParallelLinear(256, {"down_proj": 8}, bias=False, group=group, formats=formats, **MAKE)
-        assert (layer.packed is None) == (group.size == 2)
+        assert isinstance(layer.matrix, DenseWeight if group.size == 2 else GGUFWeight)
         fill(layer.weight_targets(), weights, {})
         return layer(x.chunk(group.size, dim=1)[group.rank])
 
@@ -194,7 +194,7 @@ def test_embedding_and_head(vocab_size: int, size: int) -> None:
         )
         formats = WeightFormats({"lm_head.weight": "Q6_K"}).below("lm_head.")
         head = ParallelLMHead(vocab_size, 256, group=group, formats=formats, **MAKE)
-        assert embedding.packed is not None
+        assert isinstance(embedding.matrix, GGUFWeight)
         fill(embedding.weight_targets(""), {"weight": table}, {})
         fill(head.weight_targets(""), {"weight": matrix}, {})
         return embedding(ids), embedding.logits(hidden), head(wide)

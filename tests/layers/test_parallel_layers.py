@@ -129,8 +129,8 @@ def test_vocabulary_is_shared_out(vocab_size: int, size: int, num_rows: int) -> 
     def run(group: CommunicationGroup) -> tuple[Tensor, Tensor, Tensor]:
         embedding = VocabParallelEmbedding(vocab_size, 8, group=group, **MAKE)
         head = ParallelLMHead(vocab_size, 8, group=group, **MAKE)
-        embedding.weight.fill_(torch.nan)  # rows to spare may hold anything
-        head.product.weight.fill_(torch.nan)
+        embedding.matrix.weight.fill_(torch.nan)  # rows to spare may hold anything
+        head.matrix.weight.fill_(torch.nan)
         fill(embedding.weight_targets(""), {"weight": table})
         fill(head.weight_targets(""), {"weight": matrix})
         return embedding(ids), embedding.logits(hidden), head(hidden)

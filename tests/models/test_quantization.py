@@ -12,7 +12,7 @@ from packing import needs_native
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
-from infinilm.layers.packed import DENSE
+from infinilm.layers.formats import DENSE
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.models import LlamaConfig
 from infinilm.models import registry as registry_module

@@ -1,16 +1,18 @@
-"""Weights that stay quantised in memory: which of them, and what is done with them by the native library."""
+"""GGML's formats on a CPU: matrices stay quantised, and the native library computes with them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from infinilm.distributed.shard import Piece
+from infinilm.distributed.shard import PackedShard, Piece, Shard
 from infinilm.errors import EngineError
 from infinilm.kernels import native
+from infinilm.layers.norm import RMSNorm
 
 GROUP = 32
 """Columns that share a scale in memory."""
@@ -42,38 +44,6 @@ FORMATS = {
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFormats:
-    """In which of `FORMATS` matrices are to stay quantised, by their names in a checkpoint."""
-
-    by_name: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = ""
-    """Of the names that are asked for."""
-
-    def below(self, prefix: str) -> "WeightFormats":
-        """The same for a part of the model, whose names go on after `prefix`."""
-        return WeightFormats(self.by_name, self.prefix + prefix)
-
-    def find(self, names: Sequence[str], columns: Piece) -> list[str] | None:
-        """The formats of matrices that are multiplied as one; None if they can't all stay quantised.
-
-        Each must have a format, and this rank's `columns` of it must be whole blocks.
-        """
-        formats = [self.by_name.get(self.prefix + name) for name in names]
-        found = [
-            format
-            for format in formats
-            if format is not None
-            and columns.start % FORMATS[format].block_columns == 0
-            and columns.length % FORMATS[format].block_columns == 0
-        ]
-        return found if len(found) == len(formats) else None
-
-
-DENSE = WeightFormats()
-"""All matrices are plain ones."""
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixOutline:
     """A quantised matrix without its memory, for a model that is only an outline."""
 
@@ -91,50 +61,57 @@ class MatrixOutline:
         raise EngineError("the outline of a model takes no weights")
 
 
-class PackedWeight:
-    """Quantised matrices with the same number of columns, one below the other: `[rows, columns]`.
-
-    `matrices` are the native library's, one for each of `formats` and `rows`.
-    """
+class GGUFWeight:
+    """See `Weight`. `matrices` are the native library's, one for each of `formats` and `rows`."""
 
     def __init__(self, formats: Sequence[str], rows: Sequence[int], columns: int, device: torch.device | str) -> None:
         is_outline = torch.device(device).type == "meta"
         make: Any = MatrixOutline if is_outline else _library().Matrix
         self.matrices = [make(format, count, columns) for format, count in zip(formats, rows, strict=True)]
-        self.num_rows, self.num_columns = sum(rows), columns
+        self._num_rows, self._num_columns = sum(rows), columns
 
     @property
     def num_bytes(self) -> int:
-        """What the matrices take."""
+        """See `Weight`."""
         return sum(matrix.num_bytes for matrix in self.matrices)
 
-    def linear(self, bias: Tensor | None = None) -> Any:
-        """The native library's layer of these matrices."""
-        return _library().Linear(self.matrices, bias)
+    def shards(self, rows: Sequence[Piece], columns: Piece) -> list[Shard]:
+        """See `Weight`."""
+        return [PackedShard.of(matrix, own, columns) for matrix, own in zip(self.matrices, rows, strict=True)]
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """`x` `[T, columns]` to `[T, rows]`, to which `bias` `[rows]` and `residual` `[T, rows]` are added.
-
-        The residual's memory may become the result's.
-        """
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """See `Weight`."""
+        if norm is not None:
+            x = norm(x)
         if residual is not None:
             out = (residual if bias is None else residual + bias).contiguous()
         else:
-            out = x.new_empty(len(x), self.num_rows) if bias is None else bias.repeat(len(x), 1)
+            out = x.new_empty(len(x), self._num_rows) if bias is None else bias.repeat(len(x), 1)
         is_added_to = residual is not None or bias is not None
         self._linear.multiply(x.contiguous(), out, is_added_to)
         return out
 
+    def multiply_gated(self, x: Tensor, norm: RMSNorm, bias: Tensor | None = None) -> Tensor:
+        """See `Weight`."""
+        gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
     def look_up(self, rows: Tensor) -> Tensor:
-        """Some rows `[n]` of the only matrix, as floats: `[n, columns]`."""
+        """See `Weight`."""
         (matrix,) = self.matrices
-        out = torch.empty(len(rows), self.num_columns)
+        out = torch.empty(len(rows), self._num_columns)
         matrix.dequantize(rows.contiguous(), out)
         return out
 
+    def to_native(self, bias: Tensor | None) -> Any:
+        """See `Weight`."""
+        return _library().Linear(self.matrices, bias)
+
     @cached_property
     def _linear(self) -> Any:
-        return self.linear()
+        return self.to_native(None)
 
 
 def _library() -> Any:

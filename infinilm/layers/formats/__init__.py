@@ -1,0 +1,63 @@
+"""Weight formats: how matrices are kept, loaded and multiplied. One file each; `WeightFormats` chooses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinilm.distributed.shard import Piece
+from infinilm.layers.formats.dense import DenseWeight
+from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline
+from infinilm.layers.formats.weight import Weight
+
+__all__ = ["DENSE", "FORMATS", "DenseWeight", "GGUFWeight", "MatrixOutline", "Weight", "WeightFormats"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """In which of `FORMATS` matrices are to stay quantised, by their names in a checkpoint."""
+
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+    """Of the names that are asked for."""
+
+    def below(self, prefix: str) -> "WeightFormats":
+        """The same for a part of the model, whose names go on after `prefix`."""
+        return WeightFormats(self.by_name, self.prefix + prefix)
+
+    def find(self, names: Sequence[str], columns: Piece) -> list[str] | None:
+        """The formats of matrices that are multiplied as one; None if they can't all stay quantised.
+
+        Each must have a format, and this rank's `columns` of it must be whole blocks.
+        """
+        formats = [self.by_name.get(self.prefix + name) for name in names]
+        found = [
+            format
+            for format in formats
+            if format is not None
+            and columns.start % FORMATS[format].block_columns == 0
+            and columns.length % FORMATS[format].block_columns == 0
+        ]
+        return found if len(found) == len(formats) else None
+
+    def create(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        columns: Piece,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        is_table: bool = False,
+    ) -> Weight:
+        """Make the matrices of these `names`, which are multiplied as one and have so many `rows` each.
+
+        If all can stay quantised they do; otherwise all are dense. This is where a format is chosen.
+        """
+        if found := self.find(names, columns):
+            return GGUFWeight(found, rows, columns.length, device)
+        return DenseWeight(rows, columns.length, dtype=dtype, device=device, is_table=is_table)
+
+
+DENSE = WeightFormats()
+"""All matrices are plain ones."""

@@ -1,0 +1,111 @@
+"""Plain matrices, in the type that is computed in."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infinilm.distributed.shard import Piece, Shard, WeightShard
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.norm import RMSNorm
+
+MAX_KERNEL_ROWS = 8
+"""Up to so many rows of `x` our own products with a small matrix are faster than the libraries' …"""
+SMALL_MATRIX_BYTES = 16 << 20
+"""… and with a larger one for a single row only."""
+# For these numbers of rows a CPU's float32 product with a matrix that has its outputs first copies the whole matrix,
+# which takes longer than multiplying by it. A batch of products with narrow strips of the matrix does without.
+COPIED_ROWS = range(4, 16)
+STRIP = 64
+
+
+class DenseWeight(nn.Module):
+    """See `Weight`. A `is_table` is looked up by rows as well as multiplied with."""
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        columns: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        is_table: bool = False,
+    ) -> None:
+        super().__init__()
+        self._firsts = [0, *accumulate(rows)]
+        num_rows = self._firsts.pop()
+        # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
+        self._is_input_first = torch.device(device).type == "cpu" and not is_table
+        shape = (columns, num_rows) if self._is_input_first else (num_rows, columns)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        self._matrix = self.weight if self._is_input_first else self.weight.t()  # [columns, rows]
+        self._has_kernels = has_kernels(device)
+        self._max_kernel_rows = 0
+        if self._has_kernels:
+            self._max_kernel_rows = MAX_KERNEL_ROWS if self.weight.nbytes <= SMALL_MATRIX_BYTES else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`."""
+        return self.weight.nbytes
+
+    def shards(self, rows: Sequence[Piece], columns: Piece) -> list[Shard]:
+        """See `Weight`."""
+        matrix = self._matrix.t()
+        return [
+            WeightShard.of(matrix[first : first + own.length], own, columns)
+            for first, own in zip(self._firsts, rows, strict=True)
+        ]
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """See `Weight`."""
+        if len(x) <= self._max_kernel_rows:
+            return self._few_rows(x, bias, residual, norm)
+        if norm is not None:
+            x = norm(x)
+        if residual is not None:
+            return (residual if bias is None else residual + bias).addmm_(x, self._matrix)
+        if bias is not None:
+            return torch.addmm(bias, x, self._matrix)
+        num_rows = self._matrix.shape[1]
+        is_cpu_table = not self._is_input_first and x.device.type == "cpu"
+        if is_cpu_table and len(x) in COPIED_ROWS and num_rows % STRIP == 0:
+            return self._by_strips(x)
+        return torch.mm(x, self._matrix)
+
+    def _few_rows(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
+        from infinilm.kernels.gemv import gemv, norm_gemv
+
+        if norm is None:
+            return gemv(x, self.weight, bias=bias, residual=residual)
+        return norm_gemv(x, norm.weight, norm.eps, self.weight, bias=bias, residual=residual)
+
+    def _by_strips(self, x: Tensor) -> Tensor:
+        strips = self.weight.view(-1, STRIP, self.weight.shape[1]).transpose(1, 2)
+        product = torch.bmm(x.expand(len(strips), -1, -1), strips)  # [strips, n, STRIP]
+        return product.transpose(0, 1).reshape(len(x), -1)
+
+    def multiply_gated(self, x: Tensor, norm: RMSNorm, bias: Tensor | None = None) -> Tensor:
+        """See `Weight`."""
+        if not self._has_kernels:
+            gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+        from infinilm.kernels.activation import silu_mul
+        from infinilm.kernels.gemv import norm_gemv_silu
+
+        if len(x) <= self._max_kernel_rows and bias is None:
+            return norm_gemv_silu(x, norm.weight, norm.eps, self.weight)
+        return silu_mul(self.multiply(x, bias, norm=norm))
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """See `Weight`."""
+        return F.embedding(rows, self.weight)
+
+    def to_native(self, bias: Tensor | None) -> Any | None:  # noqa: ARG002
+        """See `Weight`: the native library multiplies quantised matrices only."""
+        return None
