@@ -14,8 +14,8 @@ from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.matcher import CompiledGrammar, Mask, readable, token_mask
 from infinilm.structured.source import grammar_text
-from infinilm.structured.trial_process import parser_limits
-from infinilm.structured.trials import Trials
+from infinilm.structured.trial_process import TRIAL_S, parser_limits
+from infinilm.structured.trials import Cancellation, Trials, TrialTimeoutError
 from infinilm.structured.vocabulary import Vocabulary
 from infinilm.structured_output import StructuredOutput
 
@@ -64,8 +64,14 @@ class GrammarCompiler:
             )
         return self.compile(params.structured)
 
-    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        """Compile what is asked for, or refuse it with the reason."""
+    def compile(
+        self, structured: StructuredOutput, limit_s: float | None = None, cancellation: Cancellation | None = None
+    ) -> CompiledGrammar:
+        """Compile what is asked for, or refuse it with the reason.
+
+        With `limit_s`, raises `TrialTimeoutError` when it takes longer, though it may be compiled in more time.
+        `cancellation` ends it from another thread, with a `TrialCancelledError`.
+        """
         tools = self._ready_tools()
         from llguidance import LLMatcher  # it is there, or there would be no tools
 
@@ -75,7 +81,7 @@ class GrammarCompiler:
         start = self._recall(key)
         if start is None:
             if not structured.json_object:  # the only form that is all our own
-                _refuse_if(tools.trials.try_out(text), field)
+                _refuse_if(_verdict(tools.trials, text, limit_s, cancellation), field)
             start = LLMatcher(tools.lltokenizer, text, log_level=0, limits=parser_limits())
             _refuse_if(start.get_error(), field)
             self._keep(key, start)
@@ -133,6 +139,15 @@ class GrammarCompiler:
         """A grammar failed in use, which may have spoilt what all its users share."""
         with self._lock:
             self._compiled.pop(key, None)
+
+
+def _verdict(trials: Trials, text: str, limit_s: float | None, cancellation: Cancellation | None) -> str:
+    try:
+        return trials.try_out(text, limit_s or TRIAL_S, cancellation)
+    except TrialTimeoutError as error:
+        if limit_s is not None:
+            raise
+        return str(error)
 
 
 def _refuse_if(reason: str, field: str) -> None:

@@ -5,16 +5,58 @@ import socket
 import subprocess
 import sys
 import weakref
-from contextlib import suppress
-from threading import BoundedSemaphore
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import BoundedSemaphore, Lock
 
-from infinilm.errors import EngineError
+from infinilm.errors import EngineError, InvalidValueError
 from infinilm.structured.trial_process import TRIAL_S, read_frame, write_frame, write_vocabulary
 from infinilm.structured.vocabulary import Vocabulary
 
 MAX_PROCESSES = 4
 """A grammar that takes long holds up the others only if there are this many of them."""
 START_S = 30.0
+
+
+class TrialTimeoutError(InvalidValueError):
+    """A grammar is not compiled within the time that it has."""
+
+
+class TrialCancelledError(Exception):
+    """The result is no longer needed."""
+
+
+class Cancellation:
+    """Ends a trial from another thread. All methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: TrialProcess | None = None
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """End the trial that is under way, and refuse to begin one."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._process is not None:
+                self._process.interrupt()
+
+    def check(self) -> None:
+        """Raise `TrialCancelledError` if it is cancelled."""
+        if self.is_cancelled:
+            raise TrialCancelledError
+
+    @contextmanager
+    def ending(self, process: "TrialProcess") -> Iterator[None]:
+        """While inside, `cancel` ends this process."""
+        with self._lock:
+            self.check()
+            self._process = process
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
 
 
 class TrialProcess:
@@ -41,16 +83,19 @@ class TrialProcess:
             if isinstance(error, (OSError, EOFError)):
                 raise EngineError(f"the process that tries out grammars could not be started: {error!r}") from error
             raise
-        self._socket.settimeout(TRIAL_S)
 
-    def try_out(self, grammar: str) -> str:
-        """What is wrong with a grammar, if anything. The process may not outlive a bad one: see `is_alive`."""
+    def try_out(self, grammar: str, limit_s: float) -> str:
+        """What is wrong with a grammar, if anything. The process may not outlive a bad one: see `is_alive`.
+
+        Raises `TrialTimeoutError` when it takes longer than `limit_s`.
+        """
         try:
+            self._socket.settimeout(limit_s)
             write_frame(self._socket, grammar.encode())
             return read_frame(self._replies).decode()
         except TimeoutError:
             self.kill()
-            return f"it takes longer than {TRIAL_S} s to compile; make it simpler"
+            raise TrialTimeoutError(f"it takes longer than {limit_s} s to compile; make it simpler") from None
         except (OSError, EOFError):
             self.kill()
             return "it needs more memory or a deeper stack than a grammar may have; make it simpler"
@@ -62,6 +107,10 @@ class TrialProcess:
     def is_alive(self) -> bool:
         """Whether it can be asked again."""
         return self._process.poll() is None
+
+    def interrupt(self) -> None:
+        """End it, in the middle of `try_out` by another thread."""
+        self._process.kill()
 
     def kill(self) -> None:
         """End it and wait until it has ended."""
@@ -80,12 +129,23 @@ class Trials:
         self._idle: list[TrialProcess] = []
         self._end = weakref.finalize(self, _kill_all, self._idle)
 
-    def try_out(self, grammar: str) -> str:
-        """What is wrong with a grammar, if anything."""
+    def try_out(self, grammar: str, limit_s: float = TRIAL_S, cancellation: Cancellation | None = None) -> str:
+        """What is wrong with a grammar, if anything.
+
+        Raises `TrialTimeoutError` when it takes longer than `limit_s`, and `TrialCancelledError`.
+        """
+        cancellation = cancellation or Cancellation()
         with self._free:
+            cancellation.check()
             process = self._take()
-            verdict = process.try_out(grammar)
-            self._keep(process)
+            try:
+                with cancellation.ending(process):
+                    verdict = process.try_out(grammar, limit_s)
+            finally:
+                if cancellation.is_cancelled:
+                    process.kill()  # it may be about to end
+                self._keep(process)
+            cancellation.check()
             return verdict
 
     def prepare(self) -> None:
