@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_SCHEMA_CHARS = 256 * 1024
+"""Without spaces between values."""
+MAX_SCHEMA_TEXT_CHARS = 2 * 1024 * 1024
+"""As it is sent; some are indented very deep."""
 MAX_SCHEMA_DEPTH = 96
 """Objects and lists within each other. The parser behind `structured/` takes 128, and some are ours."""
 MAX_REGEX_CHARS = 16 * 1024
@@ -93,8 +96,10 @@ class Grammar(Protocol):
 def _schema_text(schema: object) -> str:
     """The schema as JSON text, if it is one that can be considered at all."""
     if isinstance(schema, str):
-        if len(schema) > MAX_SCHEMA_CHARS:
-            raise InvalidValueError(f"json_schema has {len(schema)} characters; at most {MAX_SCHEMA_CHARS} are allowed")
+        if len(schema) > MAX_SCHEMA_TEXT_CHARS:
+            raise InvalidValueError(
+                f"json_schema has {len(schema)} characters; at most {MAX_SCHEMA_TEXT_CHARS} are allowed"
+            )
         try:
             schema = json.loads(schema, parse_constant=_refuse_constant)
         except RecursionError:
@@ -111,11 +116,15 @@ def _schema_text(schema: object) -> str:
     if isinstance(schema, Mapping) and "x-guidance" in schema:
         raise InvalidValueError("json_schema has 'x-guidance', which can make answers that are not JSON; leave it out")
     try:
-        text = json.dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
+        text = json.dumps(
+            dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False, separators=(",", ":")
+        )
     except (TypeError, ValueError) as error:
         raise InvalidTypeError(f"json_schema can't be written as JSON: {error}") from None
     if len(text) > MAX_SCHEMA_CHARS:
-        raise InvalidValueError(f"json_schema has {len(text)} characters; at most {MAX_SCHEMA_CHARS} are allowed")
+        raise InvalidValueError(
+            f"json_schema has {len(text)} characters without spaces; at most {MAX_SCHEMA_CHARS} are allowed"
+        )
     return text
 
 

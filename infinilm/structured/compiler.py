@@ -14,7 +14,7 @@ from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.matcher import CompiledGrammar, Mask, readable, token_mask
 from infinilm.structured.source import grammar_text
-from infinilm.structured.trial_process import TRIAL_S, parser_limits
+from infinilm.structured.trial_process import TRIAL_S, Verdict, parser_limits
 from infinilm.structured.trials import Cancellation, Trials, TrialTimeoutError
 from infinilm.structured.vocabulary import Vocabulary
 from infinilm.structured_output import StructuredOutput
@@ -81,7 +81,9 @@ class GrammarCompiler:
         start = self._recall(key)
         if start is None:
             if not structured.json_object:  # the only form that is all our own
-                _refuse_if(_verdict(tools.trials, text, limit_s, cancellation), field)
+                verdict = _judge(tools.trials, text, limit_s, cancellation)
+                _refuse_if(verdict.error, field)
+                text = verdict.grammar
             start = LLMatcher(tools.lltokenizer, text, log_level=0, limits=parser_limits())
             _refuse_if(start.get_error(), field)
             self._keep(key, start)
@@ -141,13 +143,13 @@ class GrammarCompiler:
             self._compiled.pop(key, None)
 
 
-def _verdict(trials: Trials, text: str, limit_s: float | None, cancellation: Cancellation | None) -> str:
+def _judge(trials: Trials, text: str, limit_s: float | None, cancellation: Cancellation | None) -> Verdict:
     try:
         return trials.try_out(text, limit_s or TRIAL_S, cancellation)
     except TrialTimeoutError as error:
         if limit_s is not None:
             raise
-        return str(error)
+        return Verdict(str(error))
 
 
 def _refuse_if(reason: str, field: str) -> None:

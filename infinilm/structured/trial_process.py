@@ -1,7 +1,7 @@
 """A process that tries out grammars, so that one that hangs, crashes or eats memory does so here.
 
 It speaks with its starter through a socket that is its standard input: first a vocabulary, then grammars, each answered
-with what is wrong with it. It has less stack, memory and time than the engine: what passes here is safe there.
+with a `Verdict`. It has less stack, memory and time than the engine: what passes here is safe there.
 """
 
 import json
@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from io import BytesIO
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+from infinilm.structured.schema import SchemaError, supported_schema
 from infinilm.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -33,6 +34,15 @@ _MEMORY_BYTES = 1 << 30
 _LENGTH = struct.Struct("<Q")
 
 
+class Verdict(NamedTuple):
+    """What came of a trial."""
+
+    error: str
+    """What is wrong with the grammar, if anything."""
+    grammar: str = ""
+    """The grammar with schemas that llguidance can hold to."""
+
+
 def parser_limits() -> "LLParserLimits":
     """What a grammar may cost when it is compiled, and at each token. Any of these reached is an error of its own."""
     from llguidance import LLParserLimits
@@ -46,6 +56,26 @@ def parser_limits() -> "LLParserLimits":
         max_items_in_row=1_000,  # an object with 250 optional properties; the time for a token grows with its square
         verbose_errors=False,
     )
+
+
+def judge(lltokenizer: "LLTokenizer", grammar: str) -> Verdict:
+    """Bring a grammar's schemas to what llguidance can hold to, and try it out."""
+    try:
+        grammar = _with_supported_schemas(grammar)
+        return Verdict(try_out(lltokenizer, grammar), grammar)
+    except SchemaError as error:
+        return Verdict(str(error))
+    except BaseException as error:  # a panic of the library is no Exception
+        return Verdict(f"{type(error).__name__}: {error}")
+
+
+def _with_supported_schemas(grammar: str) -> str:
+    parts = json.loads(grammar)
+    for part in parts["grammars"]:
+        if "json_schema" in part:
+            options = part["json_schema"].pop("x-guidance")
+            part["json_schema"] = {**supported_schema(part["json_schema"]), "x-guidance": options}
+    return json.dumps(parts)
 
 
 def try_out(lltokenizer: "LLTokenizer", grammar: str) -> str:
@@ -138,23 +168,19 @@ def main() -> None:
     stream = connection.makefile("rb")
     lltokenizer = _read_vocabulary(stream).lltokenizer()
     threading.stack_size(_STACK_BYTES)
-    verdicts: list[str] = []
+    verdicts: list[Verdict] = [Verdict("")]  # at first: ready
 
-    def judge(grammar: str) -> None:
-        try:
-            verdicts.append(try_out(lltokenizer, grammar))
-        except BaseException as error:  # a panic of the library is no Exception
-            verdicts.append(f"{type(error).__name__}: {error}")
+    def run(grammar: str) -> None:
+        verdicts.append(judge(lltokenizer, grammar))
 
     while True:
         try:
-            write_frame(connection, "".join(verdicts).encode())  # at first: ready
+            write_frame(connection, json.dumps(verdicts.pop()).encode())
             grammar = read_frame(stream).decode()
         except (EOFError, ConnectionError):
             return
         _limit_time()
-        verdicts.clear()
-        thread = threading.Thread(target=judge, args=(grammar,))
+        thread = threading.Thread(target=run, args=(grammar,))
         thread.start()
         thread.join()
 

@@ -1,5 +1,6 @@
 """Has grammars tried out in processes that may be killed."""
 
+import json
 import os
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from contextlib import contextmanager, suppress
 from threading import BoundedSemaphore, Lock
 
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.structured.trial_process import TRIAL_S, read_frame, write_frame, write_vocabulary
+from infinilm.structured.trial_process import TRIAL_S, Verdict, read_frame, write_frame, write_vocabulary
 from infinilm.structured.vocabulary import Vocabulary
 
 MAX_PROCESSES = 4
@@ -84,21 +85,21 @@ class TrialProcess:
                 raise EngineError(f"the process that tries out grammars could not be started: {error!r}") from error
             raise
 
-    def try_out(self, grammar: str, limit_s: float) -> str:
-        """What is wrong with a grammar, if anything. The process may not outlive a bad one: see `is_alive`.
+    def try_out(self, grammar: str, limit_s: float) -> Verdict:
+        """Judge a grammar. The process may not outlive a bad one: see `is_alive`.
 
         Raises `TrialTimeoutError` when it takes longer than `limit_s`.
         """
         try:
             self._socket.settimeout(limit_s)
             write_frame(self._socket, grammar.encode())
-            return read_frame(self._replies).decode()
+            return Verdict(*json.loads(read_frame(self._replies)))
         except TimeoutError:
             self.kill()
             raise TrialTimeoutError(f"it takes longer than {limit_s} s to compile; make it simpler") from None
         except (OSError, EOFError):
             self.kill()
-            return "it needs more memory or a deeper stack than a grammar may have; make it simpler"
+            return Verdict("it needs more memory or a deeper stack than a grammar may have; make it simpler")
         except BaseException:
             self.kill()
             raise
@@ -129,8 +130,8 @@ class Trials:
         self._idle: list[TrialProcess] = []
         self._end = weakref.finalize(self, _kill_all, self._idle)
 
-    def try_out(self, grammar: str, limit_s: float = TRIAL_S, cancellation: Cancellation | None = None) -> str:
-        """What is wrong with a grammar, if anything.
+    def try_out(self, grammar: str, limit_s: float = TRIAL_S, cancellation: Cancellation | None = None) -> Verdict:
+        """Judge a grammar.
 
         Raises `TrialTimeoutError` when it takes longer than `limit_s`, and `TrialCancelledError`.
         """

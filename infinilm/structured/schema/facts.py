@@ -1,0 +1,259 @@
+"""What is certain about the values that a schema allows. Where nothing is certain, more values are assumed."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+from typing import Any
+
+from infinilm.structured.schema.canonical import Document, Schema
+
+TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+"""`number` is `integer` or `fraction`."""
+_MAX_ALTERNATIVES = 32
+_MAX_DEPTH = 12
+_MAX_STEPS = 200_000
+
+
+def types_of(names: str | Sequence[str]) -> frozenset[str]:
+    """The types that a `type` keyword means."""
+    listed = [names] if isinstance(names, str) else names
+    return frozenset(t for name in listed for t in (("integer", "fraction") if name == "number" else (name,)))
+
+
+def type_names(types: Iterable[str]) -> list[str]:
+    """What to write into `type` for these, or for as many of them as can be written."""
+    found = set(types)
+    names = sorted(found - {"integer", "fraction"})
+    if "integer" in found:
+        names.append("number" if "fraction" in found else "integer")
+    return names
+
+
+def type_of(value: Any) -> str:
+    """The type of a JSON value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, (int, float)):
+        return "integer" if value == int(value) else "fraction"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two JSON values are the same; True is not 1."""
+    if type_of(one) != type_of(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(is_equal(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(value, other[name]) for name, value in one.items())
+    return bool(one == other)
+
+
+@dataclass(slots=True)
+class Facts:
+    """Conditions that every value of one alternative of a schema meets."""
+
+    types: frozenset[str] = TYPES
+    values: list[Any] | None = None
+    required: frozenset[str] = frozenset()
+    properties: dict[str, list[Schema]] = field(default_factory=dict)
+    closed: list[tuple[frozenset[str], tuple[str, ...]]] = field(default_factory=list)
+    """For each `additionalProperties: false` the names and patterns beside it."""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Lowest and highest value of: number, length, items."""
+    patterns: tuple[str, ...] = ()
+    items: list[tuple[list[Schema], Schema]] = field(default_factory=list)
+    """`prefixItems` and `items`."""
+
+    def merged(self, other: "Facts") -> "Facts":
+        """Both at once."""
+        values = self.values
+        if other.values is not None:
+            mine = self.values
+            values = other.values if mine is None else [v for v in other.values if any(is_equal(v, m) for m in mine)]
+        properties = {name: list(schemas) for name, schemas in self.properties.items()}
+        for name, schemas in other.properties.items():
+            properties.setdefault(name, []).extend(schemas)
+        ranges = dict(self.ranges)
+        for name, (low, high) in other.ranges.items():
+            mine_low, mine_high = ranges.get(name, (-inf, inf))
+            ranges[name] = (max(low, mine_low), min(high, mine_high))
+        return Facts(
+            self.types & other.types,
+            values,
+            self.required | other.required,
+            properties,
+            self.closed + other.closed,
+            ranges,
+            self.patterns + other.patterns,
+            self.items + other.items,
+        )
+
+    def forbids(self, name: str) -> bool:
+        """Whether no value has this property."""
+        if any(schema is False for schema in self.properties.get(name, ())):
+            return True
+        return any(
+            name not in names and not any(map(_may_match, patterns, [name] * len(patterns)))
+            for names, patterns in self.closed
+        )
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+class Analysis:
+    """Compares the schemas of a document."""
+
+    def __init__(self, document: Document) -> None:
+        self._definitions = document.definitions
+        self._num_steps = 0
+
+    def are_disjoint(self, some: Sequence[Schema], others: Sequence[Schema], depth: int = 0) -> bool:
+        """Whether no value fits all of `some` and all of `others`; False if that is not certain."""
+        self._num_steps += 1
+        if depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
+            return False
+        mine, theirs = self.alternatives(some), self.alternatives(others)
+        return all(self._no_common(a, b, depth) for a in mine for b in theirs)
+
+    def rejects(self, schemas: Sequence[Schema], value: Any, depth: int = 0) -> bool:
+        """Whether a value certainly doesn't fit all of these schemas."""
+        if depth > _MAX_DEPTH:
+            return False
+        return all(self._rejects(facts, value, depth) for facts in self.alternatives(schemas))
+
+    def alternatives(self, schemas: Sequence[Schema]) -> list[Facts]:
+        """Facts such that each value that fits all of `schemas` meets those of one of them."""
+        result = [Facts()]
+        for schema in schemas:
+            result = _all_pairs(result, self._expand(schema, 0))
+        return [facts for facts in result if facts.types and facts.values != []]
+
+    def resolved(self, schema: Schema) -> Schema:
+        """What a schema that is only a reference stands for."""
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, dict) or list(schema) != ["$ref"]:
+                break
+            schema = self._definitions[schema["$ref"]]
+        return schema
+
+    def definition(self, key: str) -> Schema:
+        """What a `$ref` stands for."""
+        return self._definitions[key]
+
+    def _expand(self, schema: Schema, depth: int) -> list[Facts]:
+        if isinstance(schema, bool):
+            return [Facts()] if schema else []
+        result = [_local_facts(schema)]
+        if depth > _MAX_DEPTH:
+            return result
+        for part in schema.get("allOf", ()):
+            result = _all_pairs(result, self._expand(part, depth + 1))
+        if "$ref" in schema:
+            result = _all_pairs(result, self._expand(self._definitions[schema["$ref"]], depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                options = [facts for part in schema[keyword] for facts in self._expand(part, depth + 1)]
+                result = _all_pairs(result, options)
+        return result
+
+    def _no_common(self, a: Facts, b: Facts, depth: int) -> bool:
+        if a.values is not None or b.values is not None:
+            both = a.merged(b).values or []
+            return all(self._rejects(facts, value, depth) for value in both for facts in (a, b)) or all(
+                self._rejects(a, value, depth) or self._rejects(b, value, depth) for value in both
+            )
+        return all(self._no_common_of_type(kind, a, b, depth) for kind in a.types & b.types)
+
+    def _no_common_of_type(self, kind: str, a: Facts, b: Facts, depth: int) -> bool:
+        ranges = {"integer": "number", "fraction": "number", "string": "length", "array": "items"}
+        if kind in ranges:
+            low_a, high_a = a.ranges.get(ranges[kind], (-inf, inf))
+            low_b, high_b = b.ranges.get(ranges[kind], (-inf, inf))
+            if max(low_a, low_b) > min(high_a, high_b):
+                return True
+        if kind == "array" and max(a.ranges.get("items", (0, 0))[0], b.ranges.get("items", (0, 0))[0]) > 0:
+            return self.are_disjoint(_first_items(a), _first_items(b), depth + 1)
+        return kind == "object" and self._no_common_object(a, b, depth)
+
+    def _no_common_object(self, a: Facts, b: Facts, depth: int) -> bool:
+        for name in a.required | b.required:
+            if a.forbids(name) or b.forbids(name):
+                return True
+            mine, theirs = a.properties.get(name), b.properties.get(name)
+            if mine and theirs and self.are_disjoint(mine, theirs, depth + 1):
+                return True
+        return False
+
+    def _rejects(self, facts: Facts, value: Any, depth: int) -> bool:
+        kind = type_of(value)
+        if kind not in facts.types:
+            return True
+        if facts.values is not None and not any(is_equal(value, each) for each in facts.values):
+            return True
+        if kind == "string":
+            low, high = facts.ranges.get("length", (0, inf))
+            return not low <= len(value) <= high or not all(_may_match(p, value) for p in facts.patterns)
+        if kind in ("integer", "fraction"):
+            low, high = facts.ranges.get("number", (-inf, inf))
+            return not low <= value <= high
+        if kind == "array":
+            low, high = facts.ranges.get("items", (0, inf))
+            return not low <= len(value) <= high
+        if kind == "object":
+            return not facts.required <= value.keys() or any(
+                facts.forbids(name) or self.rejects(facts.properties.get(name, ()), inner, depth + 1)
+                for name, inner in value.items()
+            )
+        return False
+
+
+def _first_items(facts: Facts) -> list[Schema]:
+    return [prefix[0] if prefix else rest for prefix, rest in facts.items]
+
+
+def _all_pairs(some: list[Facts], others: list[Facts]) -> list[Facts]:
+    """Each of `some` with each of `others`; if those are too many, without `others`: that assumes more values."""
+    if some and len(some) * len(others) > _MAX_ALTERNATIVES and len(others) > 1:
+        types = frozenset[str]().union(*(facts.types for facts in others))
+        return [facts.merged(Facts(types=types)) for facts in some]
+    return [a.merged(b) for a, b in product(some, others)]
+
+
+def _local_facts(schema: dict[str, Any]) -> Facts:
+    """What the keywords of a schema say that don't hold other ways to go."""
+    facts = Facts()
+    if "type" in schema:
+        facts.types = types_of(schema["type"])
+    if "enum" in schema:
+        facts.values = list(schema["enum"])
+    if "const" in schema:
+        facts = facts.merged(Facts(values=[schema["const"]]))
+    facts.required = frozenset(schema.get("required", ()))
+    facts.properties = {name: [inner] for name, inner in schema.get("properties", {}).items()}
+    if schema.get("additionalProperties") is False:
+        facts.closed = [(frozenset(schema.get("properties", ())), tuple(schema.get("patternProperties", ())))]
+    if "prefixItems" in schema or "items" in schema:
+        facts.items = [(schema.get("prefixItems", []), schema.get("items", True))]
+    low = max(schema.get("minimum", -inf), schema.get("exclusiveMinimum", -inf))
+    high = min(schema.get("maximum", inf), schema.get("exclusiveMaximum", inf))
+    facts.ranges = {
+        "number": (low, high),
+        "length": (schema.get("minLength", 0), schema.get("maxLength", inf)),
+        "items": (schema.get("minItems", 0), schema.get("maxItems", inf)),
+    }
+    if "pattern" in schema:
+        facts.patterns = (schema["pattern"],)
+    inverse = schema.get("not")
+    if isinstance(inverse, dict) and list(inverse) == ["required"] and len(inverse["required"]) == 1:
+        facts = facts.merged(Facts(types=frozenset({"object"}), properties={inverse["required"][0]: [False]}))
+    return facts

@@ -1,0 +1,147 @@
+"""Which values a schema refuses, said by schemas."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from infinilm.structured.schema.canonical import Schema
+from infinilm.structured.schema.facts import TYPES, Analysis, type_names, type_of, types_of
+
+_MAX_DEPTH = 6
+_MAX_WORDS = 400
+_MAX_WORD_CHARS = 100
+"""Of texts that a string must not be."""
+_MAX_LIMIT = 64
+"""Nothing is said of what is longer than a higher limit."""
+
+
+class Negation:
+    """Finds schemas whose values another one refuses."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self._analysis = analysis
+
+    def ways_out(self, schema: Schema, names: Iterable[str] = (), depth: int = 0) -> list[Schema]:
+        """Schemas whose values all do not fit `schema`; as many as can be written, perhaps none.
+
+        They are in canonical form. `names` are properties that a value may have.
+        """
+        if isinstance(schema, bool):
+            return [] if schema else [True]
+        if depth > _MAX_DEPTH:
+            return []
+        names = list(names)
+        found: list[Schema] = []
+        for keyword, value in schema.items():
+            found += self._of_keyword(keyword, value, schema, names, depth)
+        return found
+
+    def _of_keyword(
+        self, keyword: str, value: Any, schema: dict[str, Any], names: list[str], depth: int
+    ) -> list[Schema]:
+        match keyword:
+            case "type":
+                others = type_names(TYPES - types_of(value))
+                return [{"type": others}] if others else []
+            case "const":
+                return _other_values([value])
+            case "enum":
+                return _other_values(value)
+            case "required":
+                return [{"type": "object", "properties": {name: False}} for name in value]
+            case "properties":
+                return self._other_properties(value, names, depth)
+            case "additionalProperties" if value is False and not schema.get("patternProperties"):
+                known = schema.get("properties", {})
+                return [{"type": "object", "required": [name]} for name in names if name not in known]
+            case "items" if not schema.get("prefixItems"):
+                inner = self.ways_out(value, (), depth + 1)
+                return [{"type": "array", "minItems": 1, "prefixItems": [any_of(inner)]}] if inner else []
+            case "not":
+                return [value]
+            case "allOf":
+                return [way for part in value for way in self.ways_out(part, names, depth + 1)]
+            case "anyOf":
+                ways = [self.ways_out(part, names, depth + 1) for part in value]
+                return [{"allOf": [any_of(each) for each in ways]}] if all(ways) else []
+            case "$ref":
+                return self.ways_out(self._analysis.definition(value), names, depth + 1)
+            case _:
+                return _beyond(keyword, value)
+
+    def _other_properties(self, properties: dict[str, Schema], names: list[str], depth: int) -> list[Schema]:
+        found: list[Schema] = []
+        for name, inner in properties.items():
+            if ways := self.ways_out(inner, names, depth + 1):
+                found.append({"type": "object", "required": [name], "properties": {name: any_of(ways)}})
+        return found
+
+
+def any_of(schemas: Sequence[Schema]) -> Schema:
+    """One of these."""
+    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+
+def _beyond(keyword: str, value: Any) -> list[Schema]:
+    """What is outside of a limit."""
+    match keyword:
+        case "minLength" | "minItems" | "minProperties" if value > 0:
+            return [{"type": _HOLDERS[keyword[3:]], "max" + keyword[3:]: value - 1}]
+        case "maxLength" | "maxItems" | "maxProperties" if value < _MAX_LIMIT:
+            return [{"type": _HOLDERS[keyword[3:]], "min" + keyword[3:]: value + 1}]
+        case "minimum":
+            return [{"type": "number", "exclusiveMaximum": value}]
+        case "maximum":
+            return [{"type": "number", "exclusiveMinimum": value}]
+        case "exclusiveMinimum":
+            return [{"type": "number", "maximum": value}]
+        case "exclusiveMaximum":
+            return [{"type": "number", "minimum": value}]
+        case _:
+            return []
+
+
+_HOLDERS = {"Length": "string", "Items": "array", "Properties": "object"}
+
+
+def _other_values(values: Sequence[Any]) -> list[Schema]:
+    """What is none of these values."""
+    kinds = {type_of(value) for value in values}
+    found: list[Schema] = []
+    if others := type_names(TYPES - kinds - ({"fraction"} if "integer" in kinds else set())):
+        found.append({"type": others})
+    if "string" in kinds:
+        words = sorted({value for value in values if isinstance(value, str)})
+        if len(words) <= _MAX_WORDS and all(len(word) <= _MAX_WORD_CHARS for word in words):
+            found.append({"type": "string", "pattern": f"^{none_of(words)}$"})
+    if kinds & {"integer", "fraction"}:
+        numbers = [value for value in values if type_of(value) in ("integer", "fraction")]
+        found.append({"type": "number", "exclusiveMaximum": min(numbers)})
+        found.append({"type": "number", "exclusiveMinimum": max(numbers)})
+    if "boolean" in kinds and (left := {True, False} - {value for value in values if isinstance(value, bool)}):
+        found.append({"enum": sorted(left)})
+    return found
+
+
+def none_of(words: Sequence[str]) -> str:
+    """A regular expression for all texts but these."""
+    followers: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            followers.setdefault(word[0], []).append(word[1:])
+    if not followers:
+        return r"[\s\S]+" if words else r"[\s\S]*"
+    others = rf"[^{''.join(map(_escaped, followers))}][\s\S]*"
+    rest = "|".join([others, *(f"{_escaped(char)}(?:{none_of(rest)})" for char, rest in followers.items())])
+    return f"(?:{rest})" if "" in words else f"(?:{rest})?"
+
+
+def word_pattern(word: str) -> str:
+    """A regular expression for one text."""
+    return "".join(map(_escaped, word))
+
+
+def _escaped(char: str) -> str:
+    """As both Rust and Python read it."""
+    if char.isascii() and char.isalnum():
+        return char
+    return f"\\u{ord(char):04X}" if ord(char) < 0x10000 else f"\\U{ord(char):08X}"
