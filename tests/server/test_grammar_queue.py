@@ -203,9 +203,9 @@ def test_cancelling_ends_the_process_that_is_at_it(tiny_dir):
     assert trial_processes() - before == {process}  # it was not asked
 
     driven = Driven(compiler)
-    bomb = {"patternProperties": {f"^p{i}x.*$": {} for i in range(1000)}}
+    bomb = {"patternProperties": {f"^p{i}x.*$": {"maxLength": i} for i in range(1000)}}
     for number in range(4):
-        params = SamplingParams(structured=StructuredOutput(json_schema={**bomb, "title": str(number)}))
+        params = SamplingParams(structured=StructuredOutput(json_schema={**bomb, "maxProperties": number + 5}))
         driven.queue.add(Submit(str(number), [1], {}, None), params)
     for number in range(4):
         driven.cancel(str(number))

@@ -44,7 +44,6 @@ REFUSED_SCHEMAS: dict[str, Any] = {
     "shared to the power": nested(60, {}, lambda inner: {"anyOf": [inner, inner]}),
     "enum of 100000": {"enum": [f"value {i * 7919 % 100_003}" for i in range(100_000)]},
     "properties 5000": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}},
-    "anyOf 2^13": nested(13, {"type": "string"}, lambda inner: {"anyOf": [inner, inner]}),
     "reference to itself": {"$ref": "#"},
     "reference loop": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     "allOf loop": {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}}, "$ref": "#/$defs/a"},
@@ -61,8 +60,17 @@ REFUSED_SCHEMAS: dict[str, Any] = {
         ]
     },
     "allOf of patterns": {"type": "string", "allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(5, 25)]},
-    "patternProperties that overlap": {"patternProperties": {f"^a.*{i}$": {} for i in range(1000)}},
-    "patternProperties 1000": {"patternProperties": {f"^p{i}x.*$": {} for i in range(1000)}},
+    "patternProperties that overlap": {"patternProperties": {f"^a.*{i}$": {"maxLength": i} for i in range(1000)}},
+    "patternProperties 1000": {"patternProperties": {f"^p{i}x.*$": {"maxLength": i} for i in range(1000)}},
+    "oneOf that backtracks": {"oneOf": [{"enum": ["a" * 60 + "!"]}, {"type": "string", "pattern": "^(a+)+$"}]},
+    "oneOf of patterns": {"oneOf": [{"type": "string", "pattern": f"a.*{i}"} for i in range(100)]},
+    "oneOf of itself": {"$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
+    "not of itself": {"$defs": {"a": {"not": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},
+    "maxProperties among many": {
+        "properties": {f"p{i}": {} for i in range(200)},
+        "minProperties": 90,
+        "maxProperties": 100,
+    },
     "const of 250 kB": {"const": "x" * 250_000},
     "multipleOf": {"type": "integer", "multipleOf": 1_000_000_007, "minimum": 0, "maximum": 10**30},
     "http": {"$ref": "http://127.0.0.1:9/schema.json"},
@@ -78,9 +86,9 @@ REFUSED_SCHEMAS: dict[str, Any] = {
     "False": False,
     "false as text": "false",
     "unknown type": {"type": "strange"},
-    "unknown format": {"type": "string", "format": "strange"},
-    "not": {"not": {"type": "string"}},
-    "if": {"if": {"type": "string"}, "then": {"minLength": 3}},
+    "not a pattern": {"type": "string", "not": {"pattern": "a"}},
+    "maxContains": {"type": "array", "contains": {"type": "string"}, "maxContains": 2},
+    "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
     "uniqueItems": {"type": "array", "uniqueItems": True},
     "oneOf that overlaps": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "nothing fits": {"type": "string", "minLength": 5, "maxLength": 2},
@@ -164,7 +172,24 @@ HARMLESS = [
     ("json_schema", {"type": "object", "minProperties": 10**6, "additionalProperties": {"type": "string"}}),
     ("json_schema", nested(8, {"type": "string"}, lambda inner: {"type": "array", "items": inner, "minItems": 100})),
     ("json_schema", nested(MAX_SCHEMA_DEPTH // 2, {}, lambda inner: {"type": "array", "prefixItems": [inner]})),
+    ("json_schema", nested(13, {"type": "string"}, lambda inner: {"anyOf": [inner, inner]})),
+    (
+        "json_schema",
+        nested(12, {"type": "string"}, lambda inner: {"oneOf": [inner, {"type": "array", "items": inner}]}),
+    ),
+    ("json_schema", nested(40, {"type": "string"}, lambda inner: {"not": {"not": inner}})),
+    ("json_schema", {"oneOf": [{"required": [f"p{i}"]} for i in range(100)]}),
+    ("json_schema", {"oneOf": [{"properties": {f"p{i}": {"const": i}}} for i in range(60)]}),
+    ("json_schema", {"dependencies": {f"p{i}": [f"p{i + 1}", f"p{i + 2}"] for i in range(200)}}),
+    (
+        "json_schema",
+        {"allOf": [{"if": {"required": [f"p{i}"]}, "then": {"required": [f"q{i}"]}} for i in range(100)]},
+    ),
+    ("json_schema", {"properties": {f"p{i}": {} for i in range(60)}, "minProperties": 30}),
+    ("json_schema", {"not": {"enum": ["x" * i for i in range(300)]}}),
     ("json_schema", doubling(30, {"type": "string"}, lambda next: {"anyOf": [next, next]})),
+    ("json_schema", doubling(30, {"type": "string"}, lambda next: {"oneOf": [next, next]})),
+    ("json_schema", doubling(30, {"type": "string"}, lambda next: {"not": {"allOf": [next, next]}})),
     ("json_schema", doubling(30, {"type": "object"}, lambda next: {"allOf": [next, next]})),
     (
         "json_schema",
@@ -217,7 +242,7 @@ def test_processes_are_few_and_end_with_the_compiler(tiny_dir):
     source = Source.of(Tokenizer.from_directory(tiny_dir))
 
     def refusal(number: int) -> str:
-        bomb = {"patternProperties": {f"^p{number}{i}x.*$": {} for i in range(1000)}}
+        bomb = {"patternProperties": {f"^p{number}{i}x.*$": {"maxLength": i} for i in range(1000)}}
         with pytest.raises(InvalidValueError) as caught:
             source.compiler.compile(StructuredOutput(json_schema=bomb))
         return str(caught.value)

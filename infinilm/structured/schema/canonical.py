@@ -1,7 +1,7 @@
 """One form for the schemas of all drafts, with the same meaning.
 
-It is that of draft 2020-12, without annotations and unknown keywords. `dependencies` is split, tuples are `prefixItems`,
-exclusive bounds are numbers, and each `$ref` is a key of `Document.definitions`.
+It is that of draft 2020-12, without annotations and unknown keywords. `dependencies` is split, tuples are
+`prefixItems`, exclusive bounds are numbers, and each `$ref` is a key of `Document.definitions`.
 """
 
 from collections.abc import Callable
@@ -53,6 +53,12 @@ class Document:
 def canonical_document(schema: object) -> Document:
     """Bring a schema to canonical form. Raises `SchemaError` for what is no schema of a known draft."""
     return _Reader(schema).read()
+
+
+def property_names(schema: Schema) -> list[str]:
+    """The properties that a schema names and does not rule out."""
+    properties = {} if isinstance(schema, bool) else schema.get("properties", {})
+    return [name for name, inner in properties.items() if inner is not False]
 
 
 class _Reader:
@@ -114,7 +120,9 @@ class _Reader:
             self._take(result, keyword, value, schema, base)
         return False if result.get("not") in (True, {}) else result
 
-    def _take(self, result: dict[str, Any], keyword: str, value: Any, schema: dict[str, Any], base: str) -> None:
+    def _take(  # noqa: PLR0912
+        self, result: dict[str, Any], keyword: str, value: Any, schema: dict[str, Any], base: str
+    ) -> None:
         def convert(inner: object) -> Schema:
             return self._convert(inner, base)
 

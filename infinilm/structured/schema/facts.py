@@ -1,8 +1,10 @@
 """What is certain about the values that a schema allows. Where nothing is certain, more values are assumed."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from math import inf
 from typing import Any
@@ -64,7 +66,7 @@ class Facts:
     closed: list[tuple[frozenset[str], tuple[str, ...]]] = field(default_factory=list)
     """For each `additionalProperties: false` the names and patterns beside it."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Lowest and highest value of: number, length, items."""
+    """Lowest and highest value of: number, length, items, size (how many properties)."""
     patterns: tuple[str, ...] = ()
     items: list[tuple[list[Schema], Schema]] = field(default_factory=list)
     """`prefixItems` and `items`."""
@@ -98,16 +100,35 @@ class Facts:
         if any(schema is False for schema in self.properties.get(name, ())):
             return True
         return any(
-            name not in names and not any(map(_may_match, patterns, [name] * len(patterns)))
+            name not in names and not any(may_match(pattern, name) for pattern in patterns)
             for names, patterns in self.closed
         )
 
 
-def _may_match(pattern: str, name: str) -> bool:
+def certainly_matches(pattern: str, text: str) -> bool:
+    """Whether a text matches a pattern; False if that is not certain."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return False
+
+
+def may_match(pattern: str, name: str) -> bool:
+    """Whether a text matches a pattern; True if that is not certain."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
         return True
+
+
+@lru_cache(10_000)
+def is_empty(patterns: tuple[str, ...], low: float, high: float) -> bool:
+    """Whether no text of `low` to `high` characters matches all patterns; False if that is not certain."""
+    from llguidance import LLMatcher
+
+    limits = {"minLength": low} | ({} if high == inf else {"maxLength": high})
+    schema = {"type": "string", "allOf": [limits, *({"pattern": pattern} for pattern in patterns)]}
+    return "Regex is empty" in LLMatcher.validate_grammar(json.dumps({"grammars": [{"json_schema": schema}]}))
 
 
 class Analysis:
@@ -116,6 +137,8 @@ class Analysis:
     def __init__(self, document: Document) -> None:
         self._definitions = document.definitions
         self._num_steps = 0
+        self._expanded: dict[int, tuple[Schema, list[Facts]]] = {}
+        """By identity, with the schema itself, so that it lives as long."""
 
     def are_disjoint(self, some: Sequence[Schema], others: Sequence[Schema], depth: int = 0) -> bool:
         """Whether no value fits all of `some` and all of `others`; False if that is not certain."""
@@ -135,7 +158,9 @@ class Analysis:
         """Facts such that each value that fits all of `schemas` meets those of one of them."""
         result = [Facts()]
         for schema in schemas:
-            result = _all_pairs(result, self._expand(schema, 0))
+            if id(schema) not in self._expanded:
+                self._expanded[id(schema)] = (schema, self._expand(schema, 0))
+            result = _all_pairs(result, self._expanded[id(schema)][1])
         return [facts for facts in result if facts.types and facts.values != []]
 
     def resolved(self, schema: Schema) -> Schema:
@@ -175,12 +200,14 @@ class Analysis:
         return all(self._no_common_of_type(kind, a, b, depth) for kind in a.types & b.types)
 
     def _no_common_of_type(self, kind: str, a: Facts, b: Facts, depth: int) -> bool:
-        ranges = {"integer": "number", "fraction": "number", "string": "length", "array": "items"}
+        ranges = {"integer": "number", "fraction": "number", "string": "length", "array": "items", "object": "size"}
         if kind in ranges:
             low_a, high_a = a.ranges.get(ranges[kind], (-inf, inf))
             low_b, high_b = b.ranges.get(ranges[kind], (-inf, inf))
             if max(low_a, low_b) > min(high_a, high_b):
                 return True
+        if kind == "string" and (a.patterns or b.patterns):
+            return is_empty((*a.patterns, *b.patterns), max(low_a, low_b), min(high_a, high_b))
         if kind == "array" and max(a.ranges.get("items", (0, 0))[0], b.ranges.get("items", (0, 0))[0]) > 0:
             return self.are_disjoint(_first_items(a), _first_items(b), depth + 1)
         return kind == "object" and self._no_common_object(a, b, depth)
@@ -194,7 +221,7 @@ class Analysis:
                 return True
         return False
 
-    def _rejects(self, facts: Facts, value: Any, depth: int) -> bool:
+    def _rejects(self, facts: Facts, value: Any, depth: int) -> bool:  # noqa: PLR0911
         kind = type_of(value)
         if kind not in facts.types:
             return True
@@ -202,7 +229,7 @@ class Analysis:
             return True
         if kind == "string":
             low, high = facts.ranges.get("length", (0, inf))
-            return not low <= len(value) <= high or not all(_may_match(p, value) for p in facts.patterns)
+            return not low <= len(value) <= high or not all(may_match(p, value) for p in facts.patterns)
         if kind in ("integer", "fraction"):
             low, high = facts.ranges.get("number", (-inf, inf))
             return not low <= value <= high
@@ -250,6 +277,7 @@ def _local_facts(schema: dict[str, Any]) -> Facts:
         "number": (low, high),
         "length": (schema.get("minLength", 0), schema.get("maxLength", inf)),
         "items": (schema.get("minItems", 0), schema.get("maxItems", inf)),
+        "size": (max(schema.get("minProperties", 0), len(facts.required)), schema.get("maxProperties", inf)),
     }
     if "pattern" in schema:
         facts.patterns = (schema["pattern"],)

@@ -1,4 +1,4 @@
-"""`patternProperties` whose patterns have names in common, which llguidance refuses, without them where that is simple."""
+"""`patternProperties` whose patterns have names in common, which llguidance refuses."""
 
 import json
 import re

@@ -1,19 +1,22 @@
 """Replaces the keywords that llguidance lacks. No step lets a value through that the schema refuses."""
 
 from collections.abc import Sequence
-from itertools import combinations, islice
-from math import inf
 from typing import Any
 
 from infinilm.structured.schema import formats
-from infinilm.structured.schema.canonical import Document, Schema
+from infinilm.structured.schema.canonical import Document, Schema, property_names
+from infinilm.structured.schema.counts import MAX_WAYS, counted
 from infinilm.structured.schema.errors import SchemaError, excerpt
 from infinilm.structured.schema.facts import Analysis, types_of
+from infinilm.structured.schema.loops import Loops
 from infinilm.structured.schema.name_patterns import told_apart
 from infinilm.structured.schema.negation import Negation, any_of, word_pattern
 
-_MAX_WAYS = 64
-"""Alternatives that the keywords of one schema may come to."""
+Way = list[Schema]
+"""Schemas that must all fit."""
+Choice = list[Way]
+"""Alternatives, of which one must fit."""
+
 _COPIED = (
     *("type", "enum", "const", "required", "pattern", "minLength", "maxLength", "minItems", "maxItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -31,6 +34,7 @@ class _Narrowing:
         self._document = document
         self._analysis = Analysis(document)
         self._negation = Negation(self._analysis)
+        self._loops = Loops(document)
         self._definitions: dict[str, Schema] = {}
         self._pending: list[str] = []
 
@@ -47,6 +51,8 @@ class _Narrowing:
     def _narrow(self, schema: Schema) -> Schema:
         if isinstance(schema, bool):
             return schema
+        if (unrolled := self._loops.unrolled(schema)) is not None:
+            return {"$ref": self._reference(unrolled)}
         if len(schema.get("patternProperties", ())) > 1:
             schema = told_apart(schema)
         result: dict[str, Any] = {}
@@ -68,7 +74,7 @@ class _Narrowing:
         types = types_of(result.get("type", ()))
         return set(result) == {"type"} and all(facts.types <= types for facts in self._analysis.alternatives([part]))
 
-    def _take(
+    def _take(  # noqa: PLR0912
         self, result: dict[str, Any], parts: list[Schema], keyword: str, value: Any, schema: dict[str, Any]
     ) -> None:
         """Put one keyword into the result, or what it comes to into the parts, which are narrowed later."""
@@ -108,21 +114,21 @@ class _Narrowing:
 
     # What leaves a choice
 
-    def _ways(self, result: dict[str, Any], schema: dict[str, Any]) -> list[list[Schema]] | None:
+    def _ways(self, result: dict[str, Any], schema: dict[str, Any]) -> Choice | None:
         """The alternatives that the keywords with a choice leave, each as schemas that must all fit."""
-        choices: list[list[list[Schema]]] = []
+        choices: list[Choice] = []
         if "oneOf" in schema:
             choices.append(self._exclusive(schema["oneOf"], schema))
         if "not" in schema:
             choices.append([[way] for way in self._outside(schema["not"], schema, "not")])
         choices += self._conditional(schema)
         choices += _dependent(schema)
-        if (choice := _counted(result, schema)) is not None:
-            choices.append([[way] for way in choice])
+        if (counts := counted(result, schema)) is not None:
+            choices.append([[way] for way in counts])
         if not choices:
             return None
         around = {keyword: value for keyword, value in schema.items() if keyword not in ("oneOf", "not", "if")}
-        ways: list[list[Schema]] = [[]]
+        ways: Choice = [[]]
         for choice in choices:
             longer = [
                 way + option
@@ -130,40 +136,38 @@ class _Narrowing:
                 for option in choice
                 if not self._analysis.are_disjoint([around, *way], option)
             ]
-            if len(longer) > _MAX_WAYS and len(ways) > 1:
+            if len(longer) > MAX_WAYS and len(ways) > 1:
                 longer = [way + choice[-1] for way in ways]
             ways = longer
         return ways
 
     def _outside(self, schema: Schema, around: dict[str, Any], keyword: str) -> list[Schema]:
-        ways = self._negation.ways_out(schema, _property_names(around))
+        ways = self._negation.ways_out(schema, property_names(around))
         if not ways:
             raise SchemaError(f"{keyword} {excerpt(schema)} can't be held to; leave it out")
         return ways
 
-    def _exclusive(self, options: list[Schema], schema: dict[str, Any]) -> list[list[Schema]]:
+    def _exclusive(self, options: list[Schema], schema: dict[str, Any]) -> Choice:
         """The options of `oneOf`, each without what fits another one too."""
         around = {keyword: value for keyword, value in schema.items() if keyword not in ("oneOf", "not", "if")}
-        found: list[list[Schema]] = []
+        found: Choice = []
         for index, option in enumerate(options):
             overlaps = [
                 other
                 for other in options[:index] + options[index + 1 :]
                 if not self._analysis.are_disjoint([around, option], [around, other])
             ]
-            names = [*_property_names(around), *_property_names(self._analysis.resolved(option))]
+            names = [*property_names(around), *property_names(self._analysis.resolved(option))]
             if (way := self._apart(option, overlaps, around, names)) is not None:
                 found.append(way)
         if not found:
-            raise SchemaError(f"oneOf {excerpt(options)}: no option can be told from the others; use anyOf")
+            raise SchemaError(f"oneOf {excerpt(options)}: no value fits exactly one option; use anyOf")
         return found
 
-    def _apart(
-        self, option: Schema, overlaps: list[Schema], around: dict[str, Any], names: list[str]
-    ) -> list[Schema] | None:
-        """An option with what keeps it out of others; None if nothing does."""
+    def _apart(self, option: Schema, overlaps: list[Schema], around: dict[str, Any], names: list[str]) -> Way | None:
+        """An option with what keeps it out of others; None if it is all within another one."""
         way = [option]
-        num_outs = max(1, int(_MAX_WAYS ** (1 / max(1, len(overlaps)))))
+        num_outs = max(1, int(MAX_WAYS ** (1 / max(1, len(overlaps)))))
         for other in overlaps:
             if self._analysis.are_disjoint([around, *way], [around, other]):
                 continue
@@ -172,17 +176,24 @@ class _Narrowing:
                 for out in self._negation.ways_out(other, names)
                 if not self._analysis.are_disjoint([around, *way], [out])
             ]
-            if not outs:
+            if outs:
+                way.append(any_of(outs[:num_outs]))
+            elif self._negation.is_complete(other):
                 return None
-            way.append(any_of(outs[:num_outs]))
+            else:
+                raise SchemaError(
+                    f"oneOf: the options {excerpt(option)} and {excerpt(other)} can't be told apart; use anyOf"
+                )
         return way
 
-    def _conditional(self, schema: dict[str, Any]) -> list[list[list[Schema]]]:
+    def _conditional(self, schema: dict[str, Any]) -> list[Choice]:
         """The ways that each `if` leaves."""
-        found: list[list[list[Schema]]] = []
+        found: list[Choice] = []
         for part in [schema, *filter(_is_conditional, schema.get("allOf", ()))]:
             if "if" in part and ("then" in part or "else" in part):
-                outs = self._negation.ways_out(part["if"], _property_names(schema))
+                outs = self._negation.ways_out(part["if"], property_names(schema))
+                if not outs and not self._negation.is_complete(part["if"]):
+                    raise SchemaError(f"if {excerpt(part['if'])} can't be held to; leave it out")
                 met: list[Schema] = [part["if"], part.get("then", True)]
                 found.append([*([out, part.get("else", True)] for out in outs), met])
         return found
@@ -202,7 +213,7 @@ class _Narrowing:
             raise SchemaError(f"propertyNames {excerpt(names)} can't be held to; use a pattern or an enum")
         return {"patternProperties": {pattern: True}, "additionalProperties": False} if pattern else True
 
-    def _name_pattern(self, names: Schema) -> str | None:
+    def _name_pattern(self, names: Schema) -> str | None:  # noqa: PLR0911
         """A regular expression for names, empty if it may be any; None if there is none."""
         names = self._analysis.resolved(names)
         if names is True or names == {"type": "string"}:
@@ -214,13 +225,13 @@ class _Narrowing:
             return "" if "string" in types_of(names["type"]) else None
         if keywords == {"pattern"}:
             return str(names["pattern"])
-        if keywords == {"const"} or keywords == {"enum"}:
+        if keywords in ({"const"}, {"enum"}):
             words = names["enum"] if "enum" in names else [names["const"]]
             return "^(?:" + "|".join(word_pattern(word) for word in words if isinstance(word, str)) + ")$"
         if keywords <= {"minLength", "maxLength"}:
             return rf"^[\s\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-        if keywords == {"anyOf"} or keywords == {"oneOf"}:
-            patterns = [self._name_pattern(inner) for inner in names.get("anyOf", [])]
+        if keywords == {"anyOf"}:
+            patterns = [self._name_pattern(inner) for inner in names["anyOf"]]
             return None if not patterns or not all(patterns) else "|".join(f"(?:{pattern})" for pattern in patterns)
         if keywords == {"not"}:
             ways = [way for way in self._negation.ways_out(names["not"]) if isinstance(way, dict)]
@@ -235,8 +246,8 @@ class _Narrowing:
             len(prefix),
         )
         count = schema.get("minContains", 1)
-        if count > _MAX_WAYS:
-            raise SchemaError(f"minContains is {count}; at most {_MAX_WAYS} can be held to")
+        if count > MAX_WAYS:
+            raise SchemaError(f"minContains is {count}; at most {MAX_WAYS} can be held to")
         return {"prefixItems": [True] * start + [item] * count, "minItems": start + count}
 
 
@@ -245,8 +256,8 @@ def _any_of(ways: Sequence[Sequence[Schema]]) -> Schema:
         return False
     options: list[Schema] = []
     for way in ways:
-        way = [schema for schema in way if schema is not True]
-        options.append(way[0] if len(way) == 1 else {"allOf": list(way)} if way else True)
+        parts = [schema for schema in way if schema is not True]
+        options.append(parts[0] if len(parts) == 1 else {"allOf": parts} if parts else True)
     return options[0] if len(options) == 1 else {"anyOf": options}
 
 
@@ -255,20 +266,12 @@ def _is_conditional(schema: Schema) -> bool:
     return isinstance(schema, dict) and "if" in schema and not set(schema) - {"if", "then", "else"}
 
 
-def _property_names(schema: Schema) -> list[str]:
-    return (
-        []
-        if isinstance(schema, bool)
-        else [name for name, inner in schema.get("properties", {}).items() if inner is not False]
-    )
-
-
-def _dependent(schema: dict[str, Any]) -> list[list[list[Schema]]]:
+def _dependent(schema: dict[str, Any]) -> list[Choice]:
     """The ways that each property leaves that others depend on. The last one is sure to be right."""
     needs: list[tuple[str, Schema]] = [
         (name, {"required": names}) for name, names in schema.get("dependentRequired", {}).items()
     ]
-    found: list[list[list[Schema]]] = []
+    found: list[Choice] = []
     for name, needed in [*needs, *schema.get("dependentSchemas", {}).items()]:
         is_there = name in schema.get("required", ())
         found.append([[needed]] if is_there else [[{"properties": {name: False}}], [needed]])
@@ -281,56 +284,3 @@ def _format_part(name: str) -> dict[str, Any] | None:
     if name in formats.AS_THEY_ARE:
         return {"format": name}
     return {"pattern": f"^(?:{formats.PATTERNS[name]})$"} if name in formats.PATTERNS else None
-
-
-def _counted(result: dict[str, Any], schema: dict[str, Any]) -> list[Schema] | None:
-    """The ways that `minProperties` and `maxProperties` leave, or None where llguidance can count by itself."""
-    if "minProperties" not in schema and "maxProperties" not in schema:
-        return None
-    counts = {keyword: schema[keyword] for keyword in ("minProperties", "maxProperties") if keyword in schema}
-    required = schema.get("required", ())
-    optional = [name for name in _property_names(schema) if name not in required]
-    num_least = max(0, schema.get("minProperties", 0) - len(required))
-    num_most = schema.get("maxProperties", inf) - len(required)
-    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if is_closed and num_most >= len(optional):
-        num_most = inf
-        counts.pop("maxProperties", None)
-    if not optional or (is_closed and num_least <= 1 and num_most in (1, inf)):
-        result.update(counts)
-        return None
-    if num_least == 0 and num_most == inf:
-        return None
-    if num_most == inf:
-        return _at_least(num_least, optional, {} if is_closed else counts)
-    return _between(num_least, num_most, optional, is_closed, counts)
-
-
-def _at_least(num_least: int, optional: list[str], counts: dict[str, int]) -> list[Schema]:
-    ways: list[Schema] = [{"required": list(names)} for names in islice(combinations(optional, num_least), _MAX_WAYS)]
-    if counts:
-        ways.append({"properties": dict.fromkeys(optional, False), **counts})
-    return ways
-
-
-def _between(
-    num_least: int, num_most: float, optional: list[str], is_closed: bool, counts: dict[str, int]
-) -> list[Schema]:
-    ways: list[Schema] = []
-    for count in range(num_least, int(min(num_most, len(optional))) + 1):
-        for names in combinations(optional, count):
-            others = [name for name in optional if name not in names]
-            ways.append(
-                {"required": list(names), "properties": dict.fromkeys(others, False), **({} if is_closed else counts)}
-            )
-            if len(ways) > _MAX_WAYS:
-                break
-    if not is_closed:
-        ways += [{"properties": dict.fromkeys(optional, False), **counts}]
-    if len(ways) <= _MAX_WAYS:
-        return ways
-    if num_most >= len(optional) and num_least == 0:
-        return [{"properties": dict.fromkeys(optional, True), "additionalProperties": False}]
-    raise SchemaError(
-        f"{excerpt(counts)} can't be held to with {len(optional)} optional properties; make them required"
-    )

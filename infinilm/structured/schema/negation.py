@@ -4,7 +4,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from infinilm.structured.schema.canonical import Schema
-from infinilm.structured.schema.facts import TYPES, Analysis, type_names, type_of, types_of
+from infinilm.structured.schema.facts import (
+    TYPES,
+    Analysis,
+    certainly_matches,
+    may_match,
+    type_names,
+    type_of,
+    types_of,
+)
 
 _MAX_DEPTH = 6
 _MAX_WORDS = 400
@@ -35,7 +43,35 @@ class Negation:
             found += self._of_keyword(keyword, value, schema, names, depth)
         return found
 
-    def _of_keyword(
+    def is_complete(self, schema: Schema, depth: int = 0) -> bool:
+        """Whether `ways_out` has all values that do not fit `schema`."""
+        if isinstance(schema, bool):
+            return True
+        return depth <= _MAX_DEPTH and all(
+            self._is_complete(keyword, value, schema, depth) for keyword, value in schema.items()
+        )
+
+    def _is_complete(self, keyword: str, value: Any, schema: dict[str, Any], depth: int) -> bool:  # noqa: PLR0911
+        match keyword:
+            case "type":
+                return types_of(value) & {"integer", "fraction"} != {"integer"}
+            case "const" | "enum":
+                values = value if keyword == "enum" else [value]
+                return all(each is None or isinstance(each, (str, bool)) for each in values) and _are_short(values)
+            case "properties":
+                return all(self.is_complete(inner, depth + 1) for inner in value.values())
+            case "allOf" | "anyOf":
+                return all(self.is_complete(inner, depth + 1) for inner in value)
+            case "$ref":
+                return self.is_complete(self._analysis.definition(value), depth + 1)
+            case "maxLength" | "maxItems" | "maxProperties":
+                return bool(value < _MAX_LIMIT)
+            case "additionalProperties" | "items":
+                return value is True or (keyword == "items" and not schema.get("prefixItems") and value is False)
+            case _:
+                return keyword in _COMPLETE
+
+    def _of_keyword(  # noqa: PLR0911, PLR0912
         self, keyword: str, value: Any, schema: dict[str, Any], names: list[str], depth: int
     ) -> list[Schema]:
         match keyword:
@@ -50,9 +86,11 @@ class Negation:
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties":
                 return self._other_properties(value, names, depth)
-            case "additionalProperties" if value is False and not schema.get("patternProperties"):
-                known = schema.get("properties", {})
-                return [{"type": "object", "required": [name]} for name in names if name not in known]
+            case "additionalProperties":
+                return self._other_properties(dict.fromkeys(_additional(names, schema), value), names, depth)
+            case "patternProperties":
+                matches = {n: inner for n in names for pattern, inner in value.items() if certainly_matches(pattern, n)}
+                return self._other_properties(matches, names, depth)
             case "items" if not schema.get("prefixItems"):
                 inner = self.ways_out(value, (), depth + 1)
                 return [{"type": "array", "minItems": 1, "prefixItems": [any_of(inner)]}] if inner else []
@@ -71,9 +109,21 @@ class Negation:
     def _other_properties(self, properties: dict[str, Schema], names: list[str], depth: int) -> list[Schema]:
         found: list[Schema] = []
         for name, inner in properties.items():
-            if ways := self.ways_out(inner, names, depth + 1):
+            if inner is False:
+                found.append({"type": "object", "required": [name]})
+            elif ways := self.ways_out(inner, names, depth + 1):
                 found.append({"type": "object", "required": [name], "properties": {name: any_of(ways)}})
         return found
+
+
+def _additional(names: list[str], schema: dict[str, Any]) -> list[str]:
+    """The names that are additional ones for a schema."""
+    patterns = schema.get("patternProperties", {})
+    return [
+        name
+        for name in names
+        if name not in schema.get("properties", {}) and not any(may_match(pattern, name) for pattern in patterns)
+    ]
 
 
 def any_of(schemas: Sequence[Schema]) -> Schema:
@@ -81,7 +131,7 @@ def any_of(schemas: Sequence[Schema]) -> Schema:
     return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
 
 
-def _beyond(keyword: str, value: Any) -> list[Schema]:
+def _beyond(keyword: str, value: Any) -> list[Schema]:  # noqa: PLR0911
     """What is outside of a limit."""
     match keyword:
         case "minLength" | "minItems" | "minProperties" if value > 0:
@@ -100,6 +150,12 @@ def _beyond(keyword: str, value: Any) -> list[Schema]:
             return []
 
 
+_COMPLETE = frozenset(
+    {
+        *("required", "not", "format", "minLength", "minItems", "minProperties"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
 _HOLDERS = {"Length": "string", "Items": "array", "Properties": "object"}
 
 
@@ -111,7 +167,7 @@ def _other_values(values: Sequence[Any]) -> list[Schema]:
         found.append({"type": others})
     if "string" in kinds:
         words = sorted({value for value in values if isinstance(value, str)})
-        if len(words) <= _MAX_WORDS and all(len(word) <= _MAX_WORD_CHARS for word in words):
+        if _are_short(words):
             found.append({"type": "string", "pattern": f"^{none_of(words)}$"})
     if kinds & {"integer", "fraction"}:
         numbers = [value for value in values if type_of(value) in ("integer", "fraction")]
@@ -120,6 +176,10 @@ def _other_values(values: Sequence[Any]) -> list[Schema]:
     if "boolean" in kinds and (left := {True, False} - {value for value in values if isinstance(value, bool)}):
         found.append({"enum": sorted(left)})
     return found
+
+
+def _are_short(words: Sequence[Any]) -> bool:
+    return len(words) <= _MAX_WORDS and all(len(word) <= _MAX_WORD_CHARS for word in words if isinstance(word, str))
 
 
 def none_of(words: Sequence[str]) -> str:
