@@ -86,7 +86,7 @@ REFUSED_SCHEMAS: dict[str, Any] = {
     "False": False,
     "false as text": "false",
     "unknown type": {"type": "strange"},
-    "not a pattern": {"type": "string", "not": {"pattern": "a"}},
+    "not a pattern": {"type": "string", "not": {"pattern": "ab"}},
     "maxContains": {"type": "array", "contains": {"type": "string"}, "maxContains": 2},
     "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
     "uniqueItems": {"type": "array", "uniqueItems": True},

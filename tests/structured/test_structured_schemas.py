@@ -54,6 +54,21 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "not both": ({**PAIR, "not": {"required": ["a", "b"]}}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
     "not a type": ({"not": {"type": ["string", "number"]}}, [None, True, []], ["a", 1, 1.5]),
     "not some texts": ({"type": "string", "not": {"enum": ["ab", "abc", "ü"]}}, ["a", "abcd", "b"], ["ab", "abc", "ü"]),
+    "not these characters alone": (
+        {"type": "string", "not": {"pattern": "^[\\s\\-.]+$"}},
+        ["", "a", "- a"],
+        ["-", ". -"],
+    ),
+    "not these characters": ({"type": "string", "not": {"pattern": "[^a-c]"}}, ["", "abc"], ["d", "ad"]),
+    "a property that a pattern matches too": (
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "patternProperties": {"^[a-z]": {"type": "integer"}},
+        },
+        [{"a": 1}, {"a": 1, "b": 2}, {"0": "x"}],
+        [{"a": "x"}, {"b": "x"}],
+    ),
     "not one of two": ({"not": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, [1], ["a", None]),
     "never": ({"type": "object", "properties": {"a": {"not": {}}}}, [{"b": 1}, {}], [{"a": 1}]),
     "if": (
@@ -163,8 +178,8 @@ def test_allows_what_the_schema_allows_and_nothing_else(name, lltokenizer):
     ("schema", "message"),
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"type": "string", "not": {"pattern": "a"}}, "not"),
-        ({"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]}, "can't be told apart"),
+        ({"type": "string", "not": {"pattern": "ab"}}, "not"),
+        ({"oneOf": [{"type": "string", "pattern": "ab"}, {"type": "string", "pattern": "bc"}]}, "can't be told apart"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "can't be told apart"),
         ({"oneOf": [{"type": "string"}, {"type": "string"}]}, "no value fits exactly one"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft-03"),

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from infinilm.structured.schema.canonical import Schema
+from infinilm.structured.schema.facts import certainly_matches
 
 _WORDS = re.compile(r"\^(?:(?P<word>[\w\-]+)|\((?:\?:)?(?P<words>[\w\-]+(?:\|[\w\-]+)*)\))\$")
 """Patterns that are lists of names."""
@@ -13,7 +14,9 @@ _ANYTHING = frozenset({"", "^", "$", ".*", "^.*", ".*$", "^.*$"})
 
 def told_apart(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema of the same meaning. Patterns that list names become properties; those that ask for the same are one."""
-    properties: dict[str, Schema] = dict(schema.get("properties", {}))
+    properties = _without_repeats(schema.get("properties", {}), schema["patternProperties"])
+    if len(schema["patternProperties"]) == 1:
+        return {**schema, "properties": properties} if properties else schema
     patterns: dict[str, Schema] = {}
     additional = schema.get("additionalProperties", True)
     for pattern, inner in schema["patternProperties"].items():
@@ -32,6 +35,16 @@ def told_apart(schema: dict[str, Any]) -> dict[str, Any]:
         "properties": properties,
         "patternProperties": patterns,
         "additionalProperties": additional,
+    }
+
+
+def _without_repeats(properties: dict[str, Schema], patterns: dict[str, Schema]) -> dict[str, Schema]:
+    """What a pattern asks of a property anyway need not be said twice: llguidance would intersect it with itself."""
+    return {
+        name: True
+        if name.isascii() and any(other == inner and certainly_matches(p, name) for p, other in patterns.items())
+        else inner
+        for name, inner in properties.items()
     }
 
 

@@ -21,6 +21,8 @@ _COPIED = (
     *("type", "enum", "const", "required", "pattern", "minLength", "maxLength", "minItems", "maxItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
+_MAX_OUTS = 12
+"""Combinations of what keeps an option of `oneOf` out of the others."""
 _UNSUPPORTED = ("unevaluatedItems", "$recursiveRef", "$dynamicRef", "maxContains")
 
 
@@ -53,7 +55,7 @@ class _Narrowing:
             return schema
         if (unrolled := self._loops.unrolled(schema)) is not None:
             return {"$ref": self._reference(unrolled)}
-        if len(schema.get("patternProperties", ())) > 1:
+        if schema.get("patternProperties"):
             schema = told_apart(schema)
         result: dict[str, Any] = {}
         parts: list[Schema] = []
@@ -167,7 +169,7 @@ class _Narrowing:
     def _apart(self, option: Schema, overlaps: list[Schema], around: dict[str, Any], names: list[str]) -> Way | None:
         """An option with what keeps it out of others; None if it is all within another one."""
         way = [option]
-        num_outs = max(1, int(MAX_WAYS ** (1 / max(1, len(overlaps)))))
+        num_outs = max(1, int(_MAX_OUTS ** (1 / max(1, len(overlaps)))))
         for other in overlaps:
             if self._analysis.are_disjoint([around, *way], [around, other]):
                 continue

@@ -1,5 +1,6 @@
 """Which values a schema refuses, said by schemas."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,15 @@ _MAX_WORD_CHARS = 100
 """Of texts that a string must not be."""
 _MAX_LIMIT = 64
 """Nothing is said of what is longer than a higher limit."""
+
+
+_ONE_CLASS = re.compile(
+    r"""(?P<start>\^)? \(?
+    (?: \[ (?P<inner> \^? (?:[^\]\[\\] | \\[^pPbBuxkcQEwWdD])+ ) \] | (?P<char> \w | \\[$.*+?/(){}|^-] ) )
+    \)? (?(start) (?P<all>[+*]) \$ )""",
+    re.VERBOSE,
+)
+"""`^[…]+$`, or `[…]` anywhere in a text."""
 
 
 class Negation:
@@ -138,6 +148,8 @@ def _beyond(keyword: str, value: Any) -> list[Schema]:  # noqa: PLR0911
             return [{"type": _HOLDERS[keyword[3:]], "max" + keyword[3:]: value - 1}]
         case "maxLength" | "maxItems" | "maxProperties" if value < _MAX_LIMIT:
             return [{"type": _HOLDERS[keyword[3:]], "min" + keyword[3:]: value + 1}]
+        case "pattern":
+            return [{"type": "string", "pattern": outside}] if (outside := _other_texts(value)) else []
         case "minimum":
             return [{"type": "number", "exclusiveMaximum": value}]
         case "maximum":
@@ -176,6 +188,17 @@ def _other_values(values: Sequence[Any]) -> list[Schema]:
     if "boolean" in kinds and (left := {True, False} - {value for value in values if isinstance(value, bool)}):
         found.append({"enum": sorted(left)})
     return found
+
+
+def _other_texts(pattern: str) -> str | None:
+    """A regular expression for the texts that a pattern does not match, if it is about one set of characters."""
+    if not (found := _ONE_CLASS.fullmatch(pattern)):
+        return None
+    inner = found["inner"] or found["char"]
+    others = f"[{inner[1:]}]" if found["inner"] and inner.startswith("^") else f"[^{inner}]"
+    if not found["all"]:
+        return f"^{others}*$"  # a text matches if it has one of these characters
+    return f"{others}|^$" if found["all"] == "+" else others
 
 
 def _are_short(words: Sequence[Any]) -> bool:
