@@ -32,8 +32,8 @@ class StructuredOutput:
     """The form of an answer, given in one of five ways. What ends with `finish_reason="stop"` has it."""
 
     json_schema: Mapping[str, Any] | str | bool | None = None
-    """A JSON schema (draft 2020-12), as an object or as text; kept as text. Properties come in the schema's order.
-    Keywords that cannot be held to are refused; nothing is fetched."""
+    """A JSON schema (draft 4, 6, 7, 2019-09 or 2020-12), as an object or as text; kept as text. Properties come in the
+    schema's order. Keywords that cannot be held to are refused; nothing is fetched. See docs/structured.md."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None

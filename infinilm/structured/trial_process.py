@@ -7,6 +7,7 @@ with a `Verdict`. It has less stack, memory and time than the engine: what passe
 import json
 import math
 import random
+import re
 import socket
 import struct
 import sys
@@ -75,7 +76,32 @@ def _with_supported_schemas(grammar: str) -> str:
         if "json_schema" in part:
             options = part["json_schema"].pop("x-guidance")
             part["json_schema"] = {**supported_schema(part["json_schema"]), "x-guidance": options}
+        elif "lark_grammar" in part:
+            part["lark_grammar"] = _with_supported_inner_schemas(part["lark_grammar"])
     return json.dumps(parts)
+
+
+def _with_supported_inner_schemas(lark: str) -> str:
+    """The same for each `%json` of a Lark grammar, such as a tool's parameters."""
+    decoder = json.JSONDecoder()
+    start, pieces = 0, []
+    for found in re.finditer(r"%json\s*(?={)", lark):
+        if found.start() < start:  # within a schema
+            continue
+        try:
+            schema, end = decoder.raw_decode(lark, found.end())
+        except ValueError:  # within a text or a comment, or llguidance will say what is wrong
+            continue
+        options = schema.pop("x-guidance", {})
+        try:
+            text = json.dumps({**supported_schema(schema), "x-guidance": options})
+        except SchemaError:
+            if not options.get("lenient"):
+                raise
+            text = lark[found.end() : end]
+        pieces += [lark[start : found.end()], text]
+        start = end
+    return "".join([*pieces, lark[start:]])
 
 
 def try_out(lltokenizer: "LLTokenizer", grammar: str) -> str:

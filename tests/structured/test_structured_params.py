@@ -47,7 +47,7 @@ def test_forms_are_values():
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     form = StructuredOutput(json_schema=schema)
     schema["type"] = "string"
-    assert form.json_schema == '{"type": "object", "properties": {"b": {}, "a": {}}}'
+    assert form.json_schema == '{"type":"object","properties":{"b":{},"a":{}}}'
     assert form == StructuredOutput(json_schema={"type": "object", "properties": {"b": {}, "a": {}}})
     assert len({form, StructuredOutput(choice=["a"]), StructuredOutput(choice=("a",))}) == 2
     assert dataclasses.replace(form) == form

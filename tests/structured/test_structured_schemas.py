@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from infinilm.errors import InvalidValueError
 from infinilm.structured.schema import SchemaError, supported_schema
 from infinilm.structured.schema.formats import AS_THEY_ARE, PATTERNS
 
@@ -204,3 +205,25 @@ def test_formats_are_held_to(name, real):
     if name in checker.checkers and name != "time":  # that of jsonschema is an older one
         for text in texts:
             checker.check(json.loads(text), name)
+
+
+def test_schemas_within_a_grammar(real):
+    """A tool's parameters are a schema within a grammar."""
+    schema = {**PAIR, "required": ["a", "b"], "additionalProperties": False, "not": {"required": ["c"]}}
+    texts = real.texts({"grammar": 'start: "<" %json ' + json.dumps(schema) + ' ">"'})
+    for text in texts:
+        assert text.startswith("<")
+        assert set(json.loads(text[1:-1])) == {"a", "b"}
+
+
+def test_a_lenient_schema_within_a_grammar_is_never_refused(real):
+    schema = {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "maxItems": 3}
+    lenient = {**schema, "x-guidance": {"lenient": True}}
+    assert real.texts({"grammar": "start: %json " + json.dumps(lenient)})
+    with pytest.raises(InvalidValueError, match="uniqueItems"):
+        real.texts({"grammar": "start: %json " + json.dumps(schema)})
+
+
+def test_a_grammar_that_only_mentions_a_schema_stays_as_it_is(real):
+    grammar = r'start: "%json {\"not\": 3}" | "%json" | /%json \{\}/'
+    assert set(real.texts({"grammar": grammar}, seeds=8)) <= {'%json {"not": 3}', "%json", "%json {}"}

@@ -194,9 +194,7 @@ class Analysis:
     def _no_common(self, a: Facts, b: Facts, depth: int) -> bool:
         if a.values is not None or b.values is not None:
             both = a.merged(b).values or []
-            return all(self._rejects(facts, value, depth) for value in both for facts in (a, b)) or all(
-                self._rejects(a, value, depth) or self._rejects(b, value, depth) for value in both
-            )
+            return all(self._rejects(a, value, depth) or self._rejects(b, value, depth) for value in both)
         return all(self._no_common_of_type(kind, a, b, depth) for kind in a.types & b.types)
 
     def _no_common_of_type(self, kind: str, a: Facts, b: Facts, depth: int) -> bool:
