@@ -55,10 +55,13 @@ REASONS = (
     ("`pattern` with look-around, back references or other syntax", r"regex parse error|lookarounds|backreference"),
     ("a reference to itself within `allOf` or beside other keywords", r"circular references|stack level"),
     ("`$ref` to another document, or to nothing", r"points outside|points to nothing"),
-    ("too large, or too slow to compile", r"too large|too big|characters|longer than|nested deeper|too many|Unable to"),
+    (
+        "too large, or too slow to compile",
+        r"too large|too big|characters|longer than|nested deeper|too many|Unable to|max is",
+    ),
     ("a keyword with a value of a wrong type", r"must be"),
 )
-CRASHES = r"PanicException|more memory or a deeper stack|Error:"
+CRASHES = r"^Error:|PanicException|refused: \w+Error:|more memory or a deeper stack"
 
 
 @dataclass
