@@ -59,6 +59,7 @@ REASONS = (
         "too large, or too slow to compile",
         r"too large|too big|characters|longer than|nested deeper|too many|Unable to|max is",
     ),
+    ("bounds of an integer that are too large", r"integer range"),
     ("a keyword with a value of a wrong type", r"must be"),
 )
 CRASHES = r"^Error:|PanicException|refused: \w+Error:|more memory or a deeper stack"
