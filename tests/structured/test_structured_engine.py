@@ -133,7 +133,7 @@ def test_streams_and_steps(llm):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"json_schema": {"type": "strange"}}, "this json_schema is refused: Invalid type: strange"),
+        ({"json_schema": {"type": "strange"}}, 'this json_schema is refused: type is "strange"'),
         ({"regex": "("}, "this regex is refused: .*unclosed group"),
         ({"grammar": "start: x"}, "this grammar is refused: .*unknown name"),
     ],
