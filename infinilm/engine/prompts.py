@@ -30,9 +30,11 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _as_list(name: str, values: object) -> list[Any]:
     """The items of a list, tuple, array or tensor; those of an array or tensor as Python's own."""
-    wanted = f"{name}={short_repr(values)} must be a string, a list of token ids, or a list of either"
+    items: Any = None
+    if isinstance(values, list):
+        return values
     if isinstance(values, np.ndarray):
-        items: Any = values.tolist()
+        items = values.tolist()
     elif isinstance(values, Tensor):
         try:
             items = values.tolist()
@@ -40,10 +42,10 @@ def _as_list(name: str, values: object) -> list[Any]:
             raise InvalidTypeError(f"{name} is a tensor that has no list of numbers: {error}") from error
     elif isinstance(values, (Sequence, array)) and not isinstance(values, (str, bytes, bytearray, memoryview)):
         items = list(values)
-    else:
-        raise InvalidTypeError(wanted)
     if not isinstance(items, list):
-        raise InvalidTypeError(wanted)
+        raise InvalidTypeError(
+            f"{name}={short_repr(values)} must be a string, a list of token ids, or a list of either"
+        )
     return items
 
 
@@ -91,15 +93,15 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
         return check_ids(token_ids, vocab_size, "prompt")
     if isinstance(plain_number(prompt), (int, float)) or prompt is None:
         raise InvalidTypeError(f"a prompt of type {type(prompt).__name__} must be a string or a list of token ids")
-    token_ids = [_as_token_id(token_id) for token_id in _as_list("prompt", prompt)]
+    token_ids = _as_list("prompt", prompt)
+    if set(map(type, token_ids)) != {int}:  # thousands of them are checked at the speed of C
+        token_ids = [_as_token_id(token_id) for token_id in token_ids]
     if not token_ids:
         raise InvalidValueError("the prompt is empty; give at least one token id")
     return check_ids(token_ids, vocab_size)
 
 
 def _as_token_id(value: object) -> int:
-    if type(value) is int:  # of thousands, nearly all are
-        return value
     number = plain_number(value)
     if isinstance(number, bool):
         raise InvalidTypeError(f"a prompt's token ids must be integers, not {number!r}")

@@ -351,7 +351,7 @@ def test_text_outside_the_vocabulary_harms_nobody(misfit: LLM) -> None:
         with pytest.raises(InvalidValueError, match=message):
             misfit.stream(text, SHORT)
         with pytest.raises(InvalidValueError, match=message):
-            misfit.chat([{"role": "user", "content": text}], SHORT, use_tqdm=False)
+            misfit.chat([{"role": "user", "content": text}], SHORT, use_tqdm=False, parse_special_tokens=True)
     assert misfit.eos_token_ids == ()
     outputs = []
     while not misfit.is_finished():

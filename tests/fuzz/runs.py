@@ -11,7 +11,6 @@ from fuzz.compare import UNKNOWN, Outcome, compare
 from fuzz.engines import check_empty, count_engine, prepare
 from fuzz.offline import OfflineRun
 from fuzz.oracle import Oracle
-from fuzz.served import Servers, run_served
 from infinilm import LLM
 
 
@@ -35,25 +34,34 @@ class Lab:
 
     def __init__(self, oracle: Oracle) -> None:
         self.oracle = oracle
-        self._servers = Servers(oracle.model, oracle.tokenizer, oracle.settings)
+        self._servers: Any = None
+        """Made when first needed: only the server's path needs the server's packages."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._servers.close()
+        if self._servers is not None:
+            self._servers.close()
         self.oracle.close()
 
     def run(self, case: Case) -> Report:
         """Run a case in a new engine, or a server."""
         facts = Counter[str]()
         if case.path == "server":
-            outcomes, problems = run_served(case, self._servers)
+            outcomes, problems = self._run_served(case)
         elif case.path == "async":
             outcomes, problems = run_async(case, self.oracle.model, self._settings(case), facts)
         else:
             outcomes, problems = self._run_offline(case, facts)
         return judge(case, outcomes, problems, self.oracle, facts)
+
+    def _run_served(self, case: Case) -> tuple[list[Outcome], list[str]]:
+        from fuzz.served import Servers, run_served
+
+        if self._servers is None:
+            self._servers = Servers(self.oracle.model, self.oracle.tokenizer, self.oracle.settings)
+        return run_served(case, self._servers)
 
     def _settings(self, case: Case) -> dict[str, Any]:
         settings = {**case.engine.kwargs(), **self.oracle.settings}

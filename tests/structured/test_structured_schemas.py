@@ -198,7 +198,7 @@ def test_refuses_by_name(schema, message):
         supported_schema(schema)
 
 
-@pytest.mark.parametrize("name", [*PATTERNS, *AS_THEY_ARE])
+@pytest.mark.parametrize("name", sorted([*PATTERNS, *AS_THEY_ARE]))
 def test_formats_are_held_to(name, real):
     checker = jsonschema.FormatChecker()
     texts = real.texts({"json_schema": {"type": "string", "format": name, "maxLength": 80}}, seeds=12)
