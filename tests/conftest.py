@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may wait fo
 avoid_false_amx()  # transformers' bfloat16 would die of it too
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
+# Under nohup SIGHUP is ignored, and so it would be in every process that a test starts. Handlers are not inherited.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 SLOW_ROOMS = ("examples", "fuzz", "engine", "server", "structured", "cli")
 """Their files go first: one that begins last would keep one worker busy when the others are done."""

@@ -22,7 +22,7 @@ def test_embedding_and_head_of_one_rank() -> None:
     table, matrix, ids = torch.randn(10, 6), torch.randn(10, 6), torch.tensor([0, 9, 9, 3])
     embedding = VocabParallelEmbedding(10, 6, dtype=torch.float32, device="cpu")
     head = ParallelLMHead(10, 6, dtype=torch.float32, device="cpu")
-    embedding.matrix.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"].tensor.copy_(table)
+    embedding.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"].tensor.copy_(table)
     head.weight_targets("lm_head.")["lm_head.weight"].tensor.copy_(matrix)
     assert embedding(ids).equal(table[ids])
     torch.testing.assert_close(head(embedding(ids)), table[ids] @ matrix.T)
