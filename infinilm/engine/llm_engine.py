@@ -357,12 +357,14 @@ class LLMEngine:
             give_back(error)
             error = explain_oom(error, self.memory)
         self._handles.clear()
-        for seq in self.scheduler.fail_in_flight():
-            self._end(seq.request, error)
+        broken = [seq.request for seq in self.scheduler.fail_in_flight()]
         if isinstance(error, WorkerDiedError):
-            for request in list(self._requests.values()):
-                self._end(request, error)
-            self._unreported.clear()  # `step` will raise, and never report them
+            broken = list(self._requests.values())
+            for request in broken:
+                request.is_reported = False  # `step` raises the error instead
+            self._unreported.clear()
+        for request in broken:
+            self._end(request, error)
 
     # --- requests ---------------------------------------------------------------------------------------
 

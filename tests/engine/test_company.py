@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from infinilm import LLM, RequestOutput, SamplingParams
-from infinilm.errors import EngineError, InvalidValueError
+from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
 from infinilm.outputs import AnswerDelta, TokenLogprobs
 
 PLAIN = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -287,3 +287,22 @@ def test_listeners_can_not_step_the_engine(llm) -> None:
     outputs = run(llm)
     assert EngineError.__name__ in outputs["bad"].error
     assert_same(outputs["good"], expected)
+
+
+def test_a_dead_worker_ends_all_requests_and_leaves_nothing_to_report(tiny_dir, monkeypatch) -> None:
+    told: list[RequestOutput] = []
+    with LLM(tiny_dir, num_kvcache_blocks=64) as llm:
+        llm.add_request(PROMPTS[0], PLAIN, on_token=told.append)
+        for prompt in PROMPTS[1:]:
+            llm.add_request(prompt, PLAIN)
+        llm.step()
+
+        def die() -> None:
+            raise WorkerDiedError("rank 1 died")
+
+        monkeypatch.setattr(llm.workers, "check_alive", die)
+        with pytest.raises(WorkerDiedError, match="rank 1 died"):
+            llm.step()
+        assert told[-1].error == "WorkerDiedError: rank 1 died"
+        assert llm.is_finished(), "a loop of steps would never end"
+        llm.scheduler.blocks.check_integrity([])
