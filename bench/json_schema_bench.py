@@ -6,7 +6,7 @@ The set is that of https://github.com/guidance-ai/jsonschemabench, in its folder
 
 Each schema is compiled as the engine does it, in a process with limits on time, memory and stack. Answers are drawn at
 random among the tokens that the grammar lets through, with a liking for what closes an object, a list or a text; with
-`--model-answers` they are written by the embedded model. What comes to an end is validated with jsonschema.
+`--model-answers` they are written by the embedded model. Completed answers are validated with jsonschema.
 """
 
 import argparse

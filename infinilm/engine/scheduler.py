@@ -244,9 +244,9 @@ class Scheduler:
         return self.blocks.find_prefix(seq)
 
     def _is_being_computed(self, seq: Sequence, num_found: int) -> bool:
-        """Whether a running sequence is at work on much of what comes after the blocks found: worth waiting for.
+        """Whether a running sequence is computing much of the prefix after the blocks found: worth waiting for.
 
-        Sequences that come together with a long beginning in common then share its blocks, too.
+        Sequences that arrive together and have a long prefix in common then share its blocks, too.
         """
         block_size = self.blocks.block_size
         index = num_found + self.blocks.blocks_for(self.min_awaited_tokens) - 1

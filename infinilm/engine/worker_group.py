@@ -207,7 +207,7 @@ class WorkerGroup:
 
         If this is broken off, the next command begins with it.
         """
-        self.worker.group.leave()  # whoever waits for this rank must not wait any longer
+        self.worker.group.leave()  # unblocks ranks stuck in a collective
         replies = self._peers.receive()
         self._join()
         return replies

@@ -56,7 +56,7 @@ def body_too_large(max_bytes: int) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """For whoever comes, or is still here, when the server ends."""
+    """For requests that arrive, or are still open, when the server ends."""
     return unavailable("the server is shutting down", code="shutting_down")
 
 

@@ -72,7 +72,7 @@ class GrammarQueue:
     """Requests whose grammar is being compiled. The compiler keeps what it made, so that asking again costs nothing.
 
     Two threads compile. The quick one gives up after `QUICK_TRIAL_S`; the grammar then waits for the patient one,
-    which takes such grammars first. So slow grammars hold up the others by that much at most, whoever sends them.
+    which takes such grammars first. So a slow grammar delays the others by that much at most.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:

@@ -50,7 +50,7 @@ class State(StrEnum):
 
 
 class EngineClient:
-    """Owns the engine's process. `on_start`, `on_end` and `on_change` are for whoever hands it jobs."""
+    """Owns the engine's process. `on_start`, `on_end` and `on_change` are callbacks of the admission."""
 
     def __init__(self, config: Config, limits: Limits) -> None:
         self.state = State.STARTING

@@ -129,7 +129,7 @@ def frame(message: Command | Report) -> bytes:
 
 
 class FrameReader:
-    """Cuts what comes over a blocking socket into messages."""
+    """Reads messages from a blocking socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

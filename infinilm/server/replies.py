@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Reply(Protocol):
-    """Makes what is sent of what comes, at once or in pieces."""
+    """Formats engine output as one JSON body or as SSE chunks."""
 
     def keep(self, news: list[News]) -> None:
         """Take in what has come, for `whole`."""

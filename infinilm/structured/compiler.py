@@ -40,7 +40,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps those used last. All methods are thread-safe.
 
     Compiling takes milliseconds for most schemas and up to two seconds for what is then refused, most of it outside
-    of the interpreter's lock. Whoever must not wait calls `compile` in a thread; the next call finds the result.
+    of the interpreter's lock. A caller that must not wait calls `compile` in a thread; the next call finds the result.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -91,7 +91,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Make what compiling needs, if that is possible at all: the next grammar takes no longer than it must."""
-        with suppress(InvalidValueError):  # whoever asks for a form will be told
+        with suppress(InvalidValueError):  # the next request that needs a grammar is told
             self._ready_tools().trials.prepare()
 
     def close(self) -> None:
