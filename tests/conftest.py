@@ -18,9 +18,11 @@ avoid_false_amx()  # transformers' bfloat16 would die of it too
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-# Under nohup SIGHUP is ignored, and so it would be in every process that a test starts. Handlers are not inherited.
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, lambda *_: None)
+# Under nohup, and in the background of a script, these are ignored, and so they would be in every process that a test
+# starts. Handlers are not inherited.
+for _number, _handler in ((signal.SIGHUP, lambda *_: None), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 SLOW_ROOMS = ("examples", "fuzz", "engine", "server", "structured", "cli")
 """Their files go first: one that begins last would keep one worker busy when the others are done."""
