@@ -102,5 +102,5 @@ def store(new: Floats, cache: Tensor, step: Step) -> None:
 def attend(query: Floats, cache: Tensor, step: Step, out: Floats, scale: float, window: int | None) -> None:
     """Attend `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
 
-def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_sound: Tensor) -> None:
+def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_finite: Tensor) -> None:
     """Draw a token from each row of `logits` `[n, vocab]`, as `infinilm.sampling.draw` says, into `tokens` `[n]`."""

@@ -42,8 +42,8 @@ def settings_of(starts: Sequence[RowStart], vocab_size: int) -> Tensor:
 def draw_by_twin(logits: Tensor, starts: Sequence[RowStart], positions: Sequence[int]) -> Tensor:
     """The tokens that torch draws; fails on a row that is not sound."""
     rows = torch.arange(len(starts))
-    token_ids, are_sound = draw_torch(logits, settings_of(starts, logits.shape[1]), rows, torch.tensor(positions))
-    assert are_sound.all()
+    token_ids, are_finite = draw_torch(logits, settings_of(starts, logits.shape[1]), rows, torch.tensor(positions))
+    assert are_finite.all()
     return token_ids
 
 
@@ -52,8 +52,8 @@ def assert_same_tokens(draw: Draw, logits: Tensor, params: Sequence[SamplingPara
     rng = random.Random(seed)
     starts = starts_of(params, rng)
     positions = [2**40, *(rng.randrange(100_000) for _ in params[1:])]
-    token_ids, are_sound = draw(logits, starts, positions)
-    assert are_sound.all()
+    token_ids, are_finite = draw(logits, starts, positions)
+    assert are_finite.all()
     assert token_ids.tolist() == draw_by_twin(logits, starts, positions).tolist()
 
 
@@ -79,8 +79,8 @@ def assert_unsound_rows_are_told(draw: Draw, dtype: torch.dtype = torch.float32)
     logits = logits.to(dtype)
     for settings in ({"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}):
         starts = starts_of([SamplingParams(**settings)] * 8, random.Random(0))
-        token_ids, are_sound = draw(logits, starts, [5] * 8)
-        assert are_sound.tolist() == [True, False, False, False, False, True, True, False]
+        token_ids, are_finite = draw(logits, starts, [5] * 8)
+        assert are_finite.tolist() == [True, False, False, False, False, True, True, False]
         sound = [0, 5, 6]
         alone = [RowStart(i, starts[row].params, starts[row].seed, (), ()) for i, row in enumerate(sound)]
         assert token_ids[sound].tolist() == draw_by_twin(logits[sound], alone, [5] * 3).tolist()

@@ -18,7 +18,7 @@ def connected(size: int) -> Iterator[list[CommunicationGroup]]:
 
     def join(rank: int) -> CommunicationGroup:
         group = CommunicationGroup(RankInfo(rank, size), store if rank == 0 else join_store(port))
-        group.join(meeting=0)
+        group.join(rendezvous=0)
         return group
 
     groups = in_threads(join, range(size))

@@ -50,14 +50,14 @@ def _be_slow() -> None:
 
 
 def _make_joining_slow() -> NoReturn:
-    """The next meeting comes too early for this rank, the one after it does not."""
+    """The next rendezvous comes too early for this rank, the one after it does not."""
     join, timeout = CommunicationGroup.join, group.JOIN_TIMEOUT
 
-    def come_late(self: CommunicationGroup, meeting: int) -> None:
+    def come_late(self: CommunicationGroup, rendezvous: int) -> None:
         CommunicationGroup.join = join  # type: ignore[method-assign]
         time.sleep(0.6)
         try:
-            join(self, meeting)
+            join(self, rendezvous)
         finally:
             group.JOIN_TIMEOUT = timeout
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinilm.cli.display import console, format_count, make_facts, make_table
-from infinilm.cli.facts import DTYPES, QUANTIZED, collect_facts
+from infinilm.cli.model_info import DTYPES, QUANTIZED, collect_facts
 from infinilm.cli.options import ModelArgument
 
 if TYPE_CHECKING:

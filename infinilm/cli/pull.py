@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from infinilm.cli.display import console, make_facts, make_table
-from infinilm.cli.facts import find_license, size_on_disk
+from infinilm.cli.model_info import find_license, size_on_disk
 from infinilm.cli.options import ModelArgument
 from infinilm.errors import InvalidValueError
 

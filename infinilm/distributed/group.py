@@ -19,7 +19,7 @@ Store = Any
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=3)
-"""Ranks that meet are ready to; one that takes longer is dead or on a very busy machine."""
+"""All ranks join at the same time; one that takes longer is dead or on a very busy machine."""
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -37,7 +37,7 @@ class RankInfo:
 
 
 def make_store() -> tuple[Store, int]:
-    """Where ranks meet, on a free port of this machine only; the port is what the others need to know."""
+    """The rendezvous of ranks, on a free port of this machine only; the port is what the others need to know."""
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     listener.listen()
@@ -50,7 +50,7 @@ def make_store() -> tuple[Store, int]:
 
 
 def join_store(port: int) -> Store:
-    """The meeting place that another process made."""
+    """The rendezvous that another process made."""
     return dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT)
 
 
@@ -58,7 +58,7 @@ class CommunicationGroup:
     """What the ranks of an engine tell each other. A group of one has nothing to tell and needs no store.
 
     Without a store a group is a description only: a rank's share of a model can be built with it, not run.
-    With one it can talk once it has met the others. After an error in a collective all have to meet again.
+    With one it can talk once all have joined. After an error in a collective all have to join again.
     """
 
     def __init__(self, info: RankInfo | None = None, store: Store | None = None) -> None:
@@ -67,12 +67,14 @@ class CommunicationGroup:
         self._store = store
         self._process_group: Any = None
 
-    def join(self, meeting: int) -> None:
-        """Meet the other ranks, who must be doing the same. Each meeting has a number of its own."""
+    def join(self, rendezvous: int) -> None:
+        """Join the other ranks, which must be doing the same. Each rendezvous has a number of its own."""
         if self._store is None:
-            raise EngineError(f"a group of {self.size} ranks needs a store to meet at; use make_store or join_store")
+            raise EngineError(
+                f"a group of {self.size} ranks needs a store for the rendezvous; use make_store or join_store"
+            )
         self.leave()
-        store = dist.PrefixStore(f"meeting{meeting}", self._store)
+        store = dist.PrefixStore(f"rendezvous{rendezvous}", self._store)
         if self.info.device.type == "cuda":
             self._process_group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
             return
@@ -82,7 +84,7 @@ class CommunicationGroup:
         try:
             self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            raise CommunicationError(f"rank {self.rank} could not meet the others: {error}") from error
+            raise CommunicationError(f"rank {self.rank} could not join the others: {error}") from error
         self._process_group._set_default_timeout(TIMEOUT)
 
     def abort(self) -> None:

@@ -10,7 +10,7 @@ from infinilm.errors import EngineError, InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardRange:
     """`length` of `full` rows or columns, from `start` on."""
 
     start: int
@@ -18,12 +18,12 @@ class Piece:
     full: int
 
     @classmethod
-    def whole(cls, full: int) -> "Piece":
+    def whole(cls, full: int) -> "ShardRange":
         """All of them."""
         return cls(0, full, full)
 
     @classmethod
-    def share(cls, name: str, full: int, rank: int, size: int) -> "Piece":
+    def share(cls, name: str, full: int, rank: int, size: int) -> "ShardRange":
         """The share of one of `size` ranks; `name` says what is shared out, which must come out even."""
         if full % size:
             raise InvalidValueError(
@@ -62,7 +62,7 @@ class WeightShard:
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     @classmethod
-    def of(cls, tensor: Tensor, *pieces: Piece) -> "WeightShard":
+    def of(cls, tensor: Tensor, *pieces: ShardRange) -> "WeightShard":
         """A weight of which `tensor` holds one piece in each dimension."""
         return cls(tensor, tuple(piece.full for piece in pieces), tuple(piece.start for piece in pieces))
 
@@ -109,7 +109,7 @@ class PackedShard:
     """Where the piece begins in each dimension of the whole."""
 
     @classmethod
-    def of(cls, matrix: PackedMatrix, rows: Piece, columns: Piece) -> "PackedShard":
+    def of(cls, matrix: PackedMatrix, rows: ShardRange, columns: ShardRange) -> "PackedShard":
         """A matrix that holds these rows and columns of the whole."""
         return cls(matrix, (rows.length, columns.length), (rows.full, columns.full), (rows.start, columns.start))
 

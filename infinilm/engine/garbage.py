@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect nothing meanwhile.
 
     A full collection looks at every object of every library, for some 0.2 s in which a GPU has nothing to do. What

@@ -26,9 +26,9 @@ from infinilm.engine.infer_input import Input as InferInput
 from infinilm.engine.infer_input import Output as InferOutput
 from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.loader import select_devices, start_workers
-from infinilm.engine.lowering import LoweredInput, lower
 from infinilm.engine.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
 from infinilm.engine.params import ParamTable
+from infinilm.engine.prepare_inputs import PreparedInput, lower
 from infinilm.engine.rank_worker import CacheShape, StepInput
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
@@ -162,7 +162,7 @@ class InferEngine(GenerationMixin):
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
-            self._workers.load_pieces(self._params.cut(name, weight))
+            self._workers.load_shards(self._params.cut(name, weight))
 
     @_exclusive
     def state_dict(self) -> list[dict[str, Tensor]]:
@@ -367,7 +367,7 @@ def _ordinary(result: Tensor) -> Tensor:
     return result.clone() if result.is_inference() else result
 
 
-def _rows_of(lowered: LoweredInput, *, all_logits: bool) -> tuple[RequestRows, ...]:
+def _rows_of(lowered: PreparedInput, *, all_logits: bool) -> tuple[RequestRows, ...]:
     """For hooks: where in the pass's tensors each request is."""
     batch = lowered.batch
     ends = np.cumsum(batch.query_lens).tolist()

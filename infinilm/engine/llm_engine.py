@@ -21,7 +21,7 @@ from infinilm.config import Config
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.garbage import collection_paused
+from infinilm.engine.garbage import gc_paused
 from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.loader import load_model
 from infinilm.engine.memory import explain_oom, give_back, is_out_of_memory
@@ -122,7 +122,7 @@ class LLMEngine:
         ]
         with (
             interrupts_held(),
-            collection_paused(),
+            gc_paused(),
             ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar,
         ):
             self._run(requests, bar)
@@ -310,7 +310,7 @@ class LLMEngine:
         committed = self.scheduler.commit(result)
         num_decoding = len(committed.plan.decoding.rows)
         for index, seq in enumerate(committed.seqs):
-            if index in committed.void:
+            if index in committed.stale:
                 continue
             request = seq.request
             if request.is_plain and index < num_decoding and not seq.is_finished:

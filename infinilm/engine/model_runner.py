@@ -266,12 +266,12 @@ class ModelRunner:
                 self._draw(handle, batch, logits[to_device(self.device, np.flatnonzero(draws))[0]].float())
             return True
         self.sampler.upload()
-        token_ids, is_sound = self._graphs.run(batch, token_rows, np.where(draws, rows, -1), num_decoding)
+        token_ids, is_finite = self._graphs.run(batch, token_rows, np.where(draws, rows, -1), num_decoding)
         if plan.draws:
             if not draws.all():
                 (places,) = to_device(self.device, np.flatnonzero(draws))
-                token_ids, is_sound = token_ids[places], is_sound[places]
-            handle.take(Samples(token_ids, is_sound))
+                token_ids, is_finite = token_ids[places], is_finite[places]
+            handle.take(Samples(token_ids, is_finite))
         return True
 
     def _prompt_pieces(

@@ -38,7 +38,7 @@ class RankSettings:
     dtype: str
     attention_backend: str
     port: int
-    """Where the ranks meet."""
+    """The rendezvous of the ranks."""
     num_threads: int
 
 
@@ -78,7 +78,7 @@ class _Rank:
 
     def execute(self, command: Command, message: Message) -> Message:
         if command is Command.JOIN:
-            self.worker.group.join(message.values["meeting"])
+            self.worker.group.join(message.values["rendezvous"])
             return Message()
         if registration := message.values.pop("registration", None):
             register_described(registration)

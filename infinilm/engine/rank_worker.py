@@ -145,7 +145,7 @@ class RankWorker:
         self._settle_weights()
 
     @torch.inference_mode()
-    def load_pieces(self, pieces: Mapping[str, Tensor]) -> None:
+    def load_shards(self, pieces: Mapping[str, Tensor]) -> None:
         """Put this rank's pieces of some weights into the model."""
         targets = dense_weights(self.model.weight_targets())
         for name, piece in pieces.items():
@@ -230,7 +230,7 @@ class RankWorker:
                     WeightFormats(values["formats"]),
                 )
             case Command.LOAD:
-                self.load_pieces(message.tensors)
+                self.load_shards(message.tensors)
             case Command.RUN:
                 shape = values.get("shape")
                 self.run(StepInput.from_message(message), _ignore, shape=CacheShape(**shape) if shape else None)

@@ -10,8 +10,8 @@ from itertools import islice
 import numpy as np
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.draft import Admitted, Committed, Decoders, Draft, InFlight
 from infinilm.engine.plan import NO_TOKEN, Decoding, RowChunk, StepPlan, StepResult
+from infinilm.engine.plan_builder import Admitted, Committed, Decoders, InFlight, PlanBuilder
 from infinilm.engine.prefill_order import by_arrival, order_prompts
 from infinilm.engine.sequence import Sequence, Status
 from infinilm.errors import PromptTooLongError
@@ -20,7 +20,7 @@ from infinilm.sampling_params import RowStart
 
 MIN_AWAITED_TOKENS = 256
 """A beginning in common that is shorter is computed twice rather than waited for."""
-MAX_PIECES = 8
+MIN_CHUNK_FRACTION = 1 / 8
 """Don't start a prompt beside others if the remaining budget covers less than 1/8 of what a whole step would."""
 NUM_CANDIDATES = 256
 """Waiting sequences, in order of arrival, among which the scheduler chooses the next to start."""
@@ -68,7 +68,9 @@ class Scheduler:
         self._decoders: Decoders | None = None  # None: to be gathered anew
         # By row, of its sequence if that decodes: tokens computed by the steps planned so far, tokens that its blocks
         # can hold, and tokens with which its answer has its full length.
-        self._computed, self._capacity, self._limit, self._tenure = np.zeros((4, self.max_num_rows), dtype=np.int64)
+        self._computed, self._capacity, self._limit, self._row_generation = np.zeros(
+            (4, self.max_num_rows), dtype=np.int64
+        )
         self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last stays False
 
     @property
@@ -99,24 +101,24 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step, or None if there is nothing to compute right now."""
-        draft = Draft(budget=self.max_num_batched_tokens)
-        has_preempted = self._continue_decoding(draft)
-        num_decoding = len(draft.seqs)
+        builder = PlanBuilder(budget=self.max_num_batched_tokens)
+        has_preempted = self._continue_decoding(builder)
+        num_decoding = len(builder.seqs)
         limit = max(self.max_mixed_tokens, num_decoding) if num_decoding else self.max_prefill_tokens
-        draft.budget = min(draft.budget, limit)
-        if draft.budget > 0:
-            self._plan_prompts(draft, may_admit=not has_preempted)
-        if not draft.seqs:
+        builder.budget = min(builder.budget, limit)
+        if builder.budget > 0:
+            self._plan_prompts(builder, may_admit=not has_preempted)
+        if not builder.seqs:
             return None
-        plan = StepPlan(self._ended_rows, draft.starts, draft.decoding, draft.chunks)
+        plan = StepPlan(self._ended_rows, builder.starts, builder.decoding, builder.chunks)
         self._ended_rows = []
-        rows = draft.decoding.rows
-        if draft.chunks:
-            rows = np.concatenate((rows, [chunk.row for chunk in draft.chunks]))
-        self.in_flight.append(InFlight(plan, draft.seqs, rows, self._tenure[rows]))
+        rows = builder.decoding.rows
+        if builder.chunks:
+            rows = np.concatenate((rows, [chunk.row for chunk in builder.chunks]))
+        self.in_flight.append(InFlight(plan, builder.seqs, rows, self._row_generation[rows]))
         return plan
 
-    def _continue_decoding(self, draft: Draft) -> bool:
+    def _continue_decoding(self, builder: PlanBuilder) -> bool:
         """Plan a token for each sequence that decodes. Returns whether blocks ran out and some were preempted."""
         has_preempted = False
         while True:
@@ -138,9 +140,9 @@ class Scheduler:
             seqs[index].block_table.append(block)
         self._capacity[rows[grown]] += self.blocks.block_size
         self._computed[rows] += 1
-        draft.decoding = Decoding(rows, starts, rows[grown], np.array(new_blocks, dtype=np.int64))
-        draft.seqs = seqs.copy()
-        draft.budget -= len(rows)
+        builder.decoding = Decoding(rows, starts, rows[grown], np.array(new_blocks, dtype=np.int64))
+        builder.seqs = seqs.copy()
+        builder.budget -= len(rows)
         return has_preempted
 
     def _gather_decoders(self) -> Decoders:
@@ -149,13 +151,13 @@ class Scheduler:
             self._decoders = Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
         return self._decoders
 
-    def _plan_prompts(self, draft: Draft, *, may_admit: bool) -> None:
+    def _plan_prompts(self, builder: PlanBuilder, *, may_admit: bool) -> None:
         """Share the budget among prompts, started or waiting: half for the oldest, the rest by `order_prompts`."""
-        budget, blocked = draft.budget, None
+        budget, blocked = builder.budget, None
         first = next(self._candidates(), None) if may_admit else None
         is_oldest = first is not None and not (self._prefilling and self._prefilling[0].arrival < first.arrival)
         # The oldest prompt gets its row and blocks before all others.
-        if first is not None and is_oldest and self._admit(draft, first, budget) is Admitted.REFUSED:
+        if first is not None and is_oldest and self._admit(builder, first, budget) is Admitted.REFUSED:
             blocked = first
             # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
             may_admit = first.num_tokens > budget
@@ -167,17 +169,17 @@ class Scheduler:
         for seq in order_prompts(prompts, oldest, budget):
             if seq is oldest:
                 kept = 0
-            available = draft.budget - kept
+            available = builder.budget - kept
             if available <= 0:
                 continue
             if seq.status is Status.WAITING:
                 if not may_admit or not self._free_rows:
                     continue
-                found = self._admit(draft, seq, available, budget=budget, blocked=blocked)
+                found = self._admit(builder, seq, available, budget=budget, blocked=blocked)
                 may_admit = found is not Admitted.REFUSED
                 if found is not Admitted.STARTED:
                     continue
-            self._plan_chunk(draft, seq, available)
+            self._plan_chunk(builder, seq, available)
 
     def _candidates(self) -> Iterator[Sequence]:
         """The waiting sequences that may start now, in order of arrival."""
@@ -185,7 +187,7 @@ class Scheduler:
         return islice((seq for seq in seen if not seq.is_held), NUM_CANDIDATES)
 
     def _admit(
-        self, draft: Draft, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
+        self, builder: PlanBuilder, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
     ) -> Admitted:
         """Start a waiting sequence if there are blocks for it, and tokens worth starting it for.
 
@@ -201,7 +203,7 @@ class Scheduler:
         if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
             return Admitted.REFUSED
         num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
-        if draft.chunks and available * MAX_PIECES < min(num_tokens, budget):
+        if builder.chunks and available < MIN_CHUNK_FRACTION * min(num_tokens, budget):
             return Admitted.REFUSED
         if blocked is not None:
             num_younger = sum(len(other.block_table) for other in self.running if other.arrival > blocked.arrival)
@@ -209,10 +211,10 @@ class Scheduler:
             if num_younger + len(shared) + num_new + num_needed > self.blocks.num_blocks:
                 return Admitted.REFUSED
         self.waiting.remove(seq)
-        self._start(draft, seq, shared, num_new)
+        self._start(builder, seq, shared, num_new)
         return Admitted.STARTED
 
-    def _start(self, draft: Draft, seq: Sequence, shared: list[int], num_new: int) -> None:
+    def _start(self, builder: PlanBuilder, seq: Sequence, shared: list[int], num_new: int) -> None:
         """Give a sequence a row and blocks. A chunk of it must be planned in the same step."""
         self.blocks.take(shared)
         seq.block_table = shared + self.blocks.allocate(num_new)
@@ -232,8 +234,8 @@ class Scheduler:
             seq.output_token_ids,
             seq.grammar,
         )
-        draft.starts.append(start)
-        draft.new_rows.add(seq.row)
+        builder.starts.append(start)
+        builder.new_rows.add(seq.row)
 
     def _shared_blocks(self, seq: Sequence) -> list[int]:
         """Blocks that hold the sequence's beginning already: its leader's, or those found by content."""
@@ -262,21 +264,21 @@ class Scheduler:
             for other in self.running
         )
 
-    def _plan_chunk(self, draft: Draft, seq: Sequence, budget: int) -> None:
+    def _plan_chunk(self, builder: PlanBuilder, seq: Sequence, budget: int) -> None:
         """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode."""
         assert seq.row is not None
         start = seq.num_computed
         end = min(seq.num_tokens, start + budget)
         draws = end == seq.num_tokens
-        new_blocks = seq.block_table.copy() if seq.row in draft.new_rows else []
+        new_blocks = seq.block_table.copy() if seq.row in builder.new_rows else []
         targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
-        draft.chunks.append(
+        builder.chunks.append(
             RowChunk(
                 seq.row, start, seq.token_ids[start:end], new_blocks, draws, targets, seq.params.prompt_logprobs or 0
             )
         )
-        draft.seqs.append(seq)
-        draft.budget -= end - start
+        builder.seqs.append(seq)
+        builder.budget -= end - start
         seq.num_computed = end
         if draws:
             self._begin_decoding(seq, seq.row)
@@ -310,14 +312,14 @@ class Scheduler:
         flight = self.in_flight.popleft()
         self.last_plan = flight.plan
         committed = Committed(flight.plan, flight.seqs, set())
-        is_same = self._tenure[flight.rows] == flight.tenures
+        is_same = self._row_generation[flight.rows] == flight.row_generations
         num_done = 0
         if is_same.all() and not result.errors:
             num_done = self._commit_decoding(flight, result.token_ids)
         for index in range(num_done, len(flight.seqs)):
             seq = flight.seqs[index]
             if seq.is_finished:
-                committed.void.add(index)
+                committed.stale.add(index)
             else:
                 self._commit_one(flight.plan, index, seq, result, is_same=bool(is_same[index]))
         return committed
@@ -404,5 +406,5 @@ class Scheduler:
         seq.block_table = []
         self._ended_rows.append(seq.row)
         heappush(self._free_rows, seq.row)
-        self._tenure[seq.row] += 1
+        self._row_generation[seq.row] += 1
         seq.row = None

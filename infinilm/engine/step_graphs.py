@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 class _Graph:
     graph: Any
     token_ids: Tensor | None  # [rows] int64
-    is_sound: Tensor | None  # [rows] bool
+    is_finite: Tensor | None  # [rows] bool
     logits: Tensor | None  # [rows, vocab], instead
 
 
@@ -139,8 +139,8 @@ class StepGraphs:
         """
         graph = self._launch(batch, token_rows, rows, num_decoding, draws=True)
         assert graph.token_ids is not None
-        assert graph.is_sound is not None
-        return graph.token_ids[: len(rows)], graph.is_sound[: len(rows)]
+        assert graph.is_finite is not None
+        return graph.token_ids[: len(rows)], graph.is_finite[: len(rows)]
 
     def run_to_logits(self, batch: HostBatch, token_rows: IntArray, num_decoding: int) -> Tensor:
         """Start a step of n rows, up to the logits `[n, vocab]` of their last tokens."""
@@ -299,9 +299,9 @@ class StepGraphs:
         logits = self._worker.model.compute_logits(hidden)
         if not draws:
             return None, None, logits
-        token_ids, is_sound = self._sampler.sample_rows(logits, rows, positions)
+        token_ids, is_finite = self._sampler.sample_rows(logits, rows, positions)
         self._last_token[rows] = token_ids  # padding's row -1 is the spare last one
-        return token_ids, is_sound, None
+        return token_ids, is_finite, None
 
 
 StepOutputs = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -16,10 +16,10 @@ from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
 from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
 from infinilm.engine.memory import free_memory_bytes
-from infinilm.engine.peers import Peers
 from infinilm.engine.rank_process import RankSettings, WireError
 from infinilm.engine.rank_worker import CacheShape, Command, OnLogits, RankWorker, StepInput
 from infinilm.engine.threads import computing_threads, share_of_threads
+from infinilm.engine.worker_processes import Peers
 from infinilm.errors import EngineError, WorkerDiedError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import LlamaConfig
@@ -28,7 +28,7 @@ from infinilm.models.registry import describe_registration
 T = TypeVar("T")
 
 JOIN_ATTEMPTS = 20
-"""How often ranks try to meet, on a machine too busy for them to do so in time."""
+"""How often a rendezvous is tried, on a machine too busy for the ranks to join in time."""
 
 
 class WorkerGroup:
@@ -45,7 +45,7 @@ class WorkerGroup:
         self._lock = Lock()
         self._is_whole = True
         """Whether all ranks have done the same so far, and none of them owes a reply."""
-        self._num_meetings = 0
+        self._num_rendezvous = 0
         self._num_threads = share_of_threads(devices[0], self.size)
         store, port = make_store() if self.size > 1 else (None, 0)
         group = CommunicationGroup(RankInfo(0, self.size, devices[0]), store)
@@ -105,10 +105,10 @@ class WorkerGroup:
         )
         self._on_all(Command.LOAD, lambda: message, lambda: self.worker.load_model(config, max_len, source, formats))
 
-    def load_pieces(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def load_shards(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Put pieces of weights into the model, `pieces[rank]` on each rank."""
         messages = iter([Message(tensors=each) for each in pieces[1:]])
-        self._on_all(Command.LOAD, lambda: next(messages), lambda: self.worker.load_pieces(pieces[0]))
+        self._on_all(Command.LOAD, lambda: next(messages), lambda: self.worker.load_shards(pieces[0]))
 
     def state_dict(self) -> list[dict[str, Tensor]]:
         """Copies of every rank's weights."""
@@ -203,7 +203,7 @@ class WorkerGroup:
         return result, replies
 
     def _recover(self) -> list[Message]:
-        """After an error: have all ranks meet again. Returns how the command that failed ended on each.
+        """After an error: have all ranks join a new group. Returns how the command that failed ended on each.
 
         If this is broken off, the next command begins with it.
         """
@@ -213,13 +213,13 @@ class WorkerGroup:
         return replies
 
     def _join(self) -> None:
-        """Have all ranks meet."""
+        """Have all ranks join a new group."""
         for attempt in range(JOIN_ATTEMPTS):
-            self._num_meetings += 1
+            self._num_rendezvous += 1
             for peer in self._peers.all:
-                peer.send(Command.JOIN, Message({"meeting": self._num_meetings}))
+                peer.send(Command.JOIN, Message({"rendezvous": self._num_rendezvous}))
             try:
-                self.worker.group.join(self._num_meetings)
+                self.worker.group.join(self._num_rendezvous)
                 _raise_first(self._peers.receive())
             except CommunicationError:
                 self._peers.receive()

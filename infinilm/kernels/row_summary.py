@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 32
-"""Tokens whose greatest logit is kept; see `sampling.leading`."""
+"""Tokens whose greatest logit is kept; see `sampling.block_topk`."""
 _BLOCK = tl.constexpr(BLOCK)
 _NUM_BLOCKS = tl.constexpr(64)  # of a tile
 _NUM_TILES = tl.constexpr(4)  # of a program

@@ -267,7 +267,7 @@ def _settle(
     bounds,
     orders,
     token_ids,
-    are_sound,
+    are_finite,
     cutoffs,
     PADDED_BLOCKS: tl.constexpr,
 ):
@@ -279,11 +279,11 @@ def _settle(
     blocks = tl.arange(0, PADDED_BLOCKS)
     block_maxima = tl.load(maxima + blocks, mask=blocks < num_blocks, other=float("-inf"))
     row_max = tl.where(row < 0, float("-inf"), tl.max(block_maxima))
-    is_sound = (row_max > float("-inf")) & (row_max < float("inf"))
-    tl.store(are_sound + index, is_sound)
+    is_finite = (row_max > float("-inf")) & (row_max < float("inf"))
+    tl.store(are_finite + index, is_finite)
     tl.store(token_ids + index, 0)
     tl.store(cutoffs + index, float("-inf"))
-    if not is_sound:  # or padding
+    if not is_finite:  # or padding
         return
 
     own = logits + index.to(tl.int64) * logits_stride
@@ -352,9 +352,9 @@ def draw(
         )
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    are_sound = torch.empty(num_rows, dtype=torch.bool, device=device)
+    are_finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows == 0:
-        return token_ids, are_sound
+        return token_ids, are_finite
     spans = triton.cdiv(vocab_size, _SCAN_BLOCKS.value * _BLOCK.value)
     num_blocks = spans * _SCAN_BLOCKS.value
     maxima, bounds = torch.empty(2, num_rows, num_blocks, dtype=torch.float32, device=device)
@@ -374,10 +374,10 @@ def draw(
         bounds,
         orders,
         token_ids,
-        are_sound,
+        are_finite,
         cutoffs,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
         **_SETTLE_LAUNCH,
         enable_fp_fusion=False,  # `row_max + temperature · log min_p` is rounded twice, as the twin does it
     )
-    return token_ids, are_sound
+    return token_ids, are_finite

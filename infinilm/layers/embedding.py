@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import Piece, Shard
+from infinilm.distributed.shard import Shard, ShardRange
 from infinilm.layers.formats import DENSE, Weight, WeightFormats
 
 
@@ -26,7 +26,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.rows, num_rows = share_vocabulary(vocab_size, group)
-        self.columns = Piece.whole(hidden_size)
+        self.columns = ShardRange.whole(hidden_size)
         self.matrix: Weight = formats.create(
             ["weight"], [num_rows], self.columns, dtype=dtype, device=device, is_table=True
         )
@@ -66,7 +66,7 @@ class ParallelLMHead(nn.Module):
     ) -> None:
         super().__init__()
         self.rows, num_rows = share_vocabulary(vocab_size, group)
-        self.columns = Piece.whole(hidden_size)
+        self.columns = ShardRange.whole(hidden_size)
         self.matrix: Weight = formats.create(["weight"], [num_rows], self.columns, dtype=dtype, device=device)
         self.group = group
 
@@ -80,11 +80,11 @@ class ParallelLMHead(nn.Module):
         return {f"{prefix}weight": shard}
 
 
-def share_vocabulary(vocab_size: int, group: CommunicationGroup) -> tuple[Piece, int]:
+def share_vocabulary(vocab_size: int, group: CommunicationGroup) -> tuple[ShardRange, int]:
     """The tokens that a rank has, and the number of rows that every rank keeps for them."""
     num_rows = -(-vocab_size // group.size)
     start = min(group.rank * num_rows, vocab_size)
-    return Piece(start, min(num_rows, vocab_size - start), vocab_size), num_rows
+    return ShardRange(start, min(num_rows, vocab_size - start), vocab_size), num_rows
 
 
 def gather_logits(own: Tensor, vocab_size: int, group: CommunicationGroup) -> Tensor:

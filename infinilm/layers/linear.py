@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import Piece, Shard, WeightShard
+from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
 from infinilm.layers.formats import DENSE, Weight, WeightFormats
 from infinilm.layers.norm import RMSNorm
@@ -29,8 +29,8 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        in_features: int | Piece,
-        outputs: Mapping[str, int | Piece],
+        in_features: int | ShardRange,
+        outputs: Mapping[str, int | ShardRange],
         *,
         bias: bool,
         dtype: torch.dtype,
@@ -38,8 +38,8 @@ class Linear(nn.Module):
         formats: WeightFormats = DENSE,
     ) -> None:
         super().__init__()
-        self.columns = _as_piece(in_features)
-        self.outputs = {name: _as_piece(rows) for name, rows in outputs.items()}
+        self.columns = _as_range(in_features)
+        self.outputs = {name: _as_range(rows) for name, rows in outputs.items()}
         rows = [piece.length for piece in self.outputs.values()]
         names = [f"{name}.weight" for name in self.outputs]
         self.matrix: Weight = formats.create(names, rows, self.columns, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ class ColumnParallelLinear(Linear):
         group: CommunicationGroup = SINGLE,
         formats: WeightFormats = DENSE,
     ) -> None:
-        shares = {name: Piece.share(name, rows, group.rank, group.size) for name, rows in outputs.items()}
+        shares = {name: ShardRange.share(name, rows, group.rank, group.size) for name, rows in outputs.items()}
         super().__init__(in_features, shares, bias=bias, dtype=dtype, device=device, formats=formats)
 
 
@@ -99,7 +99,7 @@ class GateUpParallelLinear(Linear):
         group: CommunicationGroup = SINGLE,
         formats: WeightFormats = DENSE,
     ) -> None:
-        share = Piece.share("intermediate_size", intermediate_size, group.rank, group.size)
+        share = ShardRange.share("intermediate_size", intermediate_size, group.rank, group.size)
         outputs = {"gate_proj": share, "up_proj": share}
         super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
 
@@ -129,12 +129,12 @@ class QKVParallelLinear(Linear):
     ) -> None:
         check_heads(num_heads, num_kv_heads, group.size)
         self.num_copies = max(1, group.size // num_kv_heads)
-        heads = Piece.share("num_attention_heads", num_heads, group.rank, group.size)
-        kv_heads = Piece.share(
+        heads = ShardRange.share("num_attention_heads", num_heads, group.rank, group.size)
+        kv_heads = ShardRange.share(
             "num_key_value_heads", num_kv_heads, group.rank // self.num_copies, group.size // self.num_copies
         )
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
-        q, kv = (Piece(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
+        q, kv = (ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
         outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
 
@@ -153,7 +153,7 @@ class RowParallelLinear(Linear):
         group: CommunicationGroup = SINGLE,
         formats: WeightFormats = DENSE,
     ) -> None:
-        columns = Piece.share("in_features", in_features, group.rank, group.size)
+        columns = ShardRange.share("in_features", in_features, group.rank, group.size)
         super().__init__(columns, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
         self.group = group
 
@@ -184,5 +184,5 @@ def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
         )
 
 
-def _as_piece(size: int | Piece) -> Piece:
-    return size if isinstance(size, Piece) else Piece.whole(size)
+def _as_range(size: int | ShardRange) -> ShardRange:
+    return size if isinstance(size, ShardRange) else ShardRange.whole(size)

@@ -98,7 +98,7 @@ class Attention(nn.Module):
         heads = qkv.view(len(hidden), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
         if taps is not None:
             self._show(taps, heads, "after_proj")
-        q = self._turn_and_store(heads, cache, step)
+        q = self._rope_and_store_kv(heads, cache, step)
         attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window).flatten(1)
         if taps is None:
             added: Tensor = self.out(attended, hidden)
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         taps.see("attention_output", output, self.layer)
         return output.add_(hidden)
 
-    def _turn_and_store(self, heads: Tensor, cache: Tensor, step: _Step) -> Tensor:
+    def _rope_and_store_kv(self, heads: Tensor, cache: Tensor, step: _Step) -> Tensor:
         """Turn queries and keys by their positions and store keys and values: the queries `[T, heads, head_dim]`."""
         if self._has_kernels and step.taps is None:
             from infinilm.kernels.rope_store import rope_store

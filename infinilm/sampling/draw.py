@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from infinilm.kernels import native
-from infinilm.sampling.leading import first_max, leading
-from infinilm.sampling.noise import draw_keys, race, token_parts
+from infinilm.sampling.block_topk import block_topk, first_max
+from infinilm.sampling.noise import draw_keys, gumbel_argmax, token_parts
 from infinilm.sampling.scale import Scale
 from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
 
@@ -50,9 +50,9 @@ def find_draw(device: torch.device) -> Draw:
 
 def _draw_natively(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     library: Any = native.load()
-    token_ids, are_sound = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
-    library.draw(logits.float().contiguous(), settings, rows, positions, token_ids, are_sound)
-    return token_ids, are_sound
+    token_ids, are_finite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+    library.draw(logits.float().contiguous(), settings, rows, positions, token_ids, are_finite)
+    return token_ids, are_finite
 
 
 def draw_torch(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def _draw_greedily(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def _draw_freely(logits: Tensor, settings: Settings, positions: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """The scores and tokens, both [n], drawn from whole distributions."""
     keys = torch.from_numpy(draw_keys(settings["scrambled_seed"], positions))
-    return race(logits, _scale_of(logits, settings), None, _parts(logits.shape[1]), keys)
+    return gumbel_argmax(logits, _scale_of(logits, settings), None, _parts(logits.shape[1]), keys)
 
 
 def _draw_truncated(logits: Tensor, settings: Settings, positions: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -93,16 +93,16 @@ def _draw_truncated(logits: Tensor, settings: Settings, positions: npt.NDArray[n
     vocab_size = logits.shape[1]
     keys = torch.from_numpy(draw_keys(settings["scrambled_seed"], positions))
     scale, limits = _scale_of(logits, settings), _limits_of(settings, vocab_size)
-    leaders, leader_ids = leading(logits, min(NUM_LEADERS, vocab_size))
+    leaders, leader_ids = block_topk(logits, min(NUM_LEADERS, vocab_size))
     totals = _totals_of(logits, scale, settings)
     cutoffs, is_enough = find_cutoffs(leaders, vocab_size, scale, limits, totals)
-    scores, columns = race(leaders, scale, cutoffs, _parts(vocab_size)[leader_ids], keys)
+    scores, columns = gumbel_argmax(leaders, scale, cutoffs, _parts(vocab_size)[leader_ids], keys)
     token_ids = leader_ids.gather(1, columns.unsqueeze(1)).squeeze(1)
     if not is_enough.all():
         rest = (~is_enough).nonzero().squeeze(1)
         others, scale, limits = logits[rest], scale.select(rest), limits.select(rest)
         cutoffs, _ = find_cutoffs(sorted_descending(others), vocab_size, scale, limits, None)
-        scores[rest], token_ids[rest] = race(others, scale, cutoffs, _parts(vocab_size), keys[rest])
+        scores[rest], token_ids[rest] = gumbel_argmax(others, scale, cutoffs, _parts(vocab_size), keys[rest])
     return scores, token_ids
 
 

@@ -8,7 +8,7 @@ import torch
 from infinilm.kernels.copies import to_pinned
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
-from infinilm.sampling.leading import leading
+from infinilm.sampling.block_topk import block_topk
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Lo
         return _logprobs_by_kernel(logits, targets, num_top)
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)
-    _, top_ids = leading(logits, num_top)
+    _, top_ids = block_topk(logits, num_top)
     return Logprobs(
         token_ids=targets,
         logprobs=logprobs.gather(1, columns).squeeze(1),
@@ -63,7 +63,7 @@ def _logprobs_by_kernel(logits: torch.Tensor, targets: torch.Tensor, num_top: in
     from infinilm.kernels.row_summary import summarize  # which needs Triton
 
     summary = summarize(logits, targets)
-    top_logits, top_ids = leading(logits, num_top, summary.maxima)
+    top_logits, top_ids = block_topk(logits, num_top, summary.maxima)
     return Logprobs(
         token_ids=targets,
         logprobs=(summary.targets - summary.log_totals).squeeze(1),

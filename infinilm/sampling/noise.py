@@ -1,4 +1,4 @@
-"""The draw: an exponential race whose noise is a hash of (seed, position, token id).
+"""The draw: an exponential gumbel_argmax whose noise is a hash of (seed, position, token id).
 
 Each token gets a uniform 32-bit hash h, made an exponential variate e = −log(1 − (h + ½) / 2³²). The token
 with the greatest `scaled logit − log e` wins: a draw from the softmax of the scaled logits. The noise of a
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinilm.sampling.leading import first_max
+from infinilm.sampling.block_topk import first_max
 from infinilm.sampling.scale import Scale, row_passes
 
 MASK64 = 2**64 - 1
@@ -77,7 +77,7 @@ def log_exponentials(hashes: torch.Tensor) -> torch.Tensor:
     return uniform.mul_(-HASH_SCALE).log1p_().neg_().log_()
 
 
-def race(
+def gumbel_argmax(
     logits: torch.Tensor,
     scale: Scale,
     cutoffs: torch.Tensor | None,

@@ -36,7 +36,7 @@ class Samples:
     """What n rows drew, still on the device."""
 
     token_ids: torch.Tensor  # [n] int64
-    is_sound: torch.Tensor  # [n] bool: the greatest logit was finite
+    is_finite: torch.Tensor  # [n] bool: the greatest logit was finite
     logprobs: Logprobs | None = None  # of the rows that asked, in their order
     num_logprobs: dict[int, int] = field(default_factory=dict)
     """By index in this batch: the rows that asked, and for how many."""
@@ -46,7 +46,9 @@ class Samples:
     def to_pinned(self) -> "Samples":
         """Starts copies into pinned memory."""
         logprobs = self.logprobs and self.logprobs.to_pinned()
-        return replace(self, token_ids=to_pinned(self.token_ids), is_sound=to_pinned(self.is_sound), logprobs=logprobs)
+        return replace(
+            self, token_ids=to_pinned(self.token_ids), is_finite=to_pinned(self.is_finite), logprobs=logprobs
+        )
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, Exception]]:
         """The tokens, and by index the log-probabilities asked for and what went wrong. Waits for the device."""
@@ -55,7 +57,7 @@ class Samples:
             entries = self.logprobs.to_host(list(self.num_logprobs.values()))
             logprobs = dict(zip(self.num_logprobs, entries, strict=True))
         errors = dict(self.processor_errors)
-        for i in np.flatnonzero(~self.is_sound.numpy(force=True)).tolist():
+        for i in np.flatnonzero(~self.is_finite.numpy(force=True)).tolist():
             errors.setdefault(
                 i,
                 EngineError(
@@ -147,14 +149,14 @@ class Sampler:
         errors |= self._masks.apply(logits, rows, [i for i in masked if i not in errors])
         self.upload()
         (places,) = to_device(self._device, np.array([rows, positions], dtype=np.int64))
-        token_ids, is_sound = self.sample_rows(logits, *places)
+        token_ids, is_finite = self.sample_rows(logits, *places)
         if is_edited:
             self._processors.record(token_ids, rows)
         self._masks.record(token_ids, rows, masked)
         logprobs = None
         if num_logprobs:
             logprobs = logprobs_of(raw_logits, token_ids[asked], max(num_logprobs.values()))
-        return Samples(token_ids, is_sound, logprobs, num_logprobs, errors)
+        return Samples(token_ids, is_finite, logprobs, num_logprobs, errors)
 
     def needs_host(self, rows: Iterable[int]) -> bool:
         """Whether any of these live rows has logits processors, a mask or log-probabilities: work for `sample`."""

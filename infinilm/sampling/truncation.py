@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p as one cut-off value per row, read off the row's sorted logits.
 
-The leading logits are mostly enough; where they are not, the whole row is sorted. Probabilities are
+The block_topk logits are mostly enough; where they are not, the whole row is sorted. Probabilities are
 summed as integers, in units of 2⁻⁴⁰ of the row's greatest, so neither the order of the additions nor the
 number of logits looked at makes a difference.
 """

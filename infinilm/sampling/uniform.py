@@ -17,8 +17,8 @@ import torch
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.kernels.copies import to_device
+from infinilm.sampling.block_topk import block_topk, first_max
 from infinilm.sampling.draw import NUM_LEADERS
-from infinilm.sampling.leading import first_max, leading
 from infinilm.sampling.sampler import LOWEST_TEMPERATURE, Samples
 from infinilm.sampling.scale import Scale, row_passes
 from infinilm.sampling.truncation import sorted_descending, total_weights, weights_of
@@ -89,7 +89,7 @@ def _draw(logits: torch.Tensor, row_max: torch.Tensor, values: UniformValues) ->
     top_k = np.where((values["top_k"] > 0) & (values["top_k"] < vocab_size), values["top_k"], vocab_size)
     # No row's draw reaches past its top_k logits.
     num_leaders = int(top_k.max())
-    leaders = leading(logits, num_leaders)[0] if num_leaders <= NUM_LEADERS else sorted_descending(logits)
+    leaders = block_topk(logits, num_leaders)[0] if num_leaders <= NUM_LEADERS else sorted_descending(logits)
     reached = weights_of(leaders, scale).cumsum(dim=-1).to(torch.float32)  # [n, leaders]
     # Without top_p the sum of all is not needed: that of the first top_k is never more.
     totals = total_weights(logits, scale).to(torch.float32) if (values["top_p"] < 1).any() else reached[:, -1:]

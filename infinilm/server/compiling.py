@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.messages import Submit
 from infinilm.structured.compiler import GrammarCompiler
-from infinilm.structured.trials import Cancellation, TrialCancelledError, TrialTimeoutError
+from infinilm.structured.grammar_sandbox import Cancellation, TrialCancelledError, TrialTimeoutError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from infinilm.config import Config
 from infinilm.engine.stats import EngineStats
 from infinilm.errors import EngineError
 from infinilm.server.api_errors import ApiError, bad_request, shutting_down, unavailable
-from infinilm.server.child import EngineChild
+from infinilm.server.engine_handle import EngineChild
 from infinilm.server.jobs import Job, now
 from infinilm.server.messages import (
     Abort,

@@ -93,7 +93,9 @@ def test_a_group_without_a_store_is_a_description() -> None:
     for talk in (group.barrier, lambda: group.all_reduce(own(0)), lambda: group.gather(own(0))):
         with pytest.raises(CommunicationError, match="rank 1 is not connected to the other 2"):
             talk()
-    with pytest.raises(EngineError, match="a group of 3 ranks needs a store to meet at; use make_store or join_store"):
+    with pytest.raises(
+        EngineError, match="a group of 3 ranks needs a store for the rendezvous; use make_store or join_store"
+    ):
         group.join(0)
 
 
@@ -112,13 +114,13 @@ def test_who_waits_for_a_rank_that_leaves_gets_an_error_and_all_can_meet_again()
                 group.all_reduce(own(group.rank))
             return "was left"
 
-        def meet(meeting: int, group: CommunicationGroup) -> torch.Tensor:
-            group.join(meeting)
+        def meet(rendezvous: int, group: CommunicationGroup) -> torch.Tensor:
+            group.join(rendezvous)
             return group.all_reduce(own(group.rank))
 
-        for meeting in range(1, 4):
+        for rendezvous in range(1, 4):
             assert in_threads(fail, groups) == ["was left", "left", "was left"]
-            assert all(total.equal(own(0) + own(1) + own(2)) for total in in_threads(partial(meet, meeting), groups))
+            assert all(total.equal(own(0) + own(1) + own(2)) for total in in_threads(partial(meet, rendezvous), groups))
 
 
 def test_groups_of_one_process_do_not_hear_each_other() -> None:

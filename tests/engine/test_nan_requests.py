@@ -76,10 +76,10 @@ def test_neighbours_and_successors_are_unharmed(llm: LLM) -> None:
         batch = [(prompt, True) for prompt in prompts] + [(prompt, False) for prompt in bad]
         Random(seed).shuffle(batch)
         outputs = llm.generate([prompt for prompt, _ in batch], ANSWER, use_tqdm=False)
-        sound = [(output, prompt) for output, (prompt, is_sound) in zip(outputs, batch, strict=True) if is_sound]
+        sound = [(output, prompt) for output, (prompt, is_finite) in zip(outputs, batch, strict=True) if is_finite]
         assert answers([output for output, _ in sound]) == [expected[prompts.index(prompt)] for _, prompt in sound]
-        for output, (_, is_sound) in zip(outputs, batch, strict=True):
-            if not is_sound and "mistral" not in str(llm.config.model):  # the last token may not see that far
+        for output, (_, is_finite) in zip(outputs, batch, strict=True):
+            if not is_finite and "mistral" not in str(llm.config.model):  # the last token may not see that far
                 assert output.finish_reason == "abort"
                 assert "NaN" in output.error
     assert one_by_one(llm, prompts) == expected

@@ -60,7 +60,7 @@ def test_neighbours_and_successors_are_unharmed(reference: Reference, unsound_pa
             batch = [(prompt, True) for prompt in prompts] + [(prompt, False) for prompt in bad]
             Random(seed).shuffle(batch)
             outputs = llm.generate([prompt for prompt, _ in batch], GREEDY, use_tqdm=False)
-            sound = [output for output, (_, is_sound) in zip(outputs, batch, strict=True) if is_sound]
+            sound = [output for output, (_, is_finite) in zip(outputs, batch, strict=True) if is_finite]
             assert [output.error for output in sound] == [None] * len(prompts)
             reference.check_greedy(sound, NUM_ANSWERED)
         reference.check_greedy(answer(llm, prompts, NUM_ANSWERED), NUM_ANSWERED)

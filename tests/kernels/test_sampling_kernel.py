@@ -39,8 +39,8 @@ def draw_on_device(
     """The kernels' tokens and soundness, on the host."""
     chosen = range(len(logits)) if rows is None else rows
     places = torch.tensor([list(chosen), list(positions)], device=DEVICE)
-    token_ids, is_sound = draw(logits.to(DEVICE), settings_of(starts, logits.shape[1]).to(DEVICE), *places)
-    return token_ids.cpu(), is_sound.cpu()
+    token_ids, is_finite = draw(logits.to(DEVICE), settings_of(starts, logits.shape[1]).to(DEVICE), *places)
+    return token_ids.cpu(), is_finite.cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -158,9 +158,9 @@ def test_a_row_draws_the_same_in_any_batch():
     rows, positions = [-1] * size, [0] * size
     for i, place in enumerate(places):
         batch[place], rows[place], positions[place] = logits[i], i, 70 + i
-    token_ids, is_sound = draw_on_device(batch, starts, positions, rows)
+    token_ids, is_finite = draw_on_device(batch, starts, positions, rows)
     assert token_ids[places].tolist() == alone
-    assert is_sound[places].all()
+    assert is_finite[places].all()
 
 
 def test_positions_and_rows_of_32_bits_will_do():
@@ -213,8 +213,8 @@ def test_who_needs_the_host():
 def test_no_rows_and_bad_strides():
     settings = torch.zeros(1, 5, dtype=torch.int64, device=DEVICE)
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    token_ids, is_sound = draw(torch.empty(0, 9, device=DEVICE), settings, none, none)
-    assert (token_ids.shape, is_sound.shape) == ((0,), (0,))
+    token_ids, is_finite = draw(torch.empty(0, 9, device=DEVICE), settings, none, none)
+    assert (token_ids.shape, is_finite.shape) == ((0,), (0,))
     with pytest.raises(InvalidValueError, match="contiguous"):
         draw(torch.zeros(9, 2, device=DEVICE).t(), settings, none, none)
 
@@ -230,7 +230,7 @@ def test_one_graph_serves_any_rows():
     sampler.sample_rows(logits, rows, positions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ids, is_sound = sampler.sample_rows(logits, rows, positions)
+        token_ids, is_finite = sampler.sample_rows(logits, rows, positions)
     mixes = [{"temperature": 0.0}, {}, {"top_k": 50, "top_p": 0.9}]
     for first, settings in zip((0, 64, 0), mixes, strict=True):
         starts = starts_of([SamplingParams(**settings)] * num_rows, rng)
@@ -243,5 +243,5 @@ def test_one_graph_serves_any_rows():
         rows.copy_(torch.arange(num_rows) + first)
         positions.copy_(torch.arange(num_rows) * 3)
         graph.replay()
-        assert is_sound.all()
+        assert is_finite.all()
         assert token_ids.tolist() == draw_by_twin(values, starts, range(0, num_rows * 3, 3)).tolist()

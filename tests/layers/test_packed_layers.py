@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from infinilm.distributed import CommunicationGroup
-from infinilm.distributed.shard import PackedShard, Piece, Shard, WeightShard, dense_weights
+from infinilm.distributed.shard import PackedShard, Shard, ShardRange, WeightShard, dense_weights
 from infinilm.errors import EngineError
 from infinilm.kernels.packed import packed_linear
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -57,15 +57,15 @@ def values_of(shard: Shard) -> Tensor:
 def test_all_of_a_layer_or_none() -> None:
     formats = WeightFormats({"model.a.weight": "Q8_0", "model.b.weight": "Q4_K", "model.c.weight": "Q4_1"})
     below = formats.below("model.")
-    whole = Piece.whole(256)
+    whole = ShardRange.whole(256)
     assert below.find(["a.weight", "b.weight", "c.weight"], whole) == ["Q8_0", "Q4_K", "Q4_1"]
     assert below.find(["a.weight", "other.weight"], whole) is None
     assert formats.find(["a.weight"], whole) is None
     assert DENSE.find(["a.weight"], whole) is None
-    assert below.find(["a.weight", "c.weight"], Piece(96, 96, 192)) == ["Q8_0", "Q4_1"]
-    assert below.find(["a.weight", "b.weight"], Piece(128, 128, 256)) is None
-    assert below.find(["a.weight"], Piece(48, 96, 192)) is None
-    assert below.find(["a.weight"], Piece(0, 48, 48)) is None
+    assert below.find(["a.weight", "c.weight"], ShardRange(96, 96, 192)) == ["Q8_0", "Q4_1"]
+    assert below.find(["a.weight", "b.weight"], ShardRange(128, 128, 256)) is None
+    assert below.find(["a.weight"], ShardRange(48, 96, 192)) is None
+    assert below.find(["a.weight"], ShardRange(0, 48, 48)) is None
 
 
 @pytest.mark.parametrize("format", FORMATS)

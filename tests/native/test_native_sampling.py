@@ -23,11 +23,11 @@ from infinilm.sampling_params import RowStart, SamplingParams
 def draw(
     native: Any, logits: Tensor, starts: Sequence[RowStart], positions: Sequence[int], rows: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    token_ids, are_sound = torch.full((len(logits),), -7), torch.zeros(len(logits), dtype=torch.bool)
+    token_ids, are_finite = torch.full((len(logits),), -7), torch.zeros(len(logits), dtype=torch.bool)
     chosen = torch.arange(len(logits)) if rows is None else torch.tensor(rows)
     settings = settings_of(starts, logits.shape[1])
-    native.draw(logits, settings, chosen, torch.tensor(positions), token_ids, are_sound)
-    return token_ids, are_sound
+    native.draw(logits, settings, chosen, torch.tensor(positions), token_ids, are_finite)
+    return token_ids, are_finite
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 300, 5003])

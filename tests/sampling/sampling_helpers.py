@@ -41,7 +41,7 @@ def draw_many(logits: Sequence[float] | torch.Tensor, count: int, *, seed: int =
     logits = torch.as_tensor(logits, dtype=torch.float32)
     sampler = sampler_with(len(logits), SamplingParams(**settings), seed=seed)
     samples = sampler.sample(logits.repeat(count, 1), [0] * count, range(count))
-    assert bool(samples.is_sound.all())
+    assert bool(samples.is_finite.all())
     return samples.token_ids
 
 

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from infinilm.sampling.leading import first_max, leading
+from infinilm.sampling.block_topk import block_topk, first_max
 from infinilm.sampling.scale import Scale
 from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
 
@@ -41,7 +41,7 @@ def cutoffs_of(
     scale = Scale.of(logits, torch.full((len(logits), 1), temperature))
     if num_leaders is None:
         return find_cutoffs(sorted_descending(logits), vocab_size, scale, limits, None)
-    leaders, _ = leading(logits, num_leaders)
+    leaders, _ = block_topk(logits, num_leaders)
     return find_cutoffs(leaders, vocab_size, scale, limits, total_weights(logits, scale))
 
 
@@ -99,7 +99,7 @@ def test_leaders_usually_suffice():
 def test_leading_and_first_max(vocab_size):
     logits = (random_logits(5, vocab_size, seed=vocab_size) * 50).round()
     for count in {0, 1, min(3, vocab_size), min(40, vocab_size), vocab_size}:
-        values, indices = leading(logits, count)
+        values, indices = block_topk(logits, count)
         assert torch.equal(values, logits.sort(dim=-1, descending=True).values[:, :count])
         assert torch.equal(logits.gather(1, indices), values)
         assert all(len(set(row)) == count for row in indices.tolist())

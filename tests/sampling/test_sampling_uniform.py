@@ -18,7 +18,7 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, random_val=0.5):
     rows = torch.atleast_2d(torch.as_tensor(logits, dtype=torch.float32))
     samples = draw_uniform(rows, **check_uniform(len(rows), temperature, top_k, top_p, random_val))
     assert samples.token_ids.dtype == torch.int64
-    assert samples.is_sound.tolist() == [True] * len(rows)
+    assert samples.is_finite.tolist() == [True] * len(rows)
     return samples.token_ids.tolist()
 
 

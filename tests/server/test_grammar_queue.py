@@ -15,7 +15,7 @@ from infinilm.sampling_params import SamplingParams
 from infinilm.server.compiling import Compiled, GrammarQueue
 from infinilm.server.messages import Submit
 from infinilm.structured.compiler import GrammarCompiler
-from infinilm.structured.trials import Cancellation, TrialCancelledError, TrialTimeoutError
+from infinilm.structured.grammar_sandbox import Cancellation, TrialCancelledError, TrialTimeoutError
 from infinilm.structured_output import StructuredOutput
 
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 from processes import children, eventually
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.structured.trials import MAX_PROCESSES
+from infinilm.structured.grammar_sandbox import MAX_PROCESSES
 from infinilm.structured_output import MAX_SCHEMA_DEPTH, StructuredOutput
 
 PATIENCE_S = 10.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinilm.distributed.shard import Piece
+from infinilm.distributed.shard import ShardRange
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline
 from infinilm.layers.formats.weight import Weight
@@ -25,7 +25,7 @@ class WeightFormats:
         """The same for a part of the model, whose names go on after `prefix`."""
         return WeightFormats(self.by_name, self.prefix + prefix)
 
-    def find(self, names: Sequence[str], columns: Piece) -> list[str] | None:
+    def find(self, names: Sequence[str], columns: ShardRange) -> list[str] | None:
         """The formats of matrices that are multiplied as one; None if they can't all stay quantised.
 
         Each must have a format, and this rank's `columns` of it must be whole blocks.
@@ -44,7 +44,7 @@ class WeightFormats:
         self,
         names: Sequence[str],
         rows: Sequence[int],
-        columns: Piece,
+        columns: ShardRange,
         *,
         dtype: torch.dtype,
         device: torch.device | str,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinilm.distributed.shard import Piece, Shard, WeightShard
+from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.norm import RMSNorm
 
@@ -52,7 +52,7 @@ class DenseWeight(nn.Module):
         """See `Weight`."""
         return self.weight.nbytes
 
-    def shards(self, rows: Sequence[Piece], columns: Piece) -> list[Shard]:
+    def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
         """See `Weight`."""
         matrix = self._matrix.t()
         return [

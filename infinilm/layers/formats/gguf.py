@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infinilm.distributed.shard import PackedShard, Piece, Shard
+from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.errors import EngineError
 from infinilm.kernels import native
 from infinilm.layers.norm import RMSNorm
@@ -75,7 +75,7 @@ class GGUFWeight:
         """See `Weight`."""
         return sum(matrix.num_bytes for matrix in self.matrices)
 
-    def shards(self, rows: Sequence[Piece], columns: Piece) -> list[Shard]:
+    def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
         """See `Weight`."""
         return [PackedShard.of(matrix, own, columns) for matrix, own in zip(self.matrices, rows, strict=True)]
 

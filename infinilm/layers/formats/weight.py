@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from infinilm.distributed.shard import Piece, Shard
+from infinilm.distributed.shard import Shard, ShardRange
 from infinilm.layers.norm import RMSNorm
 
 
@@ -16,7 +16,7 @@ class Weight(Protocol):
     def num_bytes(self) -> int:
         """What they take in memory."""
 
-    def shards(self, rows: Sequence[Piece], columns: Piece) -> list[Shard]:
+    def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
         """Where to load to: one shard for each matrix, which holds these rows and columns of the whole."""
 
     def multiply(

@@ -10,8 +10,8 @@ from torch import Tensor
 from infinilm.attention.batch import HostBatch, IntArray
 from infinilm.cache import CacheLayout
 from infinilm.checks import check_flag
-from infinilm.engine.division import Division, divide
 from infinilm.engine.infer_input import TENSOR_FIELDS, Input
+from infinilm.engine.ragged_layout import RaggedLayout, divide
 from infinilm.errors import InvalidValueError
 
 _DIMENSIONS = {
@@ -27,7 +27,7 @@ _TEMPORARY_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredInput:
+class PreparedInput:
     """An `Input` ready to run."""
 
     batch: HostBatch
@@ -50,7 +50,7 @@ class LoweredInput:
         return results.reshape(*self.shape, results.shape[1])
 
 
-def lower(given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len: int) -> LoweredInput:
+def lower(given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len: int) -> PreparedInput:
     """Check an input and lay it out for a cache; `layout` None: no cache, the input is all there is to attend to."""
     check_flag("return_logits", given.return_logits)
     check_flag("return_hidden_states", given.return_hidden_states)
@@ -62,28 +62,28 @@ def lower(given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len:
         _refuse_tables(fields, layout)
 
     rows = ids.reshape(-1, ids.shape[-1])
-    division = divide(
+    ragged = divide(
         rows.shape,
         input_offsets=fields["input_offsets"],
         input_lengths=fields["input_lengths"],
         cache_lengths=fields["cache_lengths"],
         block_tables=fields["block_tables"],
     )
-    _check_limits(division, layout, max_len)
+    _check_limits(ragged, layout, max_len)
     if layout is None:
-        layout = _temporary_layout(division.context_lens)
-    tables = _block_tables(fields["block_tables"], division.context_lens, layout)
-    positions = division.positions()
-    slots = _slots(tables, positions, division, layout)
+        layout = _temporary_layout(ragged.context_lens)
+    tables = _block_tables(fields["block_tables"], ragged.context_lens, layout)
+    positions = ragged.positions()
+    slots = _slots(tables, positions, ragged, layout)
     batch = HostBatch(
-        input_ids=_token_ids(rows, division, vocab_size),
-        positions=_position_ids(fields["position_ids"], positions, rows.shape, division, max_len),
-        slot_mapping=_slot_mapping(fields["slot_mapping"], slots, rows.shape, division, layout),
+        input_ids=_token_ids(rows, ragged, vocab_size),
+        positions=_position_ids(fields["position_ids"], positions, rows.shape, ragged, max_len),
+        slot_mapping=_slot_mapping(fields["slot_mapping"], slots, rows.shape, ragged, layout),
         block_tables=tables,
-        query_lens=division.query_lens,
-        context_lens=division.context_lens,
+        query_lens=ragged.query_lens,
+        context_lens=ragged.context_lens,
     )
-    return LoweredInput(batch, layout, ids.shape, division.places)
+    return PreparedInput(batch, layout, ids.shape, ragged.places)
 
 
 def _array(name: str, tensor: Tensor | None) -> IntArray | None:
@@ -103,12 +103,12 @@ def _refuse_tables(fields: dict[str, IntArray | None], layout: CacheLayout | Non
             raise InvalidValueError(f"{name} was given, but {reason}; leave it out, or use a PagedKVCacheConfig")
 
 
-def _check_limits(division: Division, layout: CacheLayout | None, max_len: int) -> None:
-    num_requests = len(division.query_lens)
-    if layout is None and division.cached_lens.any():
-        i = int((division.cached_lens > 0).argmax())
+def _check_limits(ragged: RaggedLayout, layout: CacheLayout | None, max_len: int) -> None:
+    num_requests = len(ragged.query_lens)
+    if layout is None and ragged.cached_lens.any():
+        i = int((ragged.cached_lens > 0).argmax())
         raise InvalidValueError(
-            f"{division.cached_lens[i]} tokens of request {i} are said to be cached (cache_lengths or input_lengths), "
+            f"{ragged.cached_lens[i]} tokens of request {i} are said to be cached (cache_lengths or input_lengths), "
             "but no cache is configured; give the whole text, or configure a cache with reset_cache"
         )
     if layout is not None and layout.max_batch_size is not None and num_requests > layout.max_batch_size:
@@ -120,12 +120,12 @@ def _check_limits(division: Division, layout: CacheLayout | None, max_len: int) 
     if layout is not None and layout.max_cache_len is not None:
         limits["the cache has max_cache_len ="] = layout.max_cache_len
     for source, limit in limits.items():
-        too_long = division.cached_lens > limit - division.query_lens  # a sum might overflow
+        too_long = ragged.cached_lens > limit - ragged.query_lens  # a sum might overflow
         if too_long.any():
             i = int(too_long.argmax())
             raise InvalidValueError(
-                f"request {i} has {division.context_lens[i]} tokens, {division.cached_lens[i]} cached (cache_lengths) "
-                f"and {division.query_lens[i]} new (input_ids), but {source} {limit}; give fewer"
+                f"request {i} has {ragged.context_lens[i]} tokens, {ragged.cached_lens[i]} cached (cache_lengths) "
+                f"and {ragged.query_lens[i]} new (input_ids), but {source} {limit}; give fewer"
             )
 
 
@@ -160,18 +160,18 @@ def _block_tables(given: IntArray | None, context_lens: IntArray, layout: CacheL
     return np.where(is_needed, tables, -1)
 
 
-def _select(array: IntArray, division: Division) -> IntArray:
+def _select(array: IntArray, ragged: RaggedLayout) -> IntArray:
     """The entries `[T]` of the tokens, of an array with one for every place in `input_ids`."""
     flat = array.reshape(-1)
-    return flat if division.places is None else flat[division.places]
+    return flat if ragged.places is None else flat[ragged.places]
 
 
-def _token_ids(rows: IntArray, division: Division, vocab_size: int) -> IntArray:
-    ids = _select(rows, division)
+def _token_ids(rows: IntArray, ragged: RaggedLayout, vocab_size: int) -> IntArray:
+    ids = _select(rows, ragged)
     wrong = (ids < 0) | (ids >= vocab_size)
     if wrong.any():
         place = int(wrong.argmax())
-        row, column = divmod(place if division.places is None else int(division.places[place]), rows.shape[1])
+        row, column = divmod(place if ragged.places is None else int(ragged.places[place]), rows.shape[1])
         raise InvalidValueError(
             f"input_ids holds {ids[place]} in row {row}, column {column}, which is outside the vocabulary; "
             f"use 0 to {vocab_size - 1}"
@@ -180,7 +180,7 @@ def _token_ids(rows: IntArray, division: Division, vocab_size: int) -> IntArray:
 
 
 def _position_ids(
-    given: IntArray | None, derived: IntArray, shape: tuple[int, ...], division: Division, max_len: int
+    given: IntArray | None, derived: IntArray, shape: tuple[int, ...], ragged: RaggedLayout, max_len: int
 ) -> IntArray:
     if given is None:
         return derived
@@ -190,29 +190,29 @@ def _position_ids(
             f"position_ids of shape {list(given.shape)} does not go with input_ids of {list(shape)}; "
             f"give {list(shape)}, or [{seq}] for all rows"
         )
-    positions = _select(np.tile(given.reshape(-1), batch * seq // given.size), division)
+    positions = _select(np.tile(given.reshape(-1), batch * seq // given.size), ragged)
     wrong = (positions < 0) | (positions >= max_len)
     if wrong.any():
         raise InvalidValueError(f"position_ids holds {positions[wrong.argmax()]}; use 0 to {max_len - 1}")
     return positions
 
 
-def _slots(tables: IntArray, positions: IntArray, division: Division, layout: CacheLayout) -> IntArray:
+def _slots(tables: IntArray, positions: IntArray, ragged: RaggedLayout, layout: CacheLayout) -> IntArray:
     """Where the tokens' places are in the cache, `[T]`."""
-    owners = np.repeat(np.arange(len(tables)), division.query_lens)
+    owners = np.repeat(np.arange(len(tables)), ragged.query_lens)
     blocks, offsets = np.divmod(positions, layout.block_size)
     return tables[owners, blocks] * layout.block_size + offsets
 
 
 def _slot_mapping(
-    given: IntArray | None, derived: IntArray, shape: tuple[int, ...], division: Division, layout: CacheLayout
+    given: IntArray | None, derived: IntArray, shape: tuple[int, ...], ragged: RaggedLayout, layout: CacheLayout
 ) -> IntArray:
     if given is None:
         slots = derived
     elif given.shape == derived.shape:
         slots = given
     elif given.shape == shape or (shape[0] == 1 and given.shape == shape[1:]):
-        slots = _select(given, division)
+        slots = _select(given, ragged)
     else:
         raise InvalidValueError(
             f"slot_mapping of shape {list(given.shape)} does not go with input_ids of {list(shape)}; give one slot "

@@ -9,7 +9,7 @@ from infinilm.errors import InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class RaggedLayout:
     """Which tokens are whose: T new tokens of N requests."""
 
     query_lens: IntArray  # [N] new tokens, all >= 1
@@ -35,7 +35,7 @@ def divide(
     input_lengths: IntArray | None,
     cache_lengths: IntArray | None,
     block_tables: IntArray | None,
-) -> Division:
+) -> RaggedLayout:
     """Divide `input_ids` of that shape: by rows if it has several, or is one request; else end to end."""
     num_requests = _agreed_count(
         {"cache_lengths": cache_lengths, "input_lengths": input_lengths, "block_tables": block_tables}
@@ -45,7 +45,7 @@ def divide(
         query_lens = _packed_lens(seq, num_requests, input_offsets, input_lengths, cache_lengths)
         cached_lens = _packed_cached(query_lens, input_lengths, cache_lengths)
         _check_lens(query_lens, cached_lens, seq)
-        return Division(query_lens, cached_lens)
+        return RaggedLayout(query_lens, cached_lens)
     if num_requests not in (None, batch):
         raise InvalidValueError(
             f"input_ids has {batch} rows, a request each, but the lengths or block_tables are of {num_requests} "
@@ -65,7 +65,7 @@ def _agreed_count(given: dict[str, IntArray | None]) -> int | None:
     return next(iter(counts.values()), None)
 
 
-def _divide_rows(batch: int, seq: int, input_lengths: IntArray | None, cache_lengths: IntArray | None) -> Division:
+def _divide_rows(batch: int, seq: int, input_lengths: IntArray | None, cache_lengths: IntArray | None) -> RaggedLayout:
     if cache_lengths is not None:
         cached_lens = cache_lengths
     elif input_lengths is not None:
@@ -75,8 +75,8 @@ def _divide_rows(batch: int, seq: int, input_lengths: IntArray | None, cache_len
     query_lens = np.full(batch, seq) if input_lengths is None else input_lengths - cached_lens
     _check_lens(query_lens, cached_lens, seq)
     if (query_lens == seq).all():
-        return Division(query_lens, cached_lens)
-    return Division(query_lens, cached_lens, np.flatnonzero(np.arange(seq) < query_lens[:, None]))
+        return RaggedLayout(query_lens, cached_lens)
+    return RaggedLayout(query_lens, cached_lens, np.flatnonzero(np.arange(seq) < query_lens[:, None]))
 
 
 def _packed_lens(

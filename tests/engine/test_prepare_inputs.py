@@ -9,7 +9,7 @@ import torch
 from infinilm.attention.batch import HostBatch
 from infinilm.cache import CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
 from infinilm.engine.infer_input import Input
-from infinilm.engine.lowering import LoweredInput, lower
+from infinilm.engine.prepare_inputs import PreparedInput, lower
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 VOCAB, MAX_LEN = 100, 64
@@ -19,7 +19,7 @@ PAGED = layout_of(PagedKVCacheConfig(num_blocks=8), LIMITS)
 LAYOUTS = {"static": STATIC, "paged": PAGED, "none": None}
 
 
-def run(layout: CacheLayout | None, **fields: Any) -> LoweredInput:
+def run(layout: CacheLayout | None, **fields: Any) -> PreparedInput:
     return lower(Input(**fields), layout, vocab_size=VOCAB, max_len=MAX_LEN)
 
 

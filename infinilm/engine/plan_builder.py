@@ -15,7 +15,7 @@ class InFlight:
     plan: StepPlan
     seqs: list[Sequence]  # by index in the plan
     rows: IntArray  # the same
-    tenures: IntArray  # whose turn it was in each row when planned
+    row_generations: IntArray  # whose turn it was in each row when planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Committed:
 
     plan: StepPlan
     seqs: list[Sequence]  # by index in the plan
-    void: set[int]
+    stale: set[int]
     """Indices of sequences that had ended in the meantime: what the step computed for them means nothing."""
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """A plan in the making."""
 
     budget: int

@@ -24,7 +24,9 @@ def first_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best.values, best_block * BLOCK + best.indices
 
 
-def leading(values: torch.Tensor, count: int, maxima: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def block_topk(
+    values: torch.Tensor, count: int, maxima: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab].
 
     `maxima` [n, vocab / BLOCK] are those of the blocks, if they are known already.
