@@ -1,4 +1,4 @@
-"""What goes into `InferEngine.forward`, and what comes out."""
+"""The input and output of `InferEngine.forward`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ def serve(channel: Channel) -> None:
                 reply = rank.execute(command, message)
         except BaseException as error:
             if rank is not None:
-                rank.worker.group.leave()  # whoever waits for this rank must not wait any longer
+                rank.worker.group.leave()  # unblocks ranks stuck in a collective
             reply = Message({"error": asdict(WireError.of(error))})
         channel.send(reply)
 

@@ -1,8 +1,12 @@
 """How the KV cache keeps tokens whose keys or values hold NaN or infinity.
 
 Attention multiplies the values of tokens that a query must not see by a weight of 0, and 0 * NaN is NaN: a bad value
-would reach queries that have nothing to do with it. So no value in the cache is ever NaN or infinite. Instead the
-token's key is NaN, which makes every query NaN that does see it; a masked score is replaced, whatever it was.
+would reach queries that have nothing to do with it. So the value of a prompt's token is never stored as NaN or
+infinity. Instead the token's key is NaN, which makes every query NaN that does see it; a masked score is replaced,
+whatever it was.
+
+Decode steps on a GPU store what they computed: each row has one new token, and the kernels that read it later load only
+values that all of a product's queries see.
 """
 
 import torch

@@ -100,8 +100,12 @@ class Sampler:
             self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
         if row in self._live:
             raise EngineError(f"row {row} is taken; end it before starting it again")
-        self._masks.start(start)
         self._processors.start(start)
+        try:
+            self._masks.start(start)
+        except BaseException:
+            self._processors.end(row)
+            raise
         self._live.add(row)
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from infinilm.kernels.copies import to_device
 from infinilm.kernels.penalties import IN_PROMPT, find_penalize
 
 
@@ -24,10 +26,11 @@ class TokenCounts:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._penalties[slot] = torch.tensor(penalties, dtype=torch.float32)
+        (self._penalties[slot],) = to_device(self._device, np.array(penalties, dtype=np.float32))
+        texts = (np.array(prompt_ids, dtype=np.int64), np.array(output_ids, dtype=np.int64))
+        in_prompt, drawn = to_device(self._device, *texts)
         counts = self._counts[slot].zero_()
-        counts.index_fill_(0, torch.tensor(prompt_ids, dtype=torch.int64, device=self._device), IN_PROMPT)
-        drawn = torch.tensor(output_ids, dtype=torch.int64, device=self._device)
+        counts.index_fill_(0, in_prompt, IN_PROMPT)
         counts.index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
         return slot
 

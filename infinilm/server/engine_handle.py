@@ -57,7 +57,7 @@ class EngineChild:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Tell it something. What comes too late for it is lost, as it is gone."""
+        """Send a command. It is dropped if the process has ended."""
         if not self._writer.is_closing():
             self._writer.write(frame(command))
 

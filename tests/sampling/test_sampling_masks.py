@@ -119,3 +119,25 @@ def test_the_grammar_has_the_last_word_and_logprobs_do_not_hear_it(logprobs):
         assert list(drawn.logprobs.top) == [74, 73]
         assert drawn.logprobs.rank == 75
     assert draw(sampler, [0])[0].token_id == 70
+
+
+class Broken(Countdown):
+    """A grammar that can't be followed."""
+
+    def matcher(self, output_ids: Sequence[int], stop_ids: Sequence[int], min_tokens: int) -> Countdown:
+        raise ValueError("no matcher")
+
+
+def test_a_row_that_could_not_start_leaves_no_rule_behind() -> None:
+    """Neither the mask of a row with a bad bias, nor the bias of a row with a bad grammar, hold for the next row."""
+    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32).unsqueeze(0)
+    for params, grammar in (
+        (SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), Countdown(3)),
+        (SamplingParams(logit_bias={7: 100.0}, frequency_penalty=1.0), Broken(3)),
+    ):
+        sampler = Sampler(VOCAB_SIZE, CPU)
+        with pytest.raises(ValueError, match=r"logit_bias names token|no matcher"):
+            sampler.start_row(RowStart(0, params, 0, (), [1], (), grammar))
+        sampler.start_row(RowStart(0, GREEDY, 0, (), [1]))
+        assert not sampler.needs_host([0])
+        assert sampler.sample(logits.clone(), [0], [1]).token_ids.tolist() == [VOCAB_SIZE - 1]
