@@ -17,8 +17,8 @@ from infinilm.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from infinilm.engine.async_engine import AsyncLLM
-    from infinilm.engine.infer_engine import InferEngine
     from infinilm.engine.llm_engine import LLM, LLMEngine
+    from infinilm.lowlevel.infer_engine import InferEngine
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +39,7 @@ _LAZY = {
     "LLM": "infinilm.engine.llm_engine",
     "LLMEngine": "infinilm.engine.llm_engine",
     "AsyncLLM": "infinilm.engine.async_engine",
-    "InferEngine": "infinilm.engine.infer_engine",
+    "InferEngine": "infinilm.lowlevel.infer_engine",
 }
 _ROOMS = ("cache", "debug", "distributed", "engine", "generation", "layers", "lib", "models")
 

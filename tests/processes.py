@@ -36,7 +36,7 @@ def ranks(pid: int | None = None) -> list[int]:
 def is_rank(pid: int) -> bool:
     """Whether a process is there and is a rank's."""
     try:
-        return b"infinilm.engine.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"infinilm.executor.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

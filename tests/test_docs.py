@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from infinilm.debug import ALIASES, POINTS
-from infinilm.engine.infer_input import TENSOR_FIELDS
 from infinilm.errors import InvalidValueError
+from infinilm.lowlevel.infer_input import TENSOR_FIELDS
 from infinilm.models import LlamaConfig, register_model
 from infinilm.models.architectures import ARCHITECTURES
 

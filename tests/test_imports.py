@@ -12,9 +12,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "infinilm"
 
 # What each room may import of ours. Leaves come first; a room never imports one further down.
-LEAVES = {"errors", "checks", "sampling_params", "structured_output", "outputs"}
+LEAVES = {"errors", "checks", "interrupts", "sampling_params", "structured_output", "outputs"}
 ALLOWED = {
     "errors": set(),
+    "interrupts": set(),
     "checks": {"errors"},
     "sampling_params": LEAVES,
     "structured_output": {"checks", "errors"},
@@ -28,19 +29,25 @@ ALLOWED = {
     "debug": LEAVES | {"distributed"},
     "generation": LEAVES | {"sampling"},
     "layers": LEAVES | {"attention", "kernels", "distributed"},
-    "loading": LEAVES | {"distributed"},
-    "structured": LEAVES | {"loading"},
+    "text": LEAVES,
+    "loading": LEAVES | {"distributed", "text"},
+    "structured": LEAVES | {"text"},
     "models": LEAVES
-    | {"layers", "attention", "kernels", "cache", "loading", "distributed", "debug", "generation", "sampling"},
+    | {"layers", "attention", "kernels", "cache", "loading", "text", "distributed", "debug", "generation", "sampling"},
+    "executor": LEAVES
+    | {"config", "cache", "distributed", "attention", "kernels", "sampling", "layers", "models", "loading", "debug"}
+    | {"text", "engine"},
     "engine": LEAVES
-    | {"config", "cache", "distributed", "attention", "kernels", "sampling", "layers", "models"}
-    | {"loading", "debug", "generation", "structured"},
-    "lib": LEAVES | {"cache", "distributed", "debug", "models", "engine"},
-    "server": LEAVES | {"", "config", "distributed", "engine", "loading", "structured"},
-    "cli": LEAVES | {"", "config", "distributed", "engine", "models", "loading", "bench", "server"},
-    "bench": LEAVES | {"", "config", "distributed", "engine", "loading"},
+    | {"config", "cache", "distributed", "executor", "models", "debug", "structured", "text", "lowlevel"},
+    "lowlevel": LEAVES
+    | {"config", "cache", "distributed", "executor", "attention", "sampling", "layers", "models", "loading", "debug"}
+    | {"generation", "text", "engine"},
+    "lib": LEAVES | {"cache", "distributed", "debug", "models", "lowlevel"},
+    "server": LEAVES | {"", "config", "distributed", "engine", "executor", "loading", "text", "structured"},
+    "cli": LEAVES | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server"},
+    "bench": LEAVES | {"", "config", "distributed", "engine", "loading", "text"},
     "__main__": {"cli"},
-    "": LEAVES | {"config", "engine"},
+    "": LEAVES | {"config", "engine", "lowlevel"},
 }
 
 

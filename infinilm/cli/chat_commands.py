@@ -102,7 +102,7 @@ def _number(kind: Callable[[str], Number], argument: str, usage: str) -> Number:
 
 
 def _model(chat: "Chat") -> None:
-    from infinilm.engine.memory import format_bytes
+    from infinilm.executor.memory import format_bytes
 
     engine, config, memory = chat.engine, chat.engine.model_config, chat.engine.memory
     facts = {

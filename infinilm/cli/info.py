@@ -31,7 +31,7 @@ def info(
 
 
 def _describe(facts: dict[str, Any]) -> dict[str, str]:
-    from infinilm.engine.memory import format_bytes
+    from infinilm.executor.memory import format_bytes
 
     tokenizer = facts["tokenizer"]
     rope = {name: _plain(value) for name, value in facts["rope"].items() if not isinstance(value, list)}
@@ -61,7 +61,7 @@ def _plain(value: object) -> str:
 
 
 def _memory_table(facts: dict[str, Any]) -> "Table":
-    from infinilm.engine.memory import format_bytes
+    from infinilm.executor.memory import format_bytes
 
     needs, context = facts["memory"], facts["max_context_len"]
     kinds = [name for name in (*DTYPES, QUANTIZED) if name in needs]

@@ -11,8 +11,8 @@ from infinilm.config import Config
 
 if TYPE_CHECKING:
     from infinilm.loading.checkpoint import Checkpoint
-    from infinilm.loading.tokenizer import Tokenizer
     from infinilm.models import LlamaConfig
+    from infinilm.text.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16")
 """The types whose needs are compared …"""
@@ -116,9 +116,9 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "LlamaConfig", num_par
     import torch
 
     from infinilm.distributed import DistConfig
-    from infinilm.engine.loader import select_devices
-    from infinilm.engine.memory import free_memory_bytes
-    from infinilm.engine.workspace import estimate_workspace
+    from infinilm.executor.loader import select_devices
+    from infinilm.executor.memory import free_memory_bytes
+    from infinilm.executor.workspace import estimate_workspace
     from infinilm.models.auto import outline_model
     from infinilm.models.quantization import choose_formats
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinilm.distributed.config import DistConfig
     from infinilm.engine.block_manager import BlockManager
-    from infinilm.engine.infer_engine import InferEngine
     from infinilm.engine.llm_engine import LLMEngine
-    from infinilm.engine.model_runner import ModelRunner
-    from infinilm.engine.rank_worker import RankWorker
     from infinilm.engine.scheduler import Scheduler
     from infinilm.engine.sequence import Sequence
+    from infinilm.executor.model_runner import ModelRunner
+    from infinilm.executor.rank_worker import RankWorker
+    from infinilm.lowlevel.infer_engine import InferEngine
 
 __all__ = [
     "BlockManager",
@@ -28,10 +28,10 @@ __all__ = [
 _FILES = {
     "BlockManager": "infinilm.engine.block_manager",
     "DistConfig": "infinilm.distributed.config",
-    "InferEngine": "infinilm.engine.infer_engine",
+    "InferEngine": "infinilm.lowlevel.infer_engine",
     "LLMEngine": "infinilm.engine.llm_engine",
-    "ModelRunner": "infinilm.engine.model_runner",
-    "RankWorker": "infinilm.engine.rank_worker",
+    "ModelRunner": "infinilm.executor.model_runner",
+    "RankWorker": "infinilm.executor.rank_worker",
     "Scheduler": "infinilm.engine.scheduler",
     "Sequence": "infinilm.engine.sequence",
 }

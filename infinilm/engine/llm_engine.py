@@ -22,10 +22,6 @@ from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.garbage import gc_paused
-from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
-from infinilm.engine.loader import load_model
-from infinilm.engine.memory import explain_oom, give_back, is_out_of_memory
-from infinilm.engine.model_runner import StepHandle
 from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
 from infinilm.engine.prompts import (
     Prompt,
@@ -42,6 +38,10 @@ from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence as TokenSequence
 from infinilm.engine.stats import EngineStats, ProgressBar
 from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
+from infinilm.executor.loader import load_model
+from infinilm.executor.memory import explain_oom, give_back, is_out_of_memory
+from infinilm.executor.model_runner import StepHandle
+from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.compiler import GrammarCompiler

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from infinilm.checks import check_text, plain_number
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
+from infinilm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 

@@ -6,10 +6,10 @@ from time import perf_counter
 
 from infinilm.engine.plan import NO_TOKEN, StepResult
 from infinilm.engine.sequence import Sequence
-from infinilm.loading.detokenizer import Detokenizer, StopStrings
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.outputs import AnswerDelta, CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
+from infinilm.text.detokenizer import Detokenizer, StopStrings
+from infinilm.text.tokenizer import Tokenizer
 
 OnToken = Callable[[RequestOutput], None]
 

@@ -7,7 +7,7 @@ _HOMES = {
     "CacheConfig": "infinilm.cache",
     "DistConfig": "infinilm.distributed",
     "HookRegistry": "infinilm.debug",
-    "InferEngine": "infinilm.engine.infer_engine",
+    "InferEngine": "infinilm.lowlevel.infer_engine",
     "LlamaConfig": "infinilm.models",
     "PagedKVCacheConfig": "infinilm.cache",
     "StaticKVCacheConfig": "infinilm.cache",

@@ -10,7 +10,7 @@ from infinilm.errors import CheckpointError
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
 from infinilm.loading.quantize import PackedRows
 from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 
 class Checkpoint(Protocol):

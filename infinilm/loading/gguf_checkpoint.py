@@ -15,7 +15,7 @@ from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
 from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_FACTORS, GGUFMetadata, make_config
 from infinilm.loading.piece import locate_piece
 from infinilm.loading.quantize import PackedRows, quantize_rows
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
 _SLICE_ELEMENTS = 2**18

@@ -15,7 +15,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.piece import locate_piece
 from infinilm.loading.quantize import PackedRows, quantize_rows
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_REFUSED = (

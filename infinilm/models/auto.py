@@ -12,11 +12,11 @@ from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.loading.weights import check_shapes
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import LlamaConfig
 from infinilm.models.registry import create_model
+from infinilm.text.tokenizer import Tokenizer
 
 
 class AutoConfig:

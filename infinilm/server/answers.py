@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-from infinilm.loading.detokenizer import Detokenizer, StopStrings
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.outputs import TokenLogprobs
 from infinilm.server.messages import Delta
+from infinilm.text.detokenizer import Detokenizer, StopStrings
+from infinilm.text.tokenizer import Tokenizer
 
 
 class Answer:

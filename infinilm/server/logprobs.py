@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.outputs import TokenLogprobs
+from infinilm.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
 """For a token that can't be: JSON has no infinity."""

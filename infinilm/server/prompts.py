@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from infinilm.errors import InfinilmError
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.server.api_errors import bad_request
+from infinilm.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.sources import DEFAULT_MODEL, resolve
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.admission import Admission
 from infinilm.server.answers import Answer
@@ -30,6 +29,7 @@ from infinilm.server.protocol import SamplingFields
 from infinilm.server.sampling import stop_strings
 from infinilm.server.settings import ServerSettings
 from infinilm.server.tools import detect_format, supports_tools
+from infinilm.text.tokenizer import Tokenizer
 
 
 class Service:

@@ -10,7 +10,6 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.grammar_sandbox import Cancellation, Trials, TrialTimeoutError
 from infinilm.structured.matcher import CompiledGrammar, Mask, readable, token_mask
@@ -18,6 +17,7 @@ from infinilm.structured.source import grammar_text
 from infinilm.structured.trial_process import TRIAL_S, Verdict, parser_limits
 from infinilm.structured.vocabulary import Vocabulary
 from infinilm.structured_output import StructuredOutput
+from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

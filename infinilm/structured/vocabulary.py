@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-    from infinilm.loading.tokenizer import Tokenizer
+    from infinilm.text.tokenizer import Tokenizer
 
 Encode = Callable[[str], list[int]]
 

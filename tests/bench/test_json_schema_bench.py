@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.structured.compiler import GrammarCompiler
+from infinilm.text.tokenizer import Tokenizer
 
 BENCH = Path(__file__).parents[2] / "bench"
 SCHEMAS = {

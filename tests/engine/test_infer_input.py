@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from infinilm.engine.infer_input import Input, Output
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.lowlevel.infer_input import Input, Output
 
 
 def test_defaults_of_an_input() -> None:

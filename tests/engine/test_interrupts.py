@@ -15,12 +15,12 @@ from troubled_model import save_troubled
 from infinilm import LLM, SamplingParams
 from infinilm.distributed import DistConfig
 from infinilm.engine import InferEngine
-from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
+from infinilm.interrupts import interrupts_allowed, interrupts_held
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 ENGINE_FILES = ("/infinilm/", "/contextlib.py", "/subprocess.py")
-PEER_FILES = ("/infinilm/engine/peers.py", "/infinilm/engine/worker_group.py", "/subprocess.py")
+PEER_FILES = ("/infinilm/engine/peers.py", "/infinilm/executor/worker_group.py", "/subprocess.py")
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,10 @@ from troubled_model import save_troubled, trouble
 from infinilm import LLM, Config, InferEngine, SamplingParams
 from infinilm.attention.triton_backend import TritonAttention
 from infinilm.distributed import DistConfig
-from infinilm.engine.memory import MemoryLedger, Workspace, explain_oom, is_out_of_memory, plan_memory
-from infinilm.engine.step_graphs import Shape
-from infinilm.engine.workspace import (
+from infinilm.errors import EngineError, InvalidValueError, OutOfMemoryError
+from infinilm.executor.memory import MemoryLedger, Workspace, explain_oom, is_out_of_memory, plan_memory
+from infinilm.executor.step_graphs import Shape
+from infinilm.executor.workspace import (
     GRAPH_BYTES,
     StepShape,
     decode_attention_bytes,
@@ -28,7 +29,6 @@ from infinilm.engine.workspace import (
     graph_table_rows,
     uses_graphs,
 )
-from infinilm.errors import EngineError, InvalidValueError, OutOfMemoryError
 from infinilm.models import LlamaConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

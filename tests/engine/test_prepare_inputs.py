@@ -8,9 +8,9 @@ import torch
 
 from infinilm.attention.batch import HostBatch
 from infinilm.cache import CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
-from infinilm.engine.infer_input import Input
-from infinilm.engine.prepare_inputs import PreparedInput, lower
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.lowlevel.infer_input import Input
+from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 
 VOCAB, MAX_LEN = 100, 64
 LIMITS = CacheLimits(MAX_LEN, lambda dtype: 4, 1 << 20)

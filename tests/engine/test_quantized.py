@@ -10,8 +10,8 @@ from packing import needs_native
 
 from infinilm import LLM, Config, InferEngine, SamplingParams
 from infinilm.debug import HookRegistry
-from infinilm.engine.threads import ThreadUsers
 from infinilm.errors import EngineError, InvalidValueError
+from infinilm.executor.threads import ThreadUsers
 
 TEXT = list(range(2, 150))
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
@@ -129,7 +129,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
 
 
 def test_settings_of_gpus() -> None:
-    from infinilm.engine.loader import select_kv_dtype
+    from infinilm.executor.loader import select_kv_dtype
 
     cuda = torch.device("cuda")
     for name in ("auto", "bfloat16"):

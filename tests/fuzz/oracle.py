@@ -12,7 +12,7 @@ from fuzz.specs import EOS_ID, MAX_MODEL_LEN, POISON_ID, VOCAB_SIZE, RequestSpec
 from infinilm import LLM, RequestOutput, SamplingParams
 from infinilm.debug import HookRegistry
 from infinilm.engine.llm_engine import _mix
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 NUM_NOISY_RUNS = 12
 

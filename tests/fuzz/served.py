@@ -15,8 +15,8 @@ from fuzz.cases import Arrival, Case
 from fuzz.compare import UNKNOWN, Outcome, SeenAnswer
 from fuzz.session import Record
 from fuzz.specs import VOCAB_SIZE, RequestSpec
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.outputs import TokenLogprobs
+from infinilm.text.tokenizer import Tokenizer
 
 KEYS = ("fuzz-key-one", "fuzz-key-two")
 """Clients with different keys share no blocks."""

@@ -11,7 +11,7 @@ from fuzz.runs import Lab, reproduce
 from infinilm import LLM
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.sequence import Sequence
-from infinilm.loading.detokenizer import Detokenizer
+from infinilm.text.detokenizer import Detokenizer
 
 CASES_PER_PATH = 40
 SERVED_CASES = 24

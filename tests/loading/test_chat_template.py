@@ -11,10 +11,10 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from infinilm.loading.chat_template import MAX_OUTPUT_CHARS, MAX_TEMPLATE_CHARS, ChatTemplate
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.chat_template import MAX_OUTPUT_CHARS, MAX_TEMPLATE_CHARS, ChatTemplate
+from infinilm.text.tokenizer import Tokenizer
 
 LLAMA3 = """\
 {{- bos_token }}

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.control_tokens import CLOSE, OPEN
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.control_tokens import CLOSE, OPEN
+from infinilm.text.tokenizer import Tokenizer
 
 START, END, EOS, THINK, USER = range(5)
 CHATML = (

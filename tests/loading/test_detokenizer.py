@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.loading.detokenizer import Detokenizer, StopStrings
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.detokenizer import Detokenizer, StopStrings
+from infinilm.text.tokenizer import Tokenizer
 
 KINDS = ["byte-level", "sentencepiece", "metaspace", "wordpiece", "word-level", "byte-level-and-more"]
 

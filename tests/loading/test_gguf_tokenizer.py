@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile
-from infinilm.loading.gguf_tokenizer import PRE_TOKENIZERS, GGUFVocabulary, build_tokenizer
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.gguf_tokenizer import PRE_TOKENIZERS, GGUFVocabulary, build_tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 

@@ -7,7 +7,7 @@ from llama_cpp_data import llama_cpp_models
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 LOADED = ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "refact", "starcoder"]
 WITHOUT_GOLDENS = ["aquila", "baichuan", "gpt-neox"]

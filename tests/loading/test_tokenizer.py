@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",
@@ -363,7 +363,7 @@ def test_no_warning_after_a_fork(tmp_path: Path) -> None:
     path = write_directory(tmp_path, byte_level(), bos_token="<s>")
     program = (
         "import os, sys, pathlib\n"
-        "from infinilm.loading.tokenizer import Tokenizer\n"
+        "from infinilm.text.tokenizer import Tokenizer\n"
         "tokenizer = Tokenizer.from_directory(pathlib.Path(sys.argv[1]))\n"
         "ids = tokenizer.encode('hello ' * 1000)\n"
         "tokenizer.decode(ids)\n"

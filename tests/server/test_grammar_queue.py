@@ -184,7 +184,7 @@ def test_a_bad_one_is_refused_and_the_next_is_served(driven):
 
 def test_cancelling_ends_the_process_that_is_at_it(tiny_dir):
     """With the real compiler: the process ends, and the next grammar gets another one."""
-    from infinilm.loading.tokenizer import Tokenizer
+    from infinilm.text.tokenizer import Tokenizer
 
     def trial_processes() -> set[int]:
         return {pid for pid in children(os.getpid()) if runs(pid, b"infinilm.structured.trial_process")}

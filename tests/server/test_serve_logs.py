@@ -113,7 +113,7 @@ def test_a_request_is_logged_with_its_id(server: Server) -> None:
 
 
 def test_the_engine_logs_in_the_same_form(server: Server) -> None:
-    assert logged(server, "infinilm.engine.loader")[1] == "INFO"
+    assert logged(server, "infinilm.executor.loader")[1] == "INFO"
 
 
 def test_junk_is_counted_and_not_logged(server: Server) -> None:

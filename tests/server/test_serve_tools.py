@@ -10,7 +10,7 @@ from checkpoints import make_reference, save
 from server_driver import Server, events, serving
 from tiny_tokenizer import TEMPLATE, build_tokenizer
 
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 MARKER, OTHER = "[TOOL_CALLS]", "[OTHER]"
 TOOL_TEMPLATE = "{{ tools | tojson }}{# [TOOL_CALLS] [{...}] #}" + TEMPLATE

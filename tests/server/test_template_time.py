@@ -5,7 +5,7 @@ from time import perf_counter
 import pytest
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.chat_template import ChatTemplate
+from infinilm.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "a"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.chat_template import ChatTemplate
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.server.tools import detect_format, parse_answer, prepare_messages, supports_tools
 from infinilm.server.tools.formats import HERMES, LLAMA, MISTRAL, SMOLLM
+from infinilm.text.chat_template import ChatTemplate
 
 WEATHER = {
     "type": "function",

@@ -7,7 +7,7 @@ import pytest
 from structured_helpers import Source
 
 from infinilm.loading.checkpoint import open_checkpoint
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from infinilm.loading.detokenizer import Detokenizer
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling import Sampler
 from infinilm.sampling_params import RowStart, SamplingParams
 from infinilm.structured.compiler import GrammarCompiler
 from infinilm.structured_output import StructuredOutput
+from infinilm.text.detokenizer import Detokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 

@@ -236,7 +236,7 @@ def test_processes_are_few_and_end_with_the_compiler(tiny_dir):
 
     from structured_helpers import Source
 
-    from infinilm.loading.tokenizer import Tokenizer
+    from infinilm.text.tokenizer import Tokenizer
 
     before = set(children(os.getpid()))
     source = Source.of(Tokenizer.from_directory(tiny_dir))

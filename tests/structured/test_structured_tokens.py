@@ -7,11 +7,11 @@ import pytest
 from structured_helpers import Source
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.matcher import token_mask
 from infinilm.structured.vocabulary import Vocabulary
 from infinilm.structured_output import StructuredOutput, TokenMatcher
+from infinilm.text.tokenizer import Tokenizer
 
 
 def allowed(source: Source, matcher: TokenMatcher) -> list[int]:

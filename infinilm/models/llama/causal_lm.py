@@ -19,7 +19,6 @@ from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.generation.arrays import IntArray, read_rows
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.loading.weights import load_weights
 from infinilm.models.auto import check_fits, choose_device, choose_dtype, find_eos_token_ids
 from infinilm.models.config import LlamaConfig
@@ -27,6 +26,7 @@ from infinilm.models.cpu import avoid_false_amx
 from infinilm.models.random_weights import fill_randomly
 from infinilm.models.registry import create_model
 from infinilm.sampling import draw_uniform
+from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

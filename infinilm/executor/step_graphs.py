@@ -24,7 +24,7 @@ from torch import Tensor
 from infinilm.attention import ForwardBatch
 from infinilm.attention.batch import HostBatch, IntArray
 from infinilm.attention.triton_backend import DecodePlan, MixedPlan, TritonAttention
-from infinilm.engine.rank_worker import RankWorker
+from infinilm.executor.rank_worker import RankWorker
 from infinilm.kernels.decode_attention import SharedPrefix
 from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
 from infinilm.sampling import Sampler

@@ -22,23 +22,23 @@ from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
 from infinilm.debug.taps import show_logits
 from infinilm.distributed.config import DistConfig
-from infinilm.engine.infer_input import Input as InferInput
-from infinilm.engine.infer_input import Output as InferOutput
-from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
-from infinilm.engine.loader import select_devices, start_workers
-from infinilm.engine.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
-from infinilm.engine.params import ParamTable
-from infinilm.engine.prepare_inputs import PreparedInput, lower
-from infinilm.engine.rank_worker import CacheShape, StepInput
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
+from infinilm.executor.loader import select_devices, start_workers
+from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
+from infinilm.executor.rank_worker import CacheShape, StepInput
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
+from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.lowlevel.infer_input import Input as InferInput
+from infinilm.lowlevel.infer_input import Output as InferOutput
+from infinilm.lowlevel.params import ParamTable
+from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import LlamaConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids, outline_model
 from infinilm.sampling import check_uniform, draw_uniform
+from infinilm.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,21 +12,21 @@ from infinilm.attention import why_not_native
 from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
 from infinilm.distributed.shard import PackedShard
-from infinilm.engine.memory import MemoryLedger, describe_oom, give_back, is_out_of_memory, plan_memory
-from infinilm.engine.model_runner import ModelRunner
-from infinilm.engine.rank_worker import CacheShape
-from infinilm.engine.worker_group import WorkerGroup
-from infinilm.engine.workspace import estimate_workspace, uses_graphs
 from infinilm.errors import InvalidValueError
+from infinilm.executor.memory import MemoryLedger, describe_oom, give_back, is_out_of_memory, plan_memory
+from infinilm.executor.model_runner import ModelRunner
+from infinilm.executor.rank_worker import CacheShape
+from infinilm.executor.worker_group import WorkerGroup
+from infinilm.executor.workspace import estimate_workspace, uses_graphs
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.models import LlamaConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids
 from infinilm.models.cpu import avoid_false_amx
 from infinilm.models.quantization import choose_formats, note_dense
+from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

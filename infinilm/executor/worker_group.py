@@ -14,13 +14,13 @@ from torch import Tensor
 from infinilm.debug import HookRegistry
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
-from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
-from infinilm.engine.memory import free_memory_bytes
-from infinilm.engine.rank_process import RankSettings, WireError
-from infinilm.engine.rank_worker import CacheShape, Command, OnLogits, RankWorker, StepInput
-from infinilm.engine.threads import computing_threads, share_of_threads
-from infinilm.engine.worker_processes import Peers
 from infinilm.errors import EngineError, WorkerDiedError
+from infinilm.executor.memory import free_memory_bytes
+from infinilm.executor.rank_process import RankSettings, WireError
+from infinilm.executor.rank_worker import CacheShape, Command, OnLogits, RankWorker, StepInput
+from infinilm.executor.threads import computing_threads, share_of_threads
+from infinilm.executor.worker_processes import Peers
+from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import LlamaConfig
 from infinilm.models.registry import describe_registration

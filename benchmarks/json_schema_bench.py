@@ -2,7 +2,7 @@
 
 The set is that of https://github.com/guidance-ai/jsonschemabench, in its folder `data`:
 
-    python bench/json_schema_bench.py jsonschemabench/data --answers 1000
+    python benchmarks/json_schema_bench.py jsonschemabench/data --answers 1000
 
 Each schema is compiled as the engine does it, in a process with limits on time, memory and stack. Answers are drawn at
 random among the tokens that the grammar lets through, with a liking for what closes an object, a list or a text; with
@@ -30,8 +30,8 @@ from infinilm import LLM, SamplingParams, StructuredOutput
 from infinilm.errors import InfinilmError
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.sources import resolve
-from infinilm.loading.tokenizer import Tokenizer
 from infinilm.structured.compiler import GrammarCompiler
+from infinilm.text.tokenizer import Tokenizer
 
 DRAFTS = (
     jsonschema.Draft202012Validator,

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from infinilm.config import Config
-from infinilm.engine.memory import Workspace
-from infinilm.engine.model_runner import PROMPT_LOGITS_AT_ONCE
+from infinilm.executor.memory import Workspace
+from infinilm.executor.model_runner import PROMPT_LOGITS_AT_ONCE
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import LlamaConfig
 
 if TYPE_CHECKING:
-    from infinilm.engine.step_graphs import Shape
+    from infinilm.executor.step_graphs import Shape
 
 LOGIT_COPIES = 3
 """In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
@@ -157,7 +157,7 @@ def decode_attention_bytes(num_rows: int, heads: int, head_dim: int) -> int:
 
 def graph_shapes(num_rows: int, num_tokens: int) -> list["Shape"]:
     """All graphs that may be captured for steps of up to so many rows and tokens."""
-    from infinilm.engine.step_graphs import MIXED_ROWS, MIXED_TOKENS, Shape, decode_sizes  # which needs Triton
+    from infinilm.executor.step_graphs import MIXED_ROWS, MIXED_TOKENS, Shape, decode_sizes  # which needs Triton
 
     sizes = [(size, 0) for size in decode_sizes(num_rows)]
     needed_tokens = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, num_tokens) + 1]

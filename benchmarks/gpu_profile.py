@@ -1,7 +1,7 @@
 """Where the time goes on a GPU: of one decode step, or of a whole workload.
 
-    python bench/gpu_profile.py MODEL [--rows 256] [--context 900] [--shared] [--steps 20] [--json FILE]
-    python bench/gpu_profile.py MODEL --workload nano [--scale 0.1] [--json FILE]
+    python benchmarks/gpu_profile.py MODEL [--rows 256] [--context 900] [--shared] [--steps 20] [--json FILE]
+    python benchmarks/gpu_profile.py MODEL --workload nano [--scale 0.1] [--json FILE]
 
 MODEL is a checkpoint's directory. The first form decodes so many rows of that context and tells the time by kernel, for
 one step; with `--shared` the prompts have all but their last 16 tokens in common. The second form runs one of the

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from infinilm.distributed.shard import dense_weights
-from infinilm.engine.infer_input import share_array
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.lowlevel.infer_input import share_array
 from infinilm.models import InfinilmModel
 
 Param = Tensor | npt.NDArray[Any]

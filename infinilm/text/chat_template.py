@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from infinilm.loading.control_tokens import scrub, without_marks
+from infinilm.text.control_tokens import scrub, without_marks
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024

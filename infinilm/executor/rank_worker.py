@@ -22,8 +22,8 @@ from infinilm.debug.taps import Taps
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.shard import PackedShard, dense_weights
-from infinilm.engine.threads import ThreadUsers
 from infinilm.errors import EngineError
+from infinilm.executor.threads import ThreadUsers
 from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import kv_heads_per_rank

@@ -10,9 +10,9 @@ from torch import Tensor
 from infinilm.attention.batch import HostBatch, IntArray
 from infinilm.cache import CacheLayout
 from infinilm.checks import check_flag
-from infinilm.engine.infer_input import TENSOR_FIELDS, Input
-from infinilm.engine.ragged_layout import RaggedLayout, divide
 from infinilm.errors import InvalidValueError
+from infinilm.lowlevel.infer_input import TENSOR_FIELDS, Input
+from infinilm.lowlevel.ragged_layout import RaggedLayout, divide
 
 _DIMENSIONS = {
     "input_ids": (1, 2),

@@ -9,10 +9,10 @@ from contextlib import suppress
 from threading import Event, Lock, Thread
 
 from infinilm.distributed.channel import Channel, ChannelClosedError, Message
-from infinilm.engine.interrupts import interrupts_allowed, interrupts_held
-from infinilm.engine.rank_process import WATCH_INTERVAL_S
-from infinilm.engine.rank_worker import Command
 from infinilm.errors import EngineError, WorkerDiedError
+from infinilm.executor.rank_process import WATCH_INTERVAL_S
+from infinilm.executor.rank_worker import Command
+from infinilm.interrupts import interrupts_allowed, interrupts_held
 
 EXIT_TIMEOUT_S = 5.0
 """How long a rank that is told to stop may take before it is killed."""
@@ -30,7 +30,7 @@ class Peer:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "infinilm.engine.rank_process", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "infinilm.executor.rank_process", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},

@@ -1,6 +1,6 @@
 """How long drawing tokens takes on a CPU, by the native library and by torch on one thread, by turns.
 
-    python bench/cpu_sampling.py [--vocab-size 49152] [--repeat 20]
+    python benchmarks/cpu_sampling.py [--vocab-size 49152] [--repeat 20]
 
 Logits are random and as spread as a model's. A figure is the median time for all rows of a step, in milliseconds.
 """

@@ -1,6 +1,6 @@
 """Four workloads that engines are compared on, run with the engine's defaults and held against the device's limits.
 
-    python bench/gpu_workloads.py MODEL [single nano prefix long] [--scale 0.1] [--json FILE]
+    python benchmarks/gpu_workloads.py MODEL [single nano prefix long] [--scale 0.1] [--json FILE]
 
 MODEL is a checkpoint's directory. Each workload is run once, in the order given, `single` twice, of which the better
 counts. The columns:

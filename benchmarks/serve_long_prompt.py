@@ -1,6 +1,6 @@
 """What a long prompt of one tenant does to the others of a server: time to first token, and pace of open streams.
 
-    python bench/serve_long_prompt.py [MODEL] [--words 7500] [--no-stream] [--json FILE]
+    python benchmarks/serve_long_prompt.py [MODEL] [--words 7500] [--no-stream] [--json FILE]
 
 Starts `infinilm serve` with three API keys. The first tenant reads a stream (unless `--no-stream`), the second sends a
 prompt of many words, and while that is computed the third says "Hi" again and again. All times are the clients'.

@@ -24,7 +24,7 @@ _SIGNS_OF_OUT_OF_MEMORY = ("out of memory", "cannot allocate memory", "status_al
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one rank takes besides weights and KV cache, at most, in bytes. `engine/workspace.py` estimates it."""
+    """What one rank takes besides weights and KV cache, at most, in bytes. `executor/workspace.py` estimates it."""
 
     activations: int
     """Of a step of `max_num_batched_tokens`, with the logits of `max_num_seqs` rows."""

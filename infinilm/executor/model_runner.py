@@ -14,15 +14,15 @@ from infinilm.attention.batch import HostBatch, IntArray
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import show_logits
 from infinilm.engine.plan import NO_TOKEN, RowChunk, StepPlan, StepResult
-from infinilm.engine.rank_worker import StepInput
-from infinilm.engine.worker_group import WorkerGroup
+from infinilm.executor.rank_worker import StepInput
+from infinilm.executor.worker_group import WorkerGroup
 from infinilm.kernels.copies import reserve_pinned, to_device
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, Samples, logprobs_of
 
 if TYPE_CHECKING:
-    from infinilm.engine.step_graphs import StepGraphs
+    from infinilm.executor.step_graphs import StepGraphs
 
 # Prompt log-probabilities need logits for every prompt token; this many at a time bounds their memory.
 PROMPT_LOGITS_AT_ONCE = 256
@@ -234,7 +234,7 @@ class ModelRunner:
         return HostBatch(input_ids, positions, slots, tables, query_lens, context_lens), token_rows
 
     def _make_graphs(self, max_num_rows: int) -> "StepGraphs":
-        from infinilm.engine.step_graphs import StepGraphs  # which needs Triton
+        from infinilm.executor.step_graphs import StepGraphs  # which needs Triton
 
         return StepGraphs(
             self.workers.worker,

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Collection, Sequence
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.loading.tokenizer import Tokenizer
+from infinilm.text.tokenizer import Tokenizer
 
 
 class Detokenizer:

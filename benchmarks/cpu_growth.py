@@ -1,6 +1,6 @@
 """How decoding slows down with a longer context, and what more streams bring: this engine next to llama.cpp.
 
-    python bench/cpu_growth.py [MODEL.gguf] [--threads N] [--repeat 2] [--quick] [--plot FILE] [--json FILE]
+    python benchmarks/cpu_growth.py [MODEL.gguf] [--threads N] [--repeat 2] [--quick] [--plot FILE] [--json FILE]
 
 Each engine runs in a process of its own, by turns, on the same random token ids. A point is the median time between
 two tokens over all streams and repeats, as tokens per second of all streams together; what comes before the first

@@ -11,9 +11,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.loading.chat_template import ChatTemplate
-from infinilm.loading.control_tokens import ControlTokens, without_marks
-from infinilm.loading.gguf_tokenizer import GGUFVocabulary, build_tokenizer, use_sentencepiece_pipeline
+from infinilm.text.chat_template import ChatTemplate
+from infinilm.text.control_tokens import ControlTokens, without_marks
+from infinilm.text.gguf_tokenizer import GGUFVocabulary, build_tokenizer, use_sentencepiece_pipeline
 
 _UNCONVERTED_FILES = (
     "tokenizer.model",

@@ -1,6 +1,6 @@
 """How near the next-token distributions of quantised computation are to the dense float32 model's.
 
-    python bench/cpu_accuracy.py [MODEL.gguf] [--threads N] [--max-len 512] [--quick] [--json FILE]
+    python benchmarks/cpu_accuracy.py [MODEL.gguf] [--threads N] [--max-len 512] [--quick] [--json FILE]
 
 The reference is `LLM(dtype="float32")`, which computes with the file's weights as they are, dequantised, and matches
 transformers (`infinilm verify`). Held against it, on the same token ids: this engine with its defaults, which
@@ -33,7 +33,7 @@ from infinilm.bench.side_by_side import count_cores
 from infinilm.bench.workloads import Workload
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, make_table
-from infinilm.engine.rank_worker import StepInput
+from infinilm.executor.rank_worker import StepInput
 from infinilm.loading.sources import resolve
 
 Floats = npt.NDArray[np.floating[Any]]

@@ -1,4 +1,4 @@
-"""The process of one rank other than 0: `python -m infinilm.engine.rank_process <socket> <parent>`.
+"""The process of one rank other than 0: `python -m infinilm.executor.rank_process <socket> <parent>`.
 
 It takes commands until it is told to stop or the engine's process is gone.
 """
@@ -18,10 +18,10 @@ import torch
 
 from infinilm.distributed.channel import Channel, ChannelClosedError, Message
 from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
-from infinilm.engine.memory import free_memory_bytes
-from infinilm.engine.rank_worker import Command, RankWorker
-from infinilm.engine.threads import computing_threads
 from infinilm.errors import EngineError
+from infinilm.executor.memory import free_memory_bytes
+from infinilm.executor.rank_worker import Command, RankWorker
+from infinilm.executor.threads import computing_threads
 from infinilm.models.registry import register_described
 
 WATCH_INTERVAL_S = 0.25

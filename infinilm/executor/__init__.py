@@ -1,0 +1,1 @@
+"""Runs steps on devices: executors, the worker of each rank, memory."""

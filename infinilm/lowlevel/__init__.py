@@ -1,0 +1,1 @@
+"""The low-level engine, in which the caller owns requests, cache and sampling."""

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, detokenizing, chat templates."""
