@@ -33,7 +33,7 @@ from infinilm.bench.side_by_side import count_cores
 from infinilm.bench.workloads import Workload
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, make_table
-from infinilm.executor.rank_worker import StepInput
+from infinilm.executor.rank_worker import ForwardInput
 from infinilm.loading.sources import resolve
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -73,8 +73,8 @@ class Ours:
                 query_lens=np.array([end - start]),
                 context_lens=np.array([end]),
             )
-            step = StepInput(batch, (np.arange(end - start),))
-            self.engine.workers.run(step, lambda _, logits: found.append(logits.numpy(force=True).copy()))
+            output = self.engine.executor.forward(ForwardInput(batch, np.arange(end - start)))
+            found.append(output.logits.numpy(force=True).copy())
         return np.concatenate(found)
 
 

@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ready = perf_counter() - start_time
         llm.generate([1, 2, 3], SamplingParams(max_tokens=1), use_tqdm=False)
         first_token, age = perf_counter() - start_time, process_age()
-        config, worker = llm.model_config, llm.workers.worker
+        config, worker = llm.model_config, llm.executor.worker
         device, dtype = worker.device, worker.dtype
         works, others = (
             {name: WORKLOADS[name](arguments.scale, **seed).within(config.vocab_size) for name in arguments.workloads}

@@ -21,6 +21,7 @@ class DeviceType(StrEnum):
 DEVICES = ("auto", *DeviceType)
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "native")
 QUANTIZATIONS = ("none", "q8", "q4")
+EXECUTORS = ("auto", "local", "processes")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # A laptop: few rows at a time, steps short enough that decoding goes on while a prompt is read.
@@ -75,6 +76,9 @@ class Config:
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
+    executor: str = "auto"
+    """Where ranks run. local: one, in this process. processes: each but the first in a process of its own. auto: local
+    for one rank, else processes."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -98,6 +102,7 @@ class Config:
         check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("executor", self.executor, EXECUTORS)
         self._check_distributed()
 
     def _check_distributed(self) -> None:

@@ -151,6 +151,16 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens are made less, or more, likely by those before them."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether several tokens can be drawn at once: what may be drawn must not depend on the tokens before."""
+        return not (self.has_penalties or self.logits_processors or self.structured)
+
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:
         """Build from keywords, naming the unknown ones."""
@@ -174,3 +184,11 @@ class RowStart:
     """The answer so far, when the sequence resumes."""
     grammar: Grammar | None = None
     """What `params.structured` asks for, ready to be followed."""
+
+    @property
+    def samples_on_host(self) -> bool:
+        """Whether drawing needs more than the sampling kernel: logits are changed, or log-probabilities returned."""
+        params = self.params
+        has_early_stop = params.min_tokens > len(self.output_token_ids) and bool(self.stop_ids)
+        has_rules = params.has_penalties or bool(params.logit_bias) or bool(params.logits_processors) or has_early_stop
+        return has_rules or self.grammar is not None or params.logprobs is not None

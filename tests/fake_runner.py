@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh32_intdigest
 
-from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
+from infinilm.executor.step_io import LAST_TOKEN, NO_TOKEN, StepInput, StepOutput
 
 VOCAB_SIZE = 40
 STOP_ID = 0
@@ -46,27 +46,40 @@ class FakeRunner:
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.tables: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
-        self.last_token: dict[int, int] = {}
+        self.last_token: dict[int, int | None] = {}  # None: the row had drafts, so only the engine knows it
 
-    def submit(self, plan: StepPlan) -> StepResult:
-        for row in plan.ended_rows:
+    def submit(self, step: StepInput) -> StepOutput:
+        for row in step.ended_rows:
             del self.tables[row]
-        for start in plan.starts:
+        for start in step.starts:
             assert start.row not in self.tables
             self.tables[start.row] = []
             self.seeds[start.row] = start.seed
-        decoding = plan.decoding
-        for row, block in zip(decoding.grown_rows.tolist(), decoding.new_blocks.tolist(), strict=True):
-            self.tables[row].append(block)
+        updates = step.blocks
+        for row, place, block in zip(updates.rows, updates.places, updates.blocks, strict=True):
+            assert len(self.tables[row]) == place
+            self.tables[row].append(int(block))
         drawn = []
-        for row, start in zip(decoding.rows.tolist(), decoding.starts.tolist(), strict=True):
-            self._compute(row, start, [self.last_token[row]])
-            drawn.append(self._draw(row, start + 1))
-        for chunk in plan.chunks:
-            self.tables[chunk.row] += chunk.new_blocks
+        decoding = step.decoding
+        for row, start, line in zip(
+            decoding.rows.tolist(), decoding.starts.tolist(), decoding.token_ids.tolist(), strict=True
+        ):
+            token_ids = [token_id for token_id in line if token_id != NO_TOKEN]
+            if token_ids[0] == LAST_TOKEN:
+                token_ids[0] = self.last_token[row]
+            assert token_ids[0] is not None
+            assert self.last_token[row] in (None, token_ids[0])
+            self._compute(row, start, token_ids)
+            drawn += [self._draw(row, start + 1 + i) for i in range(len(token_ids))]
+            if len(token_ids) > 1:
+                self.last_token[row] = None
+        for chunk in step.chunks:
             self._compute(chunk.row, chunk.start, chunk.token_ids)
-            drawn.append(self._draw(chunk.row, chunk.start + len(chunk.token_ids)) if chunk.draws else NO_TOKEN)
-        return StepResult(token_ids=drawn)
+            if chunk.samples:
+                drawn.append(self._draw(chunk.row, chunk.start + len(chunk.token_ids)))
+        if step.num_samples == step.num_rows and not decoding.has_drafts:
+            return StepOutput(drawn)
+        return StepOutput.of(step.accept(drawn))
 
     def _compute(self, row: int, start: int, token_ids: Sequence[int]) -> None:
         for position, token in enumerate(token_ids, start):

@@ -1,6 +1,7 @@
 """The input of one forward pass."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,3 +53,5 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [N, max_blocks] int64
     query_lens: IntArray  # [N] on the host
     context_lens: IntArray  # [N] on the host
+    plan: Any = None
+    """The attention backend's plan of the batch, if it was made in advance: a captured graph has its own."""

@@ -96,6 +96,9 @@ class TritonAttention:
         dtype: torch.dtype,  # noqa: ARG002 - nor on it
     ) -> DecodePlan | MixedPlan:
         """Lay out the batch: whose token is where, and which kernel takes it."""
+        if batch.plan is not None:
+            made: DecodePlan | MixedPlan = batch.plan
+            return made
         tables = batch.block_tables.to(torch.int32)
         is_decode = batch.query_lens == 1
         if is_decode.all():

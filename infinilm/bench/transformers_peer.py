@@ -21,7 +21,7 @@ from infinilm.loading.weights import load_weights
 class TransformersPeer:
     """A checkpoint loaded by transformers, with its own defaults: SDPA attention, a dynamic cache."""
 
-    def __init__(self, path: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, path: Path, *, dtype: str, device: str) -> None:
         if find_spec("transformers") is None:
             raise EngineError("comparing with transformers needs it installed; pip install transformers")
         import transformers
@@ -32,7 +32,7 @@ class TransformersPeer:
             if path.is_dir():
                 model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
             else:
-                model = _fill_from_gguf(path, dtype)
+                model = _fill_from_gguf(path, getattr(torch, dtype))
         self.model = model.eval().to(device)
         self._device = device
 

@@ -148,7 +148,9 @@ def _load_peer(engine: "LLM") -> "TransformersPeer":
 
     note("Loading the same weights with transformers …")
     return TransformersPeer(
-        Path(str(engine.config.model)), dtype=engine.workers.worker.dtype, device=engine.runner.device
+        Path(str(engine.config.model)),
+        dtype=engine.executor.info.dtype,
+        device=engine.executor.info.device,
     )
 
 
@@ -180,8 +182,8 @@ def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Resul
     versions = {OURS: __version__} | ({other.name: other.version} if other else {})
     return {
         "model": Path(str(engine.config.model)).name,
-        "dtype": str(engine.workers.worker.dtype).removeprefix("torch."),
-        "device": str(engine.runner.device),
+        "dtype": engine.executor.info.dtype,
+        "device": engine.executor.info.device,
         "machine": describe_machine(),
         "versions": versions,
         "repeat": repeat,

@@ -47,19 +47,18 @@ def verify(
 
     with open_engine(config.replace(model=model, quantization=config.quantization or "none")) as engine:
         path = Path(str(engine.config.model))
-        dtype = engine.workers.worker.dtype
+        info = engine.executor.info
         note("Loading the same weights with transformers …")
-        peer = TransformersPeer(path, dtype=dtype, device=engine.runner.device)
-        name = str(dtype).removeprefix("torch.")
-        limit = TOLERANCES[name] if tolerance is None else tolerance
+        peer = TransformersPeer(path, dtype=info.dtype, device=info.device)
+        limit = TOLERANCES[info.dtype] if tolerance is None else tolerance
         note("Comparing …")
-        found = compare(engine, peer, max_tokens=max_tokens, tie_width=TOLERANCES[name])
+        found = compare(engine, peer, max_tokens=max_tokens, tie_width=TOLERANCES[info.dtype])
     agrees = found.num_wrong == 0 and found.max_difference <= limit
     if as_json:
-        record = {"model": path.name, "dtype": name, **asdict(found), "tolerance": limit, "agrees": agrees}
+        record = {"model": path.name, "dtype": info.dtype, **asdict(found), "tolerance": limit, "agrees": agrees}
         typer.echo(json.dumps(record, indent=2))
     else:
-        title = f"{path.name} in {name}, against transformers {peer.version}"
+        title = f"{path.name} in {info.dtype}, against transformers {peer.version}"
         _show(title, found, limit, agrees)
     raise typer.Exit(0 if agrees else 1)
 

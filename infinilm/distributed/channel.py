@@ -100,4 +100,6 @@ class Channel:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
+    if tensor.numel() == 0:
+        return memoryview(b"")  # an empty tensor may have strides that `view` refuses
     return tensor.flatten().view(torch.uint8).numpy().data

@@ -64,6 +64,8 @@ class CommunicationGroup:
     def __init__(self, info: RankInfo | None = None, store: Store | None = None) -> None:
         self.info = info or RankInfo()
         self.rank, self.size = self.info.rank, self.info.size
+        self.communicates = self.size > 1 or store is not None
+        """Whether collectives run. A group of one with a store runs them too, as larger groups do."""
         self._store = store
         self._process_group: Any = None
 
@@ -108,7 +110,7 @@ class CommunicationGroup:
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Every rank's `tensor`, all of one shape, side by side along `dim`."""
-        if self.size == 1:
+        if not self.communicates:
             return tensor
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -117,7 +119,7 @@ class CommunicationGroup:
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """What `all_gather` gives, on rank 0; elsewhere an empty tensor."""
-        if self.size == 1:
+        if not self.communicates:
             return tensor
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
@@ -127,18 +129,20 @@ class CommunicationGroup:
         return torch.cat(parts, dim) if parts else tensor.new_empty(0)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """The `root` rank's tensor in place of everybody's."""
+        """The `root` rank's tensor in place of every rank's."""
+        if not self.communicates:
+            return tensor
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._in_place("broadcast", tensor, options)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.size > 1:
+        if self.communicates:
             self._run("barrier")
 
     def _in_place(self, name: str, tensor: Tensor, *options: Any) -> Tensor:
-        if self.size > 1:
+        if self.communicates:
             packed = tensor.contiguous()  # Gloo takes every tensor to be so, and would write over what lies between
             self._run(name, [packed], *options)
             if packed is not tensor:

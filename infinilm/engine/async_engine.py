@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from infinilm.config import Config
-from infinilm.debug import HookRegistry
 from infinilm.engine.llm_engine import LLMEngine
 from infinilm.engine.prompts import Prompt
 from infinilm.engine.stats import EngineStats
 from infinilm.errors import EngineError
 from infinilm.outputs import RequestOutput
 from infinilm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from infinilm.debug import HookRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class AsyncLLM:
                 output = await outputs.get()
                 is_finished = output.finished
                 if output.error is not None:
-                    self.engine.workers.check_alive()
+                    self.engine.executor.check_health()
                 yield output
         finally:
             if not is_finished:
@@ -114,7 +116,7 @@ class AsyncLLM:
         """The engine's counters."""
         return await asyncio.wrap_future(self._call(self.engine.stats))
 
-    async def set_hook_registry(self, registry: HookRegistry | None) -> None:
+    async def set_hook_registry(self, registry: "HookRegistry | None") -> None:
         """Let hooks, called in the engine's thread, see activations of all steps to come: `LLM.set_hook_registry`."""
         await asyncio.wrap_future(self._call(partial(self.engine.set_hook_registry, registry)))
 

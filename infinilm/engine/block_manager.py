@@ -60,7 +60,7 @@ class BlockManager:
         """Free blocks that remain if `blocks` are taken."""
         return len(self._free) - sum(self._num_refs[block] == 0 for block in blocks)
 
-    def take(self, blocks: Iterable[int]) -> None:
+    def hold(self, blocks: Iterable[int]) -> None:
         """Hold blocks that exist already: found by prefix, or shared by another sequence."""
         for block in blocks:
             if self._num_refs[block] == 0:

@@ -12,17 +12,14 @@ from itertools import count
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from xxhash import xxh3_64_intdigest
 
 from infinilm.checks import check_integer, check_text
 from infinilm.config import Config
-from infinilm.debug import HookRegistry, RequestRows
-from infinilm.debug.hooks import attach
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.garbage import gc_paused
-from infinilm.engine.plan import NO_TOKEN, StepPlan, StepResult
 from infinilm.engine.prompts import (
     Prompt,
     as_conversations,
@@ -37,14 +34,16 @@ from infinilm.engine.request import OnToken, Request
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence as TokenSequence
 from infinilm.engine.stats import EngineStats, ProgressBar
+from infinilm.engine.step import Step
 from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
-from infinilm.executor.loader import load_model
-from infinilm.executor.memory import explain_oom, give_back, is_out_of_memory
-from infinilm.executor.model_runner import StepHandle
+from infinilm.executor.step_io import StepInput, StepOutput
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.compiler import GrammarCompiler
+
+if TYPE_CHECKING:  # they need torch, and nothing here does
+    from infinilm.debug import HookRegistry, RequestRows
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +65,10 @@ class LLMEngine:
             self.config = model.replace(**settings)
         else:
             self.config = Config.from_kwargs(model=model, **settings)
+        from infinilm.executor.loader import load_model  # with torch, which nothing above the executor imports
+
         loaded = load_model(self.config)
-        self.workers = loaded.workers
-        self.runner = loaded.runner
+        self.executor = loaded.executor
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
         self.memory = loaded.memory
@@ -86,10 +86,12 @@ class LLMEngine:
             max_model_len=self.max_model_len,
         )
         self._stats = EngineStats()
-        # A GPU computes one step while the next is planned and the last one's tokens are looked at.
-        self._max_in_flight = 2 if self.runner.device.type == "cuda" else 1
+        self._registry: HookRegistry | None = None
+        self._max_in_flight = self.executor.info.max_in_flight
         self._is_stepping = False
-        self._handles: deque[StepHandle] = deque()
+        self._in_flight: deque[Step] = deque()
+        self.last_step: StepInput | None = None
+        """The step committed last."""
         self._requests: dict[str, Request] = {}
         self._updated: dict[Request, None] = {}
         """Requests whose listeners have to be told, and which may have to be removed, at the end of this step."""
@@ -258,59 +260,60 @@ class LLMEngine:
 
     def _compute_step(self) -> None:
         try:
-            self.workers.check_alive()
-            plan = self.scheduler.schedule()
-            if plan is not None:
-                self._handles.append(self._submit(plan))
-            if self._handles and (plan is None or len(self._handles) >= self._max_in_flight):
-                handle = self._handles.popleft()
-                if self._handles:
-                    num_expected = len(self.scheduler.running) + len(self.scheduler.waiting)
-                    self.runner.prepare_while(handle, self._handles[-1], num_expected)
-                self._commit(handle.result())
+            self.executor.check_health()
+            step = self.scheduler.schedule()
+            if step is not None:
+                self._in_flight.append(step)
+                self._submit(step)
+            if self._in_flight and (step is None or len(self._in_flight) >= self._max_in_flight):
+                handle = self._in_flight[0].handle
+                assert handle is not None
+                output = handle.result()
+                self._commit(self._in_flight.popleft(), output)
         except BaseException as error:
             self._fail_in_flight(error)
             if isinstance(error, WorkerDiedError) or not isinstance(error, Exception):
                 raise
 
-    def _submit(self, plan: StepPlan) -> StepHandle:
+    def _submit(self, step: Step) -> None:
         now = perf_counter()
-        seqs = self.scheduler.in_flight[-1].seqs
-        for seq in seqs[len(plan.decoding.rows) :]:
+        decoding = step.input.decoding
+        for seq in step.seqs[len(decoding.rows) :]:
             seq.request.start(now)
-        registry = self.runner.registry
-        if registry is not None:
-            registry.begin_step(self._rows_of(plan, seqs))
+        if self._registry is not None:
+            self._registry.begin_step(self._rows_of(step))
         self._stats.num_steps += 1
-        self._stats.num_decode_tokens += len(plan.draws)
-        self._stats.num_prefill_tokens += plan.num_chunk_tokens
-        handle = self.runner.submit(plan)
-        if registry is not None and registry.has_replaced:
-            for seq in seqs:
+        self._stats.num_decode_tokens += step.input.num_samples
+        self._stats.num_prefill_tokens += step.input.num_chunk_tokens
+        step.handle = self.executor.submit(step.input)
+        if self._registry is not None and self._registry.has_replaced:
+            for seq in step.seqs:
                 seq.is_patched = True
-        return handle
 
-    def _rows_of(self, plan: StepPlan, seqs: Sequence[TokenSequence]) -> tuple[RequestRows, ...]:
+    def _rows_of(self, step: Step) -> "tuple[RequestRows, ...]":
         """For hooks: where in the step's tensors each request is."""
-        decoding = plan.decoding
-        parts = [(start, 1, True) for start in decoding.starts.tolist()]
-        parts += [(chunk.start, len(chunk.token_ids), chunk.draws) for chunk in plan.chunks]
+        from infinilm.debug import RequestRows
+
+        decoding, chunks = step.input.decoding, step.input.chunks
+        starts = [*decoding.starts.tolist(), *(chunk.start for chunk in chunks)]
+        num_tokens = [*decoding.query_lens.tolist(), *(len(chunk.token_ids) for chunk in chunks)]
         found: list[RequestRows] = []
-        first, num_draws = 0, 0
-        for (start, num_tokens, draws), seq in zip(parts, seqs, strict=True):
-            rows = slice(first, first + num_tokens)
-            place = num_draws if draws else None
-            found.append(RequestRows(seq.request.request_id, seq.index, rows, start, place))
-            first, num_draws = rows.stop, num_draws + draws
+        first, num_samples = 0, 0
+        for index, (seq, num_drawn) in enumerate(zip(step.seqs, step.input.sample_counts.tolist(), strict=True)):
+            rows = slice(first, first + num_tokens[index])
+            place = num_samples if num_drawn else None
+            found.append(RequestRows(seq.request.request_id, seq.index, rows, starts[index], place))
+            first, num_samples = rows.stop, num_samples + num_drawn
         return tuple(found)
 
-    def _commit(self, result: StepResult) -> None:
-        """Add a step's result to the answers. Listeners are told later, when all answers are up to date."""
+    def _commit(self, step: Step, output: StepOutput) -> None:
+        """Add a step's output to the answers. Listeners are told later, when all answers are up to date."""
         now = perf_counter()
-        committed = self.scheduler.commit(result)
-        num_decoding = len(committed.plan.decoding.rows)
-        for index, seq in enumerate(committed.seqs):
-            if index in committed.stale:
+        self.scheduler.commit(step, output)
+        self.last_step = step.input
+        num_decoding = len(step.input.decoding.rows)
+        for index, seq in enumerate(step.seqs):
+            if index in step.stale:
                 continue
             request = seq.request
             if request.is_plain and index < num_decoding and not seq.is_finished:
@@ -318,11 +321,11 @@ class LLMEngine:
                 if request.is_reported:
                     self._unreported[request] = None
                 continue
-            start = 0 if index < num_decoding else committed.plan.chunks[index - num_decoding].start
-            if request.update(seq.index, start, result, index, now):
+            start = 0 if index < num_decoding else step.input.chunks[index - num_decoding].start
+            if request.update(seq.index, start, output, index, now):
                 self.scheduler.finish(seq, "stop")
                 seq.finish_reason = "stop"  # also if the token limit was reached by the same token
-            if result.token_ids[index] != NO_TOKEN or seq.is_finished:
+            if output.tokens_of(index) or seq.is_finished:
                 self._updated[request] = None
 
     def _tell_listeners(self) -> None:
@@ -350,14 +353,14 @@ class LLMEngine:
             raise leaving
 
     def _fail_in_flight(self, error: BaseException) -> None:
-        """A step broke: end the requests that were part of it, keep all others."""
+        """A step failed: end the requests that were part of it, keep all others."""
+        from infinilm.executor.memory import explain_oom
+
         if isinstance(error, Exception):
             logger.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
-        if is_out_of_memory(error):
-            give_back(error)
-            error = explain_oom(error, self.memory)
-        self._handles.clear()
-        broken = [seq.request for seq in self.scheduler.fail_in_flight()]
+        error = explain_oom(error, self.memory)
+        broken = [seq.request for seq in self.scheduler.fail(self._in_flight)]
+        self._in_flight.clear()
         if isinstance(error, WorkerDiedError):
             broken = list(self._requests.values())
             for request in broken:
@@ -378,7 +381,7 @@ class LLMEngine:
         cache_salt: str = "",
         is_reported: bool = True,
     ) -> Request:
-        self.workers.check_alive()
+        self.executor.check_health()
         vocab_size = self.model_config.vocab_size
         check_params(params, vocab_size, self.eos_token_ids)
         token_ids = encode_prompt(prompt, self.tokenizer, vocab_size)
@@ -471,18 +474,21 @@ class LLMEngine:
 
     # --- the rest ---------------------------------------------------------------------------------------
 
-    def set_hook_registry(self, registry: HookRegistry | None) -> None:
+    def set_hook_registry(self, registry: "HookRegistry | None") -> None:
         """Let hooks see, and replace, activations of all steps to come; None: no more.
 
         A hook that raises ends the requests of its step. `registry.requests` tells whose rows it sees. What is found
         in the prefix cache is not computed, so no hook sees it; what hooks have changed is never found there.
         """
         self._check_open()
-        self.runner.registry = attach(registry, self.runner.registry, self.model_config.num_hidden_layers)
+        from infinilm.debug.hooks import attach
+
+        self._registry = attach(registry, self._registry, self.model_config.num_hidden_layers)
+        self.executor.set_hook_registry(self._registry)
 
     def is_finished(self) -> bool:
         """Whether nothing is left to compute and nothing left to report by `step`."""
-        return not self.scheduler.has_work and not self._unreported
+        return not (self.scheduler.has_work or self._in_flight or self._unreported)
 
     def stats(self) -> EngineStats:
         """Counters since the start and the state now."""
@@ -506,10 +512,9 @@ class LLMEngine:
         atexit.unregister(self._at_exit)
         for request in list(self._requests.values()):
             self._end(request)
-        self._handles.clear()
-        del self.runner
+        self._in_flight.clear()
         self.grammars.close()
-        self.workers.close()
+        self.executor.shutdown()
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -4,18 +4,20 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import index
 from reprlib import repr as short_repr
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from infinilm.checks import check_text, plain_number
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.sampling_params import SamplingParams
 from infinilm.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt: TypeAlias = Union[str, Sequence[int], npt.NDArray[np.integer[Any]], "Tensor"]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -35,10 +37,10 @@ def _as_list(name: str, values: object) -> list[Any]:
         return values
     if isinstance(values, np.ndarray):
         items = values.tolist()
-    elif isinstance(values, Tensor):
+    elif any(base.__module__ == "torch" for base in type(values).__mro__):  # a tensor, or a subclass of it
         try:
-            items = values.tolist()
-        except (RuntimeError, TypeError) as error:  # sparse, nested and meta tensors
+            items = cast(Any, values).tolist()
+        except (RuntimeError, TypeError, AttributeError) as error:  # sparse, nested and meta tensors
             raise InvalidTypeError(f"{name} is a tensor that has no list of numbers: {error}") from error
     elif isinstance(values, (Sequence, array)) and not isinstance(values, (str, bytes, bytearray, memoryview)):
         items = list(values)

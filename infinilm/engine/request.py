@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from infinilm.engine.plan import NO_TOKEN, StepResult
 from infinilm.engine.sequence import Sequence
+from infinilm.executor.step_io import StepOutput
 from infinilm.outputs import AnswerDelta, CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 from infinilm.text.detokenizer import Detokenizer, StopStrings
@@ -41,19 +41,33 @@ class Answer:
         self._is_end_reported = False
 
     def read(self) -> bool:
-        """Turn the tokens that came since into text. Returns whether a stop string ends the answer here."""
-        if self._detokenizer is None or self._is_complete:
-            return False
+        """Decode the tokens that are new. Returns whether a stop string ends the answer.
+
+        A step may bring several tokens. Those after the one that completes a stop string are dropped.
+        """
         seq = self.seq
-        end = seq.num_tokens
-        if seq.finish_reason == "stop":
-            end -= 1  # the token that ended the answer is no part of its text
-        piece = self._detokenizer.feed(seq.token_ids[self._num_read : end])
+        while self._detokenizer is not None and not self._is_complete:
+            end = seq.num_tokens if self._stops is None else min(self._num_read + 1, seq.num_tokens)
+            is_last = end == seq.num_tokens
+            if self._feed(end, is_finished=is_last and seq.is_finished):
+                del seq.token_ids[end:]
+                return True
+            if is_last:
+                break
+        return False
+
+    def _feed(self, end: int, *, is_finished: bool) -> bool:
+        """Decode tokens up to `end`. Returns whether they complete a stop string."""
+        assert self._detokenizer is not None
+        seq = self.seq
+        # The token that ended the answer is no part of its text.
+        is_text = not (is_finished and seq.finish_reason == "stop")
+        piece = self._detokenizer.feed(seq.token_ids[self._num_read : end if is_text else end - 1])
         self._num_read = end
-        if seq.is_finished:
+        if is_finished:
             piece += self._detokenizer.finish()
             self._is_complete = True
-        if self._stops is None or seq.num_output_tokens < seq.params.min_tokens:
+        if self._stops is None or end - seq.num_prompt_tokens < seq.params.min_tokens:
             self.text += piece
             return False
         self.text += self._stops.feed(piece)[0]
@@ -169,25 +183,27 @@ class Request:
         if self._start_time is None:
             self._start_time = now
 
-    def update(self, answer_index: int, start: int, result: StepResult, step_index: int, now: float) -> bool:
-        """Add one row of a step's result to its answer. Returns whether a stop string ends the answer."""
+    def update(self, answer_index: int, start: int, output: StepOutput, step_index: int, now: float) -> bool:
+        """Add one row of a step's output to its answer. Returns whether a stop string ends the answer."""
         answer = self.answers[answer_index]
-        if error := result.errors.get(step_index):
+        if error := output.errors.get(step_index):
             self.error = f"{type(error).__name__}: {error}"
         if self.prompt_logprobs is not None:
-            found = result.prompt_logprobs.get(step_index, [])
+            found = output.prompt_logprobs.get(step_index, [])
             self.prompt_logprobs[start + 1 : start + 1 + len(found)] = found
-        if result.token_ids[step_index] == NO_TOKEN or step_index in result.errors:
+        if not output.tokens_of(step_index) or step_index in output.errors:
             return False
         answer.last_time = now
         if answer.first_time is None:
             answer.first_time = now
-        if answer.logprobs is not None:
-            answer.logprobs.append(result.logprobs[step_index])
-        if answer.seq.finish_reason == "stop":
+        is_stopped = bool(self.params.stop) and answer.read()
+        if answer.seq.finish_reason == "stop" and not is_stopped:
             last = answer.seq.token_ids[-1]
             answer.stop_reason = last if last in self.params.stop_token_ids else None
-        return bool(self.params.stop) and answer.read()
+        if answer.logprobs is not None:
+            answer.logprobs += output.logprobs[step_index]
+            del answer.logprobs[answer.seq.num_output_tokens :]  # of tokens after the answer's end
+        return is_stopped
 
     def output(self, *, for_listener: bool = False) -> RequestOutput:
         """The request's state, with what is new since the last call for the same reader."""

@@ -2,19 +2,28 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import NO_TOKEN, Decoding, RowChunk, StepPlan, StepResult
-from infinilm.engine.plan_builder import Admitted, Committed, Decoders, InFlight, PlanBuilder
 from infinilm.engine.prefill_order import by_arrival, order_prompts
 from infinilm.engine.sequence import Sequence, Status
+from infinilm.engine.step import Admitted, Decoders, Step, StepBuilder
 from infinilm.errors import PromptTooLongError
+from infinilm.executor.step_io import (
+    LAST_TOKEN,
+    NO_TOKEN,
+    BlockUpdates,
+    DecodeRows,
+    IntArray,
+    RowChunk,
+    StepInput,
+    StepOutput,
+)
 from infinilm.outputs import FinishReason
 from infinilm.sampling_params import RowStart
 
@@ -24,6 +33,9 @@ MIN_CHUNK_FRACTION = 1 / 8
 """Don't start a prompt beside others if the remaining budget covers less than 1/8 of what a whole step would."""
 NUM_CANDIDATES = 256
 """Waiting sequences, in order of arrival, among which the scheduler chooses the next to start."""
+
+DraftSource = Callable[[Sequence], Tokens[int]]
+"""Guesses the next tokens of a sequence all of whose tokens are known. A step computes them along with the last one."""
 
 
 class Scheduler:
@@ -35,15 +47,22 @@ class Scheduler:
     long one, and a long one is never starved by short ones. When blocks run out, the newest running sequence gives
     up its own and is computed again later.
 
-    Plans may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
-    they are planned; `commit` brings in the drawn tokens in the order of the plans.
+    Steps may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
+    they are planned. Steps must be committed in the order in which they were scheduled. How many draft tokens of a row
+    are accepted is known at the commit only, so a row with drafts in flight is left out of the steps until then.
 
     Sequences that decode are counted in arrays by row: a step of hundreds of them is a handful of array operations,
     and Python looks only at those to whom something happens.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        draft_source: DraftSource | None = None,
     ) -> None:
         self.blocks = blocks
         self.max_model_len = max_model_len
@@ -52,15 +71,13 @@ class Scheduler:
         self.max_num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.in_flight: deque[InFlight] = deque()
         self.num_preemptions = 0
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.max_prefill_tokens = max_num_batched_tokens
         """Prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
         self.max_mixed_tokens = max_num_batched_tokens
         """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
-        self.last_plan: StepPlan | None = None
-        """The plan whose result was committed last."""
+        self._draft_source = draft_source
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -71,12 +88,14 @@ class Scheduler:
         self._computed, self._capacity, self._limit, self._row_generation = np.zeros(
             (4, self.max_num_rows), dtype=np.int64
         )
+        # By row: whether drafts are in flight, and `RowStart.samples_on_host`.
+        self._has_drafts, self._samples_on_host = np.zeros((2, self.max_num_rows), dtype=np.bool_)
         self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last stays False
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits, runs or is in flight."""
-        return bool(self.waiting or self.running or self.in_flight)
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -99,9 +118,9 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> Step | None:
         """Plan the next step, or None if there is nothing to compute right now."""
-        builder = PlanBuilder(budget=self.max_num_batched_tokens)
+        builder = StepBuilder(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(builder)
         num_decoding = len(builder.seqs)
         limit = max(self.max_mixed_tokens, num_decoding) if num_decoding else self.max_prefill_tokens
@@ -110,40 +129,84 @@ class Scheduler:
             self._plan_prompts(builder, may_admit=not has_preempted)
         if not builder.seqs:
             return None
-        plan = StepPlan(self._ended_rows, builder.starts, builder.decoding, builder.chunks)
-        self._ended_rows = []
         rows = builder.decoding.rows
         if builder.chunks:
             rows = np.concatenate((rows, [chunk.row for chunk in builder.chunks]))
-        self.in_flight.append(InFlight(plan, builder.seqs, rows, self._row_generation[rows]))
-        return plan
+        sampling = [chunk.row for chunk in builder.chunks if chunk.samples]
+        step_input = StepInput(
+            self._ended_rows,
+            builder.starts,
+            _block_updates(builder.new_blocks),
+            builder.decoding,
+            builder.chunks,
+            samples_on_host=bool(
+                self._samples_on_host[builder.decoding.rows].any() or self._samples_on_host[sampling].any()
+            ),
+            num_expected_rows=len(self.running) + len(self.waiting),
+        )
+        self._ended_rows = []
+        return Step(step_input, builder.seqs, rows, self._row_generation[rows])
 
-    def _continue_decoding(self, builder: PlanBuilder) -> bool:
+    def _continue_decoding(self, builder: StepBuilder) -> bool:
         """Plan a token for each sequence that decodes. Returns whether blocks ran out and some were preempted."""
-        has_preempted = False
+        has_preempted, use_drafts = False, True
+        block_size = self.blocks.block_size
         while True:
             decoders = self._gather_decoders()
             computed = self._computed[decoders.rows]
             # The token to compute is the last one known or pending; those that have drawn all just wait for it.
-            goes_on = computed + 1 < self._limit[decoders.rows]
+            goes_on = (computed + 1 < self._limit[decoders.rows]) & ~self._has_drafts[decoders.rows]
             rows, starts, seqs = decoders.rows, computed, decoders.seqs
             if not goes_on.all():
                 rows, starts = rows[goes_on], starts[goes_on]
                 seqs = [seqs[index] for index in np.flatnonzero(goes_on)]
-            grown = np.flatnonzero(starts >= self._capacity[rows])
-            if len(grown) <= self.blocks.num_free:
+            token_ids = np.full((len(rows), 1), LAST_TOKEN)
+            if self._draft_source is not None:
+                token_ids = self._propose(seqs, rows, starts, use_drafts=use_drafts)
+            decoding = DecodeRows(rows, starts, token_ids)
+            ends = starts + (decoding.query_lens if decoding.has_drafts else 1)
+            num_new = -((self._capacity[rows] - ends) // block_size)  # blocks that each row lacks
+            grown = np.flatnonzero(num_new > 0)
+            if num_new[grown].sum() <= self.blocks.num_free:
                 break
-            self._preempt(self.running[-1])
-            has_preempted = True
-        new_blocks = self.blocks.allocate(len(grown))
-        for index, block in zip(grown.tolist(), new_blocks, strict=True):
-            seqs[index].block_table.append(block)
-        self._capacity[rows[grown]] += self.blocks.block_size
+            if decoding.has_drafts:
+                use_drafts = False
+            else:
+                self._preempt(self.running[-1])
+                has_preempted = True
+        for index in grown.tolist():
+            self._grow(builder, seqs[index], self.blocks.allocate(int(num_new[index])))
+        self._capacity[rows[grown]] += num_new[grown] * block_size
         self._computed[rows] += 1
-        builder.decoding = Decoding(rows, starts, rows[grown], np.array(new_blocks, dtype=np.int64))
+        if decoding.has_drafts:
+            self._has_drafts[rows] = decoding.query_lens > 1
+        builder.decoding = decoding
         builder.seqs = seqs.copy()
-        builder.budget -= len(rows)
+        builder.budget -= decoding.num_tokens
         return has_preempted
+
+    def _propose(self, seqs: list[Sequence], rows: IntArray, starts: IntArray, *, use_drafts: bool) -> IntArray:
+        """The token ids of decoding rows `[n, 1 + d]`, with drafts where all tokens of a sequence are known."""
+        assert self._draft_source is not None
+        budget = self.max_num_batched_tokens - len(rows) if use_drafts else 0
+        lines: list[list[int]] = []
+        # The row draws one token more than it has drafts, and none beyond the limit.
+        for seq, most in zip(seqs, (self._limit[rows] - starts - 2).tolist(), strict=True):
+            if self.num_pending(seq) > 0:
+                lines.append([LAST_TOKEN])
+                continue
+            drafts = self._draft_source(seq)[: min(most, budget)] if seq.params.allows_drafts else ()
+            budget -= len(drafts)
+            lines.append([seq.token_ids[-1], *drafts])
+        width = max(map(len, lines), default=1)
+        padded = [line + [NO_TOKEN] * (width - len(line)) for line in lines]
+        return np.array(padded, dtype=np.int64).reshape(len(lines), width)
+
+    def _grow(self, builder: StepBuilder, seq: Sequence, blocks: list[int]) -> None:
+        """Append blocks to a running sequence's table."""
+        assert seq.row is not None
+        builder.new_blocks.append((seq.row, len(seq.block_table), blocks))
+        seq.block_table += blocks
 
     def _gather_decoders(self) -> Decoders:
         if self._decoders is None:
@@ -151,7 +214,7 @@ class Scheduler:
             self._decoders = Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
         return self._decoders
 
-    def _plan_prompts(self, builder: PlanBuilder, *, may_admit: bool) -> None:
+    def _plan_prompts(self, builder: StepBuilder, *, may_admit: bool) -> None:
         """Share the budget among prompts, started or waiting: half for the oldest, the rest by `order_prompts`."""
         budget, blocked = builder.budget, None
         first = next(self._candidates(), None) if may_admit else None
@@ -187,7 +250,7 @@ class Scheduler:
         return islice((seq for seq in seen if not seq.is_held), NUM_CANDIDATES)
 
     def _admit(
-        self, builder: PlanBuilder, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
+        self, builder: StepBuilder, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
     ) -> Admitted:
         """Start a waiting sequence if there are blocks for it, and tokens worth starting it for.
 
@@ -214,14 +277,14 @@ class Scheduler:
         self._start(builder, seq, shared, num_new)
         return Admitted.STARTED
 
-    def _start(self, builder: PlanBuilder, seq: Sequence, shared: list[int], num_new: int) -> None:
+    def _start(self, builder: StepBuilder, seq: Sequence, shared: list[int], num_new: int) -> None:
         """Give a sequence a row and blocks. A chunk of it must be planned in the same step."""
-        self.blocks.take(shared)
-        seq.block_table = shared + self.blocks.allocate(num_new)
+        self.blocks.hold(shared)
         seq.num_computed = len(shared) * self.blocks.block_size
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
         seq.row = heappop(self._free_rows)
+        self._grow(builder, seq, shared + self.blocks.allocate(num_new))
         seq.status = Status.RUNNING
         insort(self.running, seq, key=by_arrival)
         insort(self._prefilling, seq, key=by_arrival)
@@ -235,7 +298,7 @@ class Scheduler:
             seq.grammar,
         )
         builder.starts.append(start)
-        builder.new_rows.add(seq.row)
+        self._samples_on_host[seq.row] = start.samples_on_host
 
     def _shared_blocks(self, seq: Sequence) -> list[int]:
         """Blocks that hold the sequence's beginning already: its leader's, or those found by content."""
@@ -264,23 +327,20 @@ class Scheduler:
             for other in self.running
         )
 
-    def _plan_chunk(self, builder: PlanBuilder, seq: Sequence, budget: int) -> None:
+    def _plan_chunk(self, builder: StepBuilder, seq: Sequence, budget: int) -> None:
         """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode."""
         assert seq.row is not None
         start = seq.num_computed
         end = min(seq.num_tokens, start + budget)
-        draws = end == seq.num_tokens
-        new_blocks = seq.block_table.copy() if seq.row in builder.new_rows else []
+        samples = end == seq.num_tokens
         targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
         builder.chunks.append(
-            RowChunk(
-                seq.row, start, seq.token_ids[start:end], new_blocks, draws, targets, seq.params.prompt_logprobs or 0
-            )
+            RowChunk(seq.row, start, seq.token_ids[start:end], samples, targets, seq.params.prompt_logprobs or 0)
         )
         builder.seqs.append(seq)
         builder.budget -= end - start
         seq.num_computed = end
-        if draws:
+        if samples:
             self._begin_decoding(seq, seq.row)
 
     def _begin_decoding(self, seq: Sequence, row: int) -> None:
@@ -307,69 +367,78 @@ class Scheduler:
 
     # --- results ----------------------------------------------------------------------------------------
 
-    def commit(self, result: StepResult) -> Committed:
-        """Take in the oldest plan's result."""
-        flight = self.in_flight.popleft()
-        self.last_plan = flight.plan
-        committed = Committed(flight.plan, flight.seqs, set())
-        is_same = self._row_generation[flight.rows] == flight.row_generations
+    def commit(self, step: Step, output: StepOutput) -> None:
+        """Append a step's tokens, publish full blocks and end sequences. Steps come in the order of their planning."""
+        is_same = self._row_generation[step.rows] == step.row_generations
         num_done = 0
-        if is_same.all() and not result.errors:
-            num_done = self._commit_decoding(flight, result.token_ids)
-        for index in range(num_done, len(flight.seqs)):
-            seq = flight.seqs[index]
-            if seq.is_finished:
-                committed.stale.add(index)
+        if is_same.all() and not output.errors and not step.input.decoding.has_drafts:
+            num_done = self._commit_decoding(step, output.token_ids)
+        for index in range(num_done, len(step.seqs)):
+            if step.seqs[index].is_finished:
+                step.stale.add(index)
             else:
-                self._commit_one(flight.plan, index, seq, result, is_same=bool(is_same[index]))
-        return committed
+                self._commit_one(step, index, output, is_same=bool(is_same[index]))
 
-    def _commit_decoding(self, flight: InFlight, token_ids: Tokens[int]) -> int:
-        """Take in the tokens of all rows that decode, none of which changed hands: how many they are."""
-        decoding, block_size = flight.plan.decoding, self.blocks.block_size
+    def _commit_decoding(self, step: Step, token_ids: Tokens[int]) -> int:
+        """Commit one token of each decoding row, none of which changed hands. Returns the number of rows."""
+        decoding, block_size = step.input.decoding, self.blocks.block_size
         num_rows = len(decoding.rows)
-        for seq, token_id in zip(flight.seqs, token_ids[:num_rows], strict=False):
+        for seq, token_id in zip(step.seqs, token_ids[:num_rows], strict=False):
             seq.token_ids.append(token_id)
         is_full = (decoding.starts + 1) % block_size == 0
         is_last = decoding.starts + 2 >= self._limit[decoding.rows]
         is_last |= self._is_stop.take(np.array(token_ids[:num_rows], dtype=np.int64), mode="clip")
         for index in np.flatnonzero(is_full | is_last).tolist():
-            seq = flight.seqs[index]
+            seq = step.seqs[index]
             if is_full[index] and seq.may_publish:
                 start = int(decoding.starts[index])
                 self.blocks.publish(seq, start, start + 1)
-            if is_last[index]:
-                self._end_if_done(seq)
+            if is_last[index] and (reason := self._end_reason(seq)) is not None:
+                self.finish(seq, reason)
         return num_rows
 
-    def _commit_one(self, plan: StepPlan, index: int, seq: Sequence, result: StepResult, *, is_same: bool) -> None:
-        """Take in one row's part of a result; `is_same`: the row and its blocks are still the sequence's."""
-        num_decoding = len(plan.decoding.rows)
+    def _commit_one(self, step: Step, index: int, output: StepOutput, *, is_same: bool) -> None:
+        """Commit one row; `is_same`: the row and its blocks are still the sequence's."""
+        seq, decoding = step.seqs[index], step.input.decoding
+        num_decoding = len(decoding.rows)
         if index < num_decoding:
-            start, num_tokens, draws = int(plan.decoding.starts[index]), 1, True
+            start, samples = int(decoding.starts[index]), True
         else:
-            chunk = plan.chunks[index - num_decoding]
-            start, num_tokens, draws = chunk.start, len(chunk.token_ids), chunk.draws
+            chunk = step.input.chunks[index - num_decoding]
+            start, samples = chunk.start, chunk.samples
         if not is_same:
-            seq.num_pending -= draws
-        if index in result.errors:
+            seq.num_pending -= samples
+        if index in output.errors:
             self.finish(seq, "abort")
             return
-        if is_same and seq.may_publish:
-            self.blocks.publish(seq, start, start + num_tokens)
-        if draws:
-            assert result.token_ids[index] != NO_TOKEN
-            seq.token_ids.append(result.token_ids[index])
-            self._end_if_done(seq)
+        reason = None
+        num_gained = 0
+        for token_id in output.tokens_of(index):
+            seq.token_ids.append(token_id)
+            num_gained += 1
+            reason = self._end_reason(seq)
+            if reason is not None:
+                break
+        if is_same:
+            # The row has computed its last token and the accepted drafts; what it drew last is still to be computed.
+            num_computed = num_gained if index < num_decoding else len(chunk.token_ids)
+            if seq.may_publish:
+                self.blocks.publish(seq, start, start + num_computed)
+            if index < num_decoding and decoding.has_drafts:
+                self._computed[seq.row] += num_gained - 1
+                self._has_drafts[seq.row] = False
+        if reason is not None:
+            self.finish(seq, reason)
 
-    def _end_if_done(self, seq: Sequence) -> None:
-        """End a sequence if its latest token says so, or if it is the last one allowed."""
+    def _end_reason(self, seq: Sequence) -> FinishReason | None:
+        """Why a sequence ends with its latest token; None if it goes on."""
         # A grammar may leave nothing else before `min_tokens`.
         is_early = seq.num_output_tokens <= seq.params.min_tokens and seq.grammar is None
         if seq.token_ids[-1] in seq.stop_ids and not is_early:
-            self.finish(seq, "stop")
-        elif seq.num_output_tokens >= seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
-            self.finish(seq, "length")
+            return "stop"
+        if seq.num_output_tokens >= seq.params.max_tokens or seq.num_tokens >= self.max_model_len:
+            return "length"
+        return None
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence in whatever state it is and give back what it holds."""
@@ -382,12 +451,12 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
 
-    def fail_in_flight(self) -> list[Sequence]:
-        """A submitted step broke: drop all that were in flight, and end the sequences they were about."""
-        broken = {seq.arrival: seq for flight in self.in_flight for seq in flight.seqs if not seq.is_finished}
-        # Nobody knows how far the runner came with them: what they ended is ended once more.
-        self._ended_rows = [row for flight in self.in_flight for row in flight.plan.ended_rows] + self._ended_rows
-        self.in_flight.clear()
+    def fail(self, steps: Iterable[Step]) -> list[Sequence]:
+        """End the sequences of steps that failed, all that are in flight. Returns them."""
+        steps = list(steps)
+        broken = {seq.arrival: seq for step in steps for seq in step.seqs if not seq.is_finished}
+        # How far the workers came with these steps is not known, so the rows that they ended are ended once more.
+        self._ended_rows = [row for step in steps for row in step.input.ended_rows] + self._ended_rows
         for seq in broken.values():
             self.finish(seq, "abort")
         return list(broken.values())
@@ -407,4 +476,14 @@ class Scheduler:
         self._ended_rows.append(seq.row)
         heappush(self._free_rows, seq.row)
         self._row_generation[seq.row] += 1
+        self._has_drafts[seq.row] = False
         seq.row = None
+
+
+def _block_updates(grown: list[tuple[int, int, list[int]]]) -> BlockUpdates:
+    """The changes of block tables, from rows, the places in their tables and the blocks from there on."""
+    sizes = [len(blocks) for _, _, blocks in grown]
+    rows = np.repeat(np.array([row for row, _, _ in grown], dtype=np.int64), sizes)
+    places = [np.arange(first, first + size) for (_, first, _), size in zip(grown, sizes, strict=True)]
+    blocks = np.fromiter(chain.from_iterable(blocks for _, _, blocks in grown), np.int64, sum(sizes))
+    return BlockUpdates(rows, np.concatenate(places) if places else rows, blocks)

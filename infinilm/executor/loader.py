@@ -13,10 +13,10 @@ from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import InvalidValueError
+from infinilm.executor.executor import CacheShape, Executor, RunnerSettings
+from infinilm.executor.local import LocalExecutor
 from infinilm.executor.memory import MemoryLedger, describe_oom, give_back, is_out_of_memory, plan_memory
-from infinilm.executor.model_runner import ModelRunner
-from infinilm.executor.rank_worker import CacheShape
-from infinilm.executor.worker_group import WorkerGroup
+from infinilm.executor.processes import ProcessExecutor
 from infinilm.executor.workspace import estimate_workspace, uses_graphs
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import WeightFormats
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """What the engine runs, and what was measured and decided on the way."""
 
-    workers: WorkerGroup
-    runner: ModelRunner
+    executor: Executor
     model_config: LlamaConfig
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
@@ -53,14 +52,14 @@ def load_model(config: Config) -> LoadedModel:
         loaded = _load(checkpoint, config)
     finally:
         checkpoint.close()
-    worker = loaded.workers.worker
+    info = loaded.executor.info
     logger.info(
         "%s: %s on %s in %s, attention by %s, up to %d tokens per request, ready in %.1f s",
         path.name,
         loaded.model_config.model_type,
-        worker.device if loaded.workers.size == 1 else f"{loaded.workers.size} x {worker.device.type}",
-        str(worker.dtype).removeprefix("torch."),
-        worker.backend.name,
+        info.device if info.num_ranks == 1 else f"{info.num_ranks} x {info.device.partition(':')[0]}",
+        info.dtype,
+        info.attention,
         loaded.max_model_len,
         perf_counter() - start_time,
     )
@@ -103,10 +102,10 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     devices = select_devices(config.device, distributed)
     longest = select_max_model_len(config, model_config)
     choices = _choose(checkpoint, config, model_config, devices)
-    workers: WorkerGroup | None = None
+    executor: Executor | None = None
     memory: MemoryLedger | None = None
     try:
-        workers = start_workers(devices, choices.dtype, choices.attention_backend)
+        executor = start_executor(config.executor, devices, choices.dtype, choices.attention_backend)
         workspace = estimate_workspace(
             config, model_config, choices.dtype, devices[0], max_model_len=longest, num_ranks=len(devices)
         )
@@ -117,7 +116,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             kv_dtype=choices.kv_dtype,
             weight_bytes=choices.weight_bytes,
             workspace=workspace,
-            free_bytes=workers.free_bytes,
+            free_bytes=executor.free_bytes,
             max_model_len=longest,
             num_ranks=len(devices),
         )
@@ -125,43 +124,39 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
 
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
-        workers.load_model(model_config, memory.max_model_len, checkpoint.path, choices.formats)
-        runner = _make_runner(workers, config, model_config, memory, choices.kv_dtype)
+        executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
+        kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
+        executor.reset_cache(CacheShape(memory.num_blocks, memory.block_size, kv_dtype))
+        executor.start_rows(
+            RunnerSettings(
+                max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+                max_model_len=memory.max_model_len,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                use_graphs=uses_graphs(config, devices[0]),
+            )
+        )
     except BaseException as error:
-        if workers is not None:
-            workers.close()
+        if executor is not None:
+            executor.shutdown()
         if not is_out_of_memory(error):
             raise
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
-    return LoadedModel(workers, runner, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory)
+    return LoadedModel(executor, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory)
 
 
-def _make_runner(
-    workers: WorkerGroup, config: Config, model_config: LlamaConfig, memory: MemoryLedger, kv_dtype: torch.dtype
-) -> ModelRunner:
-    """Take the memory for the KV cache and everything that steps need."""
-    worker = workers.worker
-    workers.reset_cache(CacheShape(memory.num_blocks, memory.block_size, str(kv_dtype).removeprefix("torch.")))
-    runner = ModelRunner(
-        workers,
-        vocab_size=model_config.vocab_size,
-        block_size=memory.block_size,
-        max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-        max_model_len=memory.max_model_len,
-        use_graphs=uses_graphs(config, worker.device, workers.size),
-    )
-    if worker.device.type == "cuda":
-        runner.warm_up(min(config.max_num_batched_tokens, memory.max_model_len))
-    return runner
-
-
-def start_workers(devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto") -> WorkerGroup:
-    """Start a rank on each device."""
+def start_executor(
+    kind: str, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto"
+) -> Executor:
+    """Start a rank on each device; `kind` is `Config.executor`."""
     if devices[0].type == "cpu" and dtype != torch.float32:
         avoid_false_amx()
-    return WorkerGroup(devices, dtype, attention_backend)
+    if kind == "local" and len(devices) > 1:
+        raise InvalidValueError(f"executor='local' runs one rank, not {len(devices)}; use executor='processes'")
+    if kind == "local" or (kind == "auto" and len(devices) == 1):
+        return LocalExecutor(devices[0], dtype, attention_backend)
+    return ProcessExecutor(devices, dtype, attention_backend)
 
 
 def select_devices(kind: str, distributed: DistConfig) -> list[torch.device]:

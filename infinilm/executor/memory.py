@@ -221,8 +221,11 @@ def give_back(error: BaseException) -> None:
 
 
 def explain_oom(error: BaseException, ledger: MemoryLedger) -> BaseException:
-    """The error of a step; if memory ran out, as one that says which settings help."""
-    return OutOfMemoryError(describe_oom("a step", error, ledger)) if is_out_of_memory(error) else error
+    """The error of a step. If memory ran out, what the step holds is freed, and the error says which settings help."""
+    if not is_out_of_memory(error):
+        return error
+    give_back(error)
+    return OutOfMemoryError(describe_oom("a step", error, ledger))
 
 
 def describe_oom(what: str, error: BaseException, ledger: MemoryLedger | None) -> str:

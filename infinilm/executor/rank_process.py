@@ -20,8 +20,9 @@ from infinilm.distributed.channel import Channel, ChannelClosedError, Message
 from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
 from infinilm.errors import EngineError
 from infinilm.executor.memory import free_memory_bytes
-from infinilm.executor.rank_worker import Command, RankWorker
+from infinilm.executor.rank_worker import RankWorker
 from infinilm.executor.threads import computing_threads
+from infinilm.executor.wire import Command, handle
 from infinilm.models.registry import register_described
 
 WATCH_INTERVAL_S = 0.25
@@ -83,7 +84,7 @@ class _Rank:
         if registration := message.values.pop("registration", None):
             register_described(registration)
         with computing_threads(self.num_threads, self.worker.thread_users):
-            return self.worker.execute(command, message)
+            return handle(self.worker, command, message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ them, for several numbers of tokens. Each is captured when it is first needed, o
 something long, and replayed for every step of its size or less: what is missing is padding, which reads and writes
 nothing. All of a step's input is one small copy to the device (`kernels/step_inputs.py`).
 
-A graph ends with the tokens drawn or, where the host has a say in the draw, with the logits.
+A graph ends with the tokens drawn or, where drawing needs more than the sampling kernel, with the logits. With
+several ranks, each captures its own graphs, with the collectives in them; rank 0's alone hold the sampling.
 """
 
 import logging
@@ -15,19 +16,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infinilm.attention import ForwardBatch
-from infinilm.attention.batch import HostBatch, IntArray
+from infinilm.attention.batch import IntArray
 from infinilm.attention.triton_backend import DecodePlan, MixedPlan, TritonAttention
-from infinilm.executor.rank_worker import RankWorker
 from infinilm.kernels.decode_attention import SharedPrefix
 from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
 from infinilm.sampling import Sampler
+
+if TYPE_CHECKING:
+    from infinilm.executor.model_runner import StepBatch
+    from infinilm.executor.rank_worker import RankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +63,6 @@ class _Graph:
     logits: Tensor | None  # [rows, vocab], instead
 
 
-class _Prepared:
-    """An attention backend whose plan is made already."""
-
-    def __init__(self, backend: TritonAttention, plan: DecodePlan | MixedPlan) -> None:
-        self.name = backend.name
-        self._backend = backend
-        self._plan = plan
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def prepare(self, *_: object, **__: object) -> DecodePlan | MixedPlan:
-        return self._plan
-
-
 def decode_sizes(max_num_rows: int) -> list[int]:
     """Numbers of rows to capture: close together where steps are short and padding would show."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64)]
@@ -85,21 +74,22 @@ class StepGraphs:
 
     def __init__(
         self,
-        worker: RankWorker,
-        sampler: Sampler,
+        worker: "RankWorker",
+        sampler: Sampler | None,
         last_token: Tensor,
         *,
         max_num_rows: int,
         max_blocks: int,
-        block_size: int,
     ) -> None:
         assert isinstance(worker.backend, TritonAttention)
+        assert worker.cache is not None
         self._worker = worker
         self._backend = worker.backend
+        self._cache = worker.cache
         self._sampler = sampler
         self._last_token = last_token
         self._max_blocks = max_blocks
-        self._block_size = block_size
+        self._block_size = worker.cache.block_size
         self._sizes = decode_sizes(max_num_rows)
         self._mixed_rows = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
         self._graphs: dict[Shape, _Graph] = {}
@@ -115,69 +105,69 @@ class StepGraphs:
         self._num_steps = 0
         config = worker.model.config
         self._workspace = self._backend.workspace(
-            self._sizes[-1], config.num_attention_heads, config.head_dim, worker.device
+            self._sizes[-1], config.num_attention_heads // worker.group.size, config.head_dim, worker.device
         )
 
     # --- running ----------------------------------------------------------------------------------------
 
-    def can_run(self, batch: HostBatch, num_decoding: int) -> bool:
+    def can_run(self, batch: "StepBatch") -> bool:
         """Whether there is, or can be, a graph of such a step."""
-        num_rows = len(batch.query_lens)
-        if num_rows == num_decoding:
+        tokens, num_rows = batch.tokens, len(batch.tokens.query_lens)
+        if num_rows == batch.num_decoding:
             return num_rows <= self._sizes[-1]
         return (
-            num_rows <= self._mixed_rows[-1]
-            and len(batch.input_ids) <= MIXED_TOKENS[-1]
-            and not self._backend.has_long(batch.query_lens, batch.context_lens)
+            max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
+            and len(tokens.input_ids) <= MIXED_TOKENS[-1]
+            and not self._backend.has_long(tokens.query_lens, tokens.context_lens)
         )
 
-    def run(self, batch: HostBatch, token_rows: IntArray, rows: IntArray, num_decoding: int) -> tuple[Tensor, Tensor]:
-        """Start a step of n rows: the tokens they draw `[n]` and whether those mean anything `[n]`.
+    def run(self, batch: "StepBatch") -> tuple[Tensor, Tensor]:
+        """Start a step: the tokens drawn `[S]` and whether their logits were finite `[S]`.
 
-        `token_rows` `[T]` are the rows of the batch's tokens, the first `num_decoding` of which are what rows drew
-        last; `rows` `[n]` are -1 where nothing is drawn. The results are overwritten by the next step.
+        The results are overwritten by the next step.
         """
-        graph = self._launch(batch, token_rows, rows, num_decoding, draws=True)
+        num_samples = len(batch.sample_places)
+        graph = self._launch(batch, draws=True)
         assert graph.token_ids is not None
         assert graph.is_finite is not None
-        return graph.token_ids[: len(rows)], graph.is_finite[: len(rows)]
+        return graph.token_ids[:num_samples], graph.is_finite[:num_samples]
 
-    def run_to_logits(self, batch: HostBatch, token_rows: IntArray, num_decoding: int) -> Tensor:
-        """Start a step of n rows, up to the logits `[n, vocab]` of their last tokens."""
-        num_rows = len(batch.query_lens)
-        rows = token_rows if num_decoding == num_rows else np.full(num_rows, -1)
-        logits = self._launch(batch, token_rows, rows, num_decoding, draws=False).logits
+    def run_to_logits(self, batch: "StepBatch") -> Tensor:
+        """Start a step, up to the logits `[S, vocab]` of the tokens to draw."""
+        logits = self._launch(batch, draws=False).logits
         assert logits is not None
-        return logits[:num_rows]
+        return logits[: len(batch.sample_places)]
 
     @torch.inference_mode()
-    def _launch(
-        self, batch: HostBatch, token_rows: IntArray, rows: IntArray, num_decoding: int, *, draws: bool
-    ) -> _Graph:
+    def _launch(self, batch: "StepBatch", *, draws: bool) -> _Graph:
         staging = self._staging[self._num_steps % NUM_STAGING]
         self._num_steps += 1
-        if num_decoding == len(rows):
-            shape = self._choose_size(num_decoding, draws=draws)
+        tokens, num_rows = batch.tokens, len(batch.tokens.query_lens)
+        if batch.num_decoding == num_rows:
+            shape = self._choose_size(num_rows, draws=draws)
             inputs = self._decode_inputs.first(shape.num_rows)
-            num_shared = count_shared(batch.block_tables, batch.context_lens, self._block_size)
-            used = inputs.pack(staging.numpy(), rows, batch.context_lens, batch.block_tables, num_shared)
+            num_shared = count_shared(tokens.block_tables, tokens.context_lens, self._block_size)
+            used = inputs.pack(staging.numpy(), batch.token_rows, tokens.context_lens, tokens.block_tables, num_shared)
             packed = inputs.packed
         else:
-            num_rows = self._mixed_rows[bisect_left(self._mixed_rows, len(rows))]
-            num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(batch.input_ids))]
+            largest = max(num_rows, len(batch.sample_places))
+            num_rows = self._mixed_rows[bisect_left(self._mixed_rows, largest)]
+            num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(tokens.input_ids))]
             shape = Shape(num_rows, num_tokens, draws)
             mixed = self._mixed(num_tokens, num_rows)
             used = mixed.pack(
                 staging.numpy(),
-                ids=batch.input_ids,
-                token_rows=token_rows,
-                positions=batch.positions,
-                slots=batch.slot_mapping,
-                rows=rows,
-                query_lens=batch.query_lens,
-                context_lens=batch.context_lens,
-                tables=batch.block_tables,
-                num_decoding=num_decoding,
+                ids=tokens.input_ids,
+                token_rows=batch.token_rows,
+                positions=tokens.positions,
+                slots=tokens.slot_mapping,
+                sample_rows=batch.sample_rows,
+                sample_places=batch.sample_places,
+                sample_positions=batch.sample_positions,
+                query_lens=tokens.query_lens,
+                context_lens=tokens.context_lens,
+                tables=tokens.block_tables,
+                num_decoding=batch.num_decoding,
             )
             packed = mixed.packed
         graph = self._graphs.get(shape) or self._capture(shape)
@@ -286,20 +276,22 @@ class StepGraphs:
             ),
             decode_tokens=decoding,
         )
-        hidden = self._forward(inputs, plan)[inputs.last_tokens]
-        return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
+        hidden = self._forward(inputs, plan)[inputs.sample_places]
+        return self._finish(hidden, inputs.sample_rows, inputs.sample_positions, draws=shape.draws)
 
     def _forward(self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan) -> Tensor:
-        worker = self._worker
-        assert worker.cache is not None
-        batch = ForwardBatch(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS)
-        return worker.model(batch, worker.cache, _Prepared(self._backend, plan))
+        batch = ForwardBatch(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS, plan)
+        return self._worker.model(batch, self._cache, self._backend)
 
     def _finish(self, hidden: Tensor, rows: Tensor, positions: Tensor, *, draws: bool) -> "StepOutputs":
         logits = self._worker.model.compute_logits(hidden)
         if not draws:
             return None, None, logits
-        token_ids, is_finite = self._sampler.sample_rows(logits, rows, positions)
+        if self._sampler is None:  # rank 0 samples
+            token_ids, is_finite = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
+        else:
+            token_ids, is_finite = self._sampler.sample_rows(logits, rows, positions)
+        self._worker.group.broadcast(token_ids)
         self._last_token[rows] = token_ids  # padding's row -1 is the spare last one
         return token_ids, is_finite, None
 

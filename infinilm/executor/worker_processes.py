@@ -11,7 +11,7 @@ from threading import Event, Lock, Thread
 from infinilm.distributed.channel import Channel, ChannelClosedError, Message
 from infinilm.errors import EngineError, WorkerDiedError
 from infinilm.executor.rank_process import WATCH_INTERVAL_S
-from infinilm.executor.rank_worker import Command
+from infinilm.executor.wire import Command
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 
 EXIT_TIMEOUT_S = 5.0

@@ -124,7 +124,7 @@ def estimate_workspace(
         if _attends_long(shape, model_config.head_dim, dtype, device, max_model_len):
             prefill_bytes = shape.long_prefill_bytes()
             gathered_bytes = 2 * shape.keys * shape.itemsize
-        if uses_graphs(config, device, num_ranks):
+        if uses_graphs(config, device):
             graphs = graph_shapes(shape.num_rows, shape.num_tokens)
     angle_bytes = 4 * model_config.head_dim
     # Per block: in a step's tables, as int64 and as int32; in those of graphs, as they come and as they are used.
@@ -139,9 +139,9 @@ def estimate_workspace(
     )
 
 
-def uses_graphs(config: Config, device: torch.device, num_ranks: int) -> bool:
+def uses_graphs(config: Config, device: torch.device) -> bool:
     """Whether decode steps are to be CUDA graphs."""
-    return num_ranks == 1 and not config.enforce_eager and _has_triton(config, device)
+    return not config.enforce_eager and _has_triton(config, device)
 
 
 def decode_attention_bytes(num_rows: int, heads: int, head_dim: int) -> int:

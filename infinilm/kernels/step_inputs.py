@@ -87,15 +87,16 @@ class DecodeInputs:
 class MixedInputs:
     """What up to `num_rows` rows compute that bring up to `num_tokens` tokens, the decoding ones first.
 
-    After `unpack` there are, beside what is made at once, `ids`, `positions` and `slots` `[T]`, `rows` `[N]` (whose
-    token is drawn; -1: none) and `last_tokens` `[N]` (where in the batch each row ends), all int64.
+    Up to `num_rows` tokens are drawn. After `unpack` there are, beside what is made at once, `ids`, `positions` and
+    `slots` `[T]`, and of each token to draw the row, -1 for padding, the place in the batch whose logits it is drawn
+    from, and its position, all `[N]` and int64.
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    rows: Tensor
-    last_tokens: Tensor
+    sample_rows: Tensor
+    sample_places: Tensor
 
     def __init__(self, num_tokens: int, num_rows: int, max_blocks: int, device: torch.device) -> None:
         self.num_tokens, self.num_rows = num_tokens, num_rows
@@ -103,7 +104,7 @@ class MixedInputs:
         self.tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         # In the order of the packed numbers; what kernels take as int32 needs no unpacking.
         fields = self.packed[_HEADER : self._tables_start].split([*[num_rows] * 5, num_rows + 1, *[num_tokens] * 4])
-        self._rows, self._last_tokens, self.context_lens, self.decode_lens, self.prefill_lens = fields[:5]  # [N]
+        self._sample_rows, self._sample_places, self.sample_positions, self.decode_lens, self.prefill_lens = fields[:5]
         self.query_starts = fields[5]  # [N + 1]
         self._ids, self._token_rows, self._positions, self._slots = fields[6:]  # [T]
 
@@ -119,7 +120,7 @@ class MixedInputs:
     def clear(self) -> None:
         """Have nothing but padding packed."""
         self.packed.zero_()
-        self._rows.fill_(-1)
+        self._sample_rows.fill_(-1)
         self._slots.fill_(-1)
 
     def pack(
@@ -130,7 +131,9 @@ class MixedInputs:
         token_rows: IntArray,  # [t]
         positions: IntArray,  # [t]
         slots: IntArray,  # [t]
-        rows: IntArray,  # [n], -1: nothing is drawn
+        sample_rows: IntArray,  # [s]
+        sample_places: IntArray,  # [s]
+        sample_positions: IntArray,  # [s]
         query_lens: IntArray,  # [n]
         context_lens: IntArray,  # [n]
         tables: IntArray,  # [n, num_columns]
@@ -141,10 +144,11 @@ class MixedInputs:
         packed[:_HEADER] = num_columns, 0
         middle = _HEADER + 6 * self.num_rows + 1
         by_row = packed[_HEADER : middle - 1 - self.num_rows].reshape(5, self.num_rows)
-        by_row[:, num_rows:] = [[-1], [0], [0], [0], [0]]
+        num_samples = len(sample_rows)
+        by_row[:3, num_samples:] = [[-1], [0], [0]]
+        by_row[:3, :num_samples] = sample_rows, sample_places, sample_positions
+        by_row[3:] = 0
         ends = np.cumsum(query_lens)
-        by_row[:3, :num_rows] = rows, ends - 1, context_lens
-        by_row[3:, :num_rows] = 0
         by_row[3, :num_decoding] = context_lens[:num_decoding]
         by_row[4, num_decoding:num_rows] = context_lens[num_decoding:]
         starts = packed[middle - 1 - self.num_rows : middle]
@@ -161,7 +165,7 @@ class MixedInputs:
         _unpack_tables[(self.num_rows,)](
             self.packed, self.tables, self.tables.stride(0), self._tables_start, COLUMNS=_COLUMNS
         )
-        self.rows, self.last_tokens = self._rows.long(), self._last_tokens.long()
+        self.sample_rows, self.sample_places = self._sample_rows.long(), self._sample_places.long()
         self.positions, self.slots = self._positions.long(), self._slots.long()
         self.ids = torch.where(self._ids < 0, last_token[self._token_rows.long()], self._ids.long())
 

@@ -20,14 +20,15 @@ from infinilm.checks import check_flag
 from infinilm.config import DeviceType
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
-from infinilm.debug.taps import show_logits
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
-from infinilm.executor.loader import select_devices, start_workers
+from infinilm.executor.executor import CacheShape
+from infinilm.executor.loader import select_devices, start_executor
 from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
-from infinilm.executor.rank_worker import CacheShape, StepInput
+from infinilm.executor.rank_worker import ForwardInput
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.interrupts import interrupts_allowed, interrupts_held
+from infinilm.layers.formats import DENSE
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.sources import resolve
@@ -59,7 +60,7 @@ def _exclusive(method: Callable[Concatenate["InferEngine", P], T]) -> Callable[C
                     "time, and not from a hook or streamer"
                 )
             try:
-                engine._workers.check_alive()
+                engine._executor.check_health()
                 with interrupts_allowed():
                     return method(engine, *args, **kwargs)
             finally:
@@ -122,11 +123,11 @@ class InferEngine(GenerationMixin):
         self._cache_config: CacheConfig | None = None
         self._layout: CacheLayout | None = None
         self._lock = Lock()
-        self._workers = start_workers(devices, dtype)
+        self._executor = start_executor("auto", devices, dtype)
         try:
             self._check_room(devices[0])
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
-                self._workers.load_model(self.config, self.max_len, source)
+                self._executor.load(self.config, self.max_len, source, DENSE)
             if cache_config is not None:
                 self.reset_cache(cache_config)
         except BaseException as error:
@@ -136,10 +137,10 @@ class InferEngine(GenerationMixin):
             raise
 
     def _check_room(self, device: torch.device) -> None:
-        if self._weight_bytes > self._workers.free_bytes:
+        if self._weight_bytes > self._executor.free_bytes:
             raise InvalidValueError(
                 f"the model needs {format_bytes(self._weight_bytes)} on {device}, where "
-                f"{format_bytes(self._workers.free_bytes)} are free; use more ranks (distributed_config), a smaller "
+                f"{format_bytes(self._executor.free_bytes)} are free; use more ranks (distributed_config), a smaller "
                 "dtype or model, or end other processes"
             )
 
@@ -162,13 +163,13 @@ class InferEngine(GenerationMixin):
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
-            self._workers.load_shards(self._params.cut(name, weight))
+            self._executor.load_shards(self._params.cut(name, weight))
 
     @_exclusive
     def state_dict(self) -> list[dict[str, Tensor]]:
         """Copies of every rank's weights, on the host. Where a rank holds a piece, it has fewer rows (q, k, v, gate,
         up, embedding and head) or columns (o and down) than the whole."""
-        return self._workers.state_dict()
+        return self._executor.state_dicts()
 
     def state_dict_keyname(self) -> list[str]:
         """The names of all weights."""
@@ -196,19 +197,9 @@ class InferEngine(GenerationMixin):
         registry = self._registry
         if registry is not None:
             registry.begin_step(_rows_of(lowered, all_logits=given.return_logits))
-        found: list[Tensor] = []
-
-        def take(_: int, logits: Tensor) -> None:
-            show_logits(logits, registry)
-            found.append(logits)
-
-        hidden = self._workers.run(
-            StepInput(lowered.batch, (rows,), hook_patterns=registry.patterns() if registry is not None else ()),
-            take,
-            shape=self._shape_of(lowered.layout),
-            registry=registry,
-        )
-        (logits,) = found
+        patterns = registry.patterns() if registry is not None else ()
+        result = self._executor.forward(ForwardInput(lowered.batch, rows, self._shape_of(lowered.layout), patterns))
+        hidden, logits = result.hidden, result.logits
         samples = draw_uniform(logits[torch.from_numpy(ends - 1)] if given.return_logits else logits, **values)
         if error := next((sample.error for sample in samples.to_host() if sample.error), None):
             raise error
@@ -267,10 +258,10 @@ class InferEngine(GenerationMixin):
             config = replace(config, max_cache_len=layout.max_cache_len)
         self._cache_config = self._layout = None
         try:
-            self._workers.reset_cache(self._shape_of(layout))
+            self._executor.reset_cache(self._shape_of(layout))
         except BaseException:
             with suppress(EngineError):  # of an engine that is dead, which the first error says already
-                self._workers.reset_cache(None)  # on every rank, whichever of them had no memory
+                self._executor.reset_cache(None)  # on every rank, whichever of them had no memory
             raise
         self._cache_config, self._layout = copy(config), layout
 
@@ -279,26 +270,27 @@ class InferEngine(GenerationMixin):
         return copy(self._cache_config)
 
     def _cache_limits(self) -> CacheLimits:
-        worker = self._workers.worker
-        heads = kv_heads_per_rank(self.config.num_key_value_heads, self._workers.size)
+        info = self._executor.info
+        heads = kv_heads_per_rank(self.config.num_key_value_heads, info.num_ranks)
         token_size = 2 * self.config.num_hidden_layers * heads * self.config.head_dim
 
         def token_bytes(dtype: str | None) -> int:
-            kind: torch.dtype = getattr(torch, dtype) if dtype else worker.dtype
+            kind: torch.dtype = getattr(torch, dtype or info.dtype)
             return token_size * kind.itemsize
 
-        free_bytes = free_memory_bytes(worker.device)
-        if worker.device.type == "cpu":
-            free_bytes //= self._workers.size
+        device = torch.device(info.device)
+        free_bytes = free_memory_bytes(device)
+        if device.type == "cpu":
+            free_bytes //= info.num_ranks
         # The old cache goes before the new comes. Of its memory, a CPU counts as free what was never written to, so
         # that the sum would be too much; there is never more than at the start, unless it is free for all to see.
-        held_bytes = worker.cache.memory.num_bytes if worker.cache is not None else 0
-        at_start = self._workers.free_bytes - self._weight_bytes
+        held_bytes = self._executor.cache_bytes
+        at_start = self._executor.free_bytes - self._weight_bytes
         available = max(free_bytes, min(free_bytes + held_bytes, at_start))
         return CacheLimits(self.max_len, token_bytes, max(int(available * MEMORY_SHARE), held_bytes))
 
     def _shape_of(self, layout: CacheLayout) -> CacheShape:
-        dtype = layout.dtype or str(self._workers.worker.dtype).removeprefix("torch.")
+        dtype = layout.dtype or self._executor.info.dtype
         return CacheShape(layout.num_blocks, layout.block_size, dtype)
 
     # --- the rest ---------------------------------------------------------------------------------------
@@ -310,10 +302,11 @@ class InferEngine(GenerationMixin):
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         """Let hooks see, and replace, activations of all passes to come; None: no more."""
         self._registry = attach(registry, self._registry, self.config.num_hidden_layers)
+        self._executor.set_hook_registry(self._registry)
 
     def close(self) -> None:
         """Stop the ranks and give back the memory. Calling it again does nothing."""
-        self._workers.close()
+        self._executor.shutdown()
 
     def __enter__(self) -> Self:
         return self

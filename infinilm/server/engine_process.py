@@ -96,7 +96,7 @@ class EngineLoop:
     def _step(self) -> None:
         start_time = perf_counter()
         deltas = self._engine.step_deltas()
-        self._pace.note(self._engine.scheduler.last_plan, perf_counter() - start_time)
+        self._pace.note(self._engine.last_step, perf_counter() - start_time)
         if deltas:
             self._send(Stepped([_to_wire(delta) for delta in deltas]))
         if perf_counter() - self._stats_time > STATS_INTERVAL_S:
@@ -166,7 +166,7 @@ def _load(config: Config) -> LLMEngine:
 
 
 def _describe(engine: LLMEngine, load_seconds: float) -> Ready:
-    worker = engine.workers.worker
+    info = engine.executor.info
     return Ready(
         max_model_len=engine.max_model_len,
         vocab_size=engine.model_config.vocab_size,
@@ -174,8 +174,8 @@ def _describe(engine: LLMEngine, load_seconds: float) -> Ready:
         max_num_batched_tokens=engine.config.max_num_batched_tokens,
         num_blocks=engine.memory.num_blocks,
         block_size=engine.memory.block_size,
-        device=str(worker.device),
-        dtype=str(worker.dtype).removeprefix("torch."),
+        device=info.device,
+        dtype=info.dtype,
         load_seconds=load_seconds,
     )
 

@@ -1,7 +1,7 @@
 """Keeps steps short: chooses how many prompt tokens a step may compute by the time that the last steps took."""
 
-from infinilm.engine.plan import StepPlan
 from infinilm.engine.scheduler import Scheduler
+from infinilm.executor.step_io import StepInput
 
 FIRST_TOKENS = 64
 """Where the search begins: a slow machine computes so many in time, and a fast one soon gets more."""
@@ -34,11 +34,11 @@ class StepPace:
         self._prefill = Pace(prefill_s, scheduler.max_num_batched_tokens)
         self._apply()
 
-    def note(self, plan: StepPlan | None, seconds: float) -> None:
-        """Adapt to the time in which a plan was computed."""
-        if plan is not None and plan.chunks:
-            pace = self._mixed if len(plan.decoding.rows) else self._prefill
-            pace.note(plan.num_chunk_tokens, seconds)
+    def note(self, step: StepInput | None, seconds: float) -> None:
+        """Adapt to the time in which a step was computed."""
+        if step is not None and step.chunks:
+            pace = self._mixed if len(step.decoding.rows) else self._prefill
+            pace.note(step.num_chunk_tokens, seconds)
             self._apply()
 
     def _apply(self) -> None:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import make_reference, save
 from cli_driver import Cli
 
@@ -143,7 +142,7 @@ def test_verify_works_without_a_tokenizer(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_peer_reads_gguf(smollm2: Path) -> None:
-    peer = TransformersPeer(smollm2, dtype=torch.float32, device=torch.device("cpu"))
+    peer = TransformersPeer(smollm2, dtype="float32", device="cpu")
     tokenizer = open_checkpoint(smollm2).tokenizer()
     logprobs = peer.logprobs(tokenizer.encode("The capital of France is"))
     assert tokenizer.decode([int(logprobs[-1].argmax())]) == " Paris"

@@ -353,7 +353,7 @@ def operations_of(engine: InferEngine) -> list[str]:
 def test_without_hooks_a_step_is_what_it_would_be_if_there_were_none(kind, reference) -> None:
     with engine_of(reference) as engine:
         operations = operations_of(engine)
-        worker = engine._workers.worker
+        worker = engine._executor.worker
         worker._model = decoder_without_taps().CausalLM(engine.config)
         engine.load_params(reference.state_dict())
         assert operations == operations_of(engine)

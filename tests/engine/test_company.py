@@ -300,7 +300,7 @@ def test_a_dead_worker_ends_all_requests_and_leaves_nothing_to_report(tiny_dir, 
         def die() -> None:
             raise WorkerDiedError("rank 1 died")
 
-        monkeypatch.setattr(llm.workers, "check_alive", die)
+        monkeypatch.setattr(llm.executor, "check_health", die)
         with pytest.raises(WorkerDiedError, match="rank 1 died"):
             llm.step()
         assert told[-1].error == "WorkerDiedError: rank 1 died"

@@ -68,7 +68,7 @@ def test_sizes_in_bytes_count_what_a_rank_keeps(engine: InferEngine, dtype: str 
     block_bytes = 16 * TOKEN_BYTES * size // 4 // engine.get_dist_config().tp_size
     engine.reset_cache(PagedKVCacheConfig(max_kv_memory_bytes=5 * block_bytes + 1, dtype=dtype))
     assert engine.get_cache_config() == PagedKVCacheConfig(5, dtype=dtype)
-    cache = engine._workers.worker.cache
+    cache = engine._executor.worker.cache
     assert cache is not None
     assert sum(cache.layer(layer).nbytes for layer in range(2)) == 5 * block_bytes
 
@@ -84,7 +84,7 @@ def test_a_cache_of_all_free_memory_is_no_larger_the_second_time(engine: InferEn
 
 def test_memory_is_used_again_where_it_suffices_and_is_empty(engine: InferEngine) -> None:
     def layer() -> torch.Tensor:
-        cache = engine._workers.worker.cache
+        cache = engine._executor.worker.cache
         assert cache is not None
         return cache.layer(0)
 

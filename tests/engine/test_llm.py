@@ -7,8 +7,8 @@ import torch
 from checkpoints import reference_logits
 
 from infinilm import LLM, Config, RequestOutput, SamplingParams
-from infinilm.engine.plan import StepPlan
 from infinilm.errors import EngineError, InvalidValueError
+from infinilm.executor.step_io import StepInput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["The north", "an ion", "to", "In another nation on the moon " * 3]
@@ -368,15 +368,15 @@ def test_a_failing_listener_ends_its_own_request_only(llm) -> None:
 
 
 def test_a_failing_step_ends_the_requests_in_it_and_no_others(llm, monkeypatch) -> None:
-    submit = llm.runner.submit
+    submit = llm.executor.submit
 
-    def fail(plan: StepPlan):
+    def fail(step: StepInput):
         raise MemoryError("no room")
 
     doomed = llm.add_request(PROMPTS[0], GREEDY)
-    monkeypatch.setattr(llm.runner, "submit", fail)
+    monkeypatch.setattr(llm.executor, "submit", fail)
     [output] = llm.step()
-    monkeypatch.setattr(llm.runner, "submit", submit)
+    monkeypatch.setattr(llm.executor, "submit", submit)
     assert (output.request_id, output.finish_reason, output.error) == (doomed, "abort", "MemoryError: no room")
     assert is_idle(llm)
     assert len(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].token_ids) == 12
@@ -402,7 +402,7 @@ def test_configs_and_presets_build_engines(tiny_dir) -> None:
 
 def test_bfloat16(tiny_dir) -> None:
     with LLM(tiny_dir, num_kvcache_blocks=8, dtype="bfloat16") as llm:
-        assert llm.workers.worker.cache.layer(0).dtype == torch.bfloat16
+        assert llm.executor.worker.cache.layer(0).dtype == torch.bfloat16
         assert len(llm.generate("to", GREEDY, use_tqdm=False)[0].token_ids) == 12
 
 
@@ -410,7 +410,7 @@ def test_exit_ends_requests_frees_memory_and_can_be_repeated(tiny_dir) -> None:
     llm = LLM(tiny_dir, num_kvcache_blocks=8)
     llm.add_request("to", GREEDY)
     llm.step()
-    cache = llm.workers.worker.cache
+    cache = llm.executor.worker.cache
     llm.exit()
     llm.exit()
     assert len(gc.get_referrers(cache)) <= 1, "the engine must let go of its cache"

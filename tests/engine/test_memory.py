@@ -186,8 +186,8 @@ def test_without_room_for_a_block_the_ledger_says_why() -> None:
 def test_an_engine_has_the_ledger_of_its_settings(tiny_dir: Path) -> None:
     with LLM(tiny_dir, num_kvcache_blocks=7, max_num_batched_tokens=64, max_num_seqs=3) as llm:
         ledger = llm.memory
-        weights = llm.workers.worker.model.num_bytes()
-        taken = llm.workers.worker.cache.memory.num_bytes
+        weights = llm.executor.worker.model.num_bytes()
+        taken = llm.executor.worker.cache.memory.num_bytes
     # 720 numbers per token in a layer; angles, and three rows' tables per position.
     assert ledger.workspace == Workspace(64 * 720 * 4 + 64 * 300 * 16, per_position=16 * 4 + 3)
     assert ledger.kv_bytes == taken == 7 * 16 * 2 * 2 * 32 * 4

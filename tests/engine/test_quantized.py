@@ -47,7 +47,7 @@ def exact(tiny: Path) -> torch.Tensor:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_matrices_are_quantised_while_loading(tp: int, quantization: str, tiny: Path, exact: torch.Tensor) -> None:
     with LLM(tiny, quantization=quantization, tensor_parallel_size=tp, **SMALL) as llm:
-        worker = llm.workers.worker
+        worker = llm.executor.worker
         assert (worker.thread_users, worker.backend.name) == (ThreadUsers(torch=False, native=True), "native")
         assert worker.cache.dtype == torch.float16
         assert llm.memory.block_bytes == 16 * 2 * 2 * (2 // tp) * 16 * 2
@@ -62,8 +62,8 @@ def test_matrices_are_quantised_while_loading(tp: int, quantization: str, tiny: 
 def test_the_cache_has_the_type_asked_for(name: str, attention_backend: str, tiny: Path, exact: torch.Tensor) -> None:
     settings = {"quantization": "q8", "kv_cache_dtype": name, "attention_backend": attention_backend}
     with LLM(tiny, **settings, **SMALL) as llm:
-        assert llm.workers.worker.cache.dtype == getattr(torch, name)
-        assert llm.workers.worker.backend.name == ("native" if attention_backend == "auto" else "torch")
+        assert llm.executor.worker.cache.dtype == getattr(torch, name)
+        assert llm.executor.worker.backend.name == ("native" if attention_backend == "auto" else "torch")
         assert (scores(llm) - exact).abs().mean() < 0.05
 
 
@@ -151,7 +151,7 @@ STORY = (
 @pytest.fixture(scope="module")
 def dense(smollm2: Path) -> tuple[torch.Tensor, list[int]]:
     with LLM(smollm2, max_model_len=512, quantization="none", **SMALL) as llm:
-        assert llm.workers.worker.cache.dtype == torch.float32
+        assert llm.executor.worker.cache.dtype == torch.float32
         tokens = llm.tokenizer.encode(STORY)
         return scores(llm, tokens), tokens
 
@@ -162,7 +162,7 @@ def test_a_gguf_file_stays_quantised_and_near_the_dense_model(
 ) -> None:
     expected, tokens = dense
     with LLM(smollm2, max_model_len=512, **SMALL) as llm:
-        assert not llm.workers.worker.thread_users.torch
+        assert not llm.executor.worker.thread_users.torch
         assert llm.memory.weight_bytes < 1.02 * smollm2.stat().st_size
         found = scores(llm, tokens)
         messages = [{"role": "user", "content": "Answer with one word: what is the capital of France?"}]
@@ -178,7 +178,7 @@ def test_three_ranks_share_a_quantised_file(smollm2: Path, dense: tuple[torch.Te
     expected, tokens = dense
     settings = {"max_model_len": 512, "tensor_parallel_size": 3, **SMALL}
     with LLM(smollm2, **settings) as llm:
-        assert not llm.workers.worker.thread_users.torch
+        assert not llm.executor.worker.thread_users.torch
         assert (scores(llm, tokens) - expected).abs().mean() < 0.01
 
 
@@ -190,4 +190,4 @@ def test_the_low_level_engine_stays_dense(smollm2: Path) -> None:
 @needs_native
 def test_weights_of_a_quantised_engine_are_not_handed_out(tiny: Path) -> None:
     with LLM(tiny, quantization="q8", **SMALL) as llm, pytest.raises(EngineError, match="quantization='none'"):
-        llm.workers.state_dict()
+        llm.executor.state_dicts()

@@ -3,9 +3,9 @@
 import pytest
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import StepPlan, StepResult
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence, Status
+from infinilm.executor.step_io import StepInput, StepOutput
 from infinilm.sampling_params import SamplingParams
 
 
@@ -22,15 +22,14 @@ def add(scheduler: Scheduler, *lengths: int, max_tokens: int = 50, stop_ids: tup
     return seqs
 
 
-def step(scheduler: Scheduler, token_id: int = 7) -> StepPlan:
-    plan = scheduler.schedule()
-    assert plan is not None
-    draws = set(plan.draws)
-    scheduler.commit(StepResult([token_id if index in draws else -1 for index in range(plan.num_rows)]))
-    return plan
+def step(scheduler: Scheduler, token_id: int = 7) -> StepInput:
+    planned = scheduler.schedule()
+    assert planned is not None
+    scheduler.commit(planned, StepOutput.of([[token_id] * count for count in planned.input.sample_counts.tolist()]))
+    return planned.input
 
 
-def chunks(plan: StepPlan) -> list[tuple[int, int]]:
+def chunks(plan: StepInput) -> list[tuple[int, int]]:
     return [(chunk.row, len(chunk.token_ids)) for chunk in plan.chunks]
 
 
@@ -190,8 +189,8 @@ def test_when_blocks_run_out_the_newest_gives_up_its_own() -> None:
     plan = step(scheduler)
     assert plan.decoding.rows.tolist() == [old.row]
     assert (len(old.block_table), new.block_table, new.num_preemptions) == (4, [], 1)
-    assert plan.decoding.grown_rows.tolist() == [old.row]
-    assert plan.decoding.new_blocks.tolist() == old.block_table[3:]
+    assert plan.blocks.rows.tolist() == [old.row]
+    assert plan.blocks.blocks.tolist() == old.block_table[3:]
 
 
 @pytest.mark.parametrize("stop_ids", [(7,), (3, 7), (7, 50_000)])
@@ -215,8 +214,8 @@ def test_an_answer_never_outgrows_its_limit_with_steps_in_flight() -> None:
     plans = [scheduler.schedule() for _ in range(4)]
     assert [plan is not None for plan in plans] == [True, True, True, False]
     assert scheduler.num_pending(seq) == 3
-    for _ in range(3):
-        scheduler.commit(StepResult([9]))
+    for plan in plans[:3]:
+        scheduler.commit(plan, StepOutput([9]))
     assert (seq.output_token_ids, seq.finish_reason) == ([9, 9, 9], "length")
 
 

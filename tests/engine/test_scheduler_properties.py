@@ -7,10 +7,12 @@ import pytest
 from fake_runner import STOP_ID, FakeRunner, generate_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh32_intdigest
 
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence
+from infinilm.engine.step import Step
 from infinilm.errors import PromptTooLongError
 from infinilm.sampling_params import SamplingParams
 
@@ -36,6 +38,8 @@ class World:
     enable_prefix_caching: bool
     min_awaited_tokens: int
     max_mixed_tokens: int
+    num_drafts: int
+    """Draft tokens of a row. Some are right, some are wrong."""
 
 
 @st.composite
@@ -64,6 +68,7 @@ def worlds(draw: st.DrawFn) -> World:
         enable_prefix_caching=draw(st.booleans()),
         min_awaited_tokens=draw(st.sampled_from([4, 1000])),
         max_mixed_tokens=draw(st.sampled_from([1, 5, 1000])),
+        num_drafts=draw(st.integers(0, 4)),
     )
 
 
@@ -81,6 +86,7 @@ class Simulation:
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            draft_source=self.guess if world.num_drafts else None,
         )
         self.scheduler.min_awaited_tokens = world.min_awaited_tokens
         self.scheduler.max_mixed_tokens = world.max_mixed_tokens
@@ -89,24 +95,40 @@ class Simulation:
         self.refused = 0
         self.aborts: list[tuple[int, Sequence]] = []
 
+    def guess(self, seq: Sequence) -> list[int]:
+        """The next tokens, each wrong with a probability of a third. What follows a wrong one is never right."""
+        alone = generate_alone(
+            seq.token_ids[: seq.num_prompt_tokens],
+            seed=seq.seed,
+            max_tokens=seq.params.max_tokens,
+            max_model_len=self.max_model_len,
+        )
+        first = seq.num_output_tokens
+        assert seq.output_token_ids == alone[:first]
+        drafts = alone[first : first + self.world.num_drafts]
+        return [
+            draft if xxh32_intdigest(f"{seq.arrival}/{first + i}".encode()) % 3 else draft + 1
+            for i, draft in enumerate(drafts)
+        ]
+
     def run(self) -> None:
         arrivals = deque(self.world.arrivals)
-        results = deque()
+        in_flight = deque()
         step = 0
-        while arrivals or self.scheduler.has_work:
+        while arrivals or self.scheduler.has_work or in_flight:
             while arrivals and arrivals[0].step <= step:
                 self.arrive(arrivals.popleft(), step)
             for when, seq in self.aborts:
                 if when == step:
                     self.scheduler.finish(seq, "abort")
             prompts = {seq.arrival for seq in self.scheduler.running if not seq.is_decoding}
-            plan = self.scheduler.schedule()
-            if plan is not None:
-                self.check_plan(plan)
-                self.check_prompts(plan, prompts)
-                results.append(self.runner.submit(plan))
-            if results and (plan is None or len(results) >= self.world.depth):
-                self.scheduler.commit(results.popleft())
+            planned = self.scheduler.schedule()
+            if planned is not None:
+                self.check_plan(planned)
+                self.check_prompts(planned, prompts)
+                in_flight.append((planned, self.runner.submit(planned.input)))
+            if in_flight and (planned is None or len(in_flight) >= self.world.depth):
+                self.scheduler.commit(*in_flight.popleft())
             self.blocks.check_integrity(self.scheduler.running)
             step += 1
             assert step < 5000, "no end in sight"
@@ -136,26 +158,28 @@ class Simulation:
             if arrival.abort_after is not None:
                 self.aborts.append((step + arrival.abort_after, seq))
 
-    def check_plan(self, plan) -> None:
-        world = self.world
-        assert len(plan.decoding.rows) + plan.num_chunk_tokens <= world.max_num_batched_tokens
+    def check_plan(self, step: Step) -> None:
+        world, plan = self.world, step.input
+        assert plan.decoding.num_tokens + plan.num_chunk_tokens <= world.max_num_batched_tokens
         rows = [*plan.decoding.rows.tolist(), *(chunk.row for chunk in plan.chunks)]
         assert len(set(rows)) == len(rows) == plan.num_rows <= world.max_num_seqs
         assert all(len(chunk.token_ids) >= 1 for chunk in plan.chunks)
-        planned = self.scheduler.in_flight[-1].seqs
+        planned = step.seqs
         # Nothing is drawn beyond an answer's end.
-        for index in plan.draws:
-            num_pending = self.scheduler.num_pending(planned[index])
-            assert planned[index].num_output_tokens + num_pending <= planned[index].params.max_tokens
-            assert planned[index].num_tokens + num_pending <= self.max_model_len
+        for seq, num_drawn in zip(planned, plan.sample_counts.tolist(), strict=True):
+            if num_drawn:
+                num_pending = self.scheduler.num_pending(seq) + num_drawn - 1
+                assert seq.num_output_tokens + num_pending <= seq.params.max_tokens
+                assert seq.num_tokens + num_pending <= self.max_model_len
         # Answers go on beside any prompt: every running one gets a token whenever it can take one.
         for seq in self.scheduler.running:
             assert seq in planned or self.scheduler.num_pending(seq) > 0 or not seq.is_decoding
 
-    def check_prompts(self, plan, started: set[int]) -> None:
+    def check_prompts(self, step: Step, started: set[int]) -> None:
         """`started`: the prompts that were at work before this step."""
+        plan = step.input
         num_decoding = len(plan.decoding.rows)
-        budget = self.world.max_num_batched_tokens - num_decoding
+        budget = self.world.max_num_batched_tokens - plan.decoding.num_tokens
         if num_decoding:
             budget = min(budget, max(self.world.max_mixed_tokens, num_decoding))
         assert plan.num_chunk_tokens <= budget
@@ -165,7 +189,7 @@ class Simulation:
         # No long prompt starves: half of the budget is for the oldest, as far as it has use for it.
         sizes = {
             seq.arrival: (len(chunk.token_ids), seq.num_tokens - chunk.start)
-            for seq, chunk in zip(self.scheduler.in_flight[-1].seqs[num_decoding:], plan.chunks, strict=True)
+            for seq, chunk in zip(step.seqs[num_decoding:], plan.chunks, strict=True)
         }
         alive = {seq.arrival for seq in self.scheduler.running}
         if prompts := sizes.keys() | (started & alive):
@@ -222,6 +246,6 @@ def test_no_flood_of_short_prompts_starves_a_long_one(long, shorts, num_blocks, 
         scheduler.add(Sequence(2 + num_steps, [2] * shorts[num_steps % len(shorts)], params))
         plan = scheduler.schedule()
         assert plan is not None
-        scheduler.commit(runner.submit(plan))
+        scheduler.commit(plan, runner.submit(plan.input))
         num_steps += 1
         assert num_steps < 1000

@@ -3,9 +3,9 @@
 import pytest
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import StepPlan, StepResult
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence
+from infinilm.executor.step_io import StepInput, StepOutput
 from infinilm.sampling_params import SamplingParams
 
 COMMON = list(range(1000, 1320))
@@ -24,11 +24,11 @@ def step(scheduler: Scheduler) -> list[int]:
     """Compute a step: how many tokens each of its rows had."""
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.commit(StepResult(token_ids=[7] * plan.num_rows))
-    return lengths(plan)
+    scheduler.commit(plan, StepOutput([7] * plan.input.num_rows))
+    return lengths(plan.input)
 
 
-def lengths(plan: StepPlan) -> list[int]:
+def lengths(plan: StepInput) -> list[int]:
     return [1] * len(plan.decoding.rows) + [len(chunk.token_ids) for chunk in plan.chunks]
 
 
@@ -49,9 +49,9 @@ def test_with_steps_in_flight_it_waits_until_the_blocks_are_known() -> None:
     scheduler.add(first)
     scheduler.add(second)
     plans = [scheduler.schedule(), scheduler.schedule()]
-    assert [scheduler.in_flight[index].seqs for index in range(2)] == [[first], [first]]
-    for _ in plans:
-        scheduler.commit(StepResult(token_ids=[7]))
+    assert [plan.seqs for plan in plans] == [[first], [first]]
+    for plan in plans:
+        scheduler.commit(plan, StepOutput([7]))
     assert step(scheduler) == [1, 1]
 
 
@@ -86,4 +86,4 @@ def test_when_the_first_is_aborted_the_second_goes_on() -> None:
     scheduler.finish(first, "abort")
     plan = scheduler.schedule()
     assert plan is not None
-    assert lengths(plan) == [321]
+    assert lengths(plan.input) == [321]

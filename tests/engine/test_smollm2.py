@@ -19,7 +19,7 @@ def real_llm(smollm2):
 
 def test_tokens_and_logprobs_are_transformers(real_llm, smollm2) -> None:
     """Raw text, chat, code and scripts: every greedy token is the reference's own most likely one."""
-    peer = TransformersPeer(smollm2, dtype=torch.float32, device=torch.device("cpu"))
+    peer = TransformersPeer(smollm2, dtype="float32", device="cpu")
     # Its weights as transformers itself reads them from the file, not as we do.
     theirs = load_gguf_checkpoint(smollm2, return_tensors=True, model_to_load=peer.model)["tensors"]
     problems = peer.model.load_state_dict(

@@ -41,7 +41,7 @@ def read_on_cpu(reference: Reference, outputs: list[RequestOutput], dtype: str) 
     """Log-probabilities of whole texts, computed in one pass each by the torch backend."""
     texts = [output.prompt_token_ids + output.token_ids for output in outputs]
     with start(reference.path, "cpu", dtype=dtype, num_kvcache_blocks=128) as llm:
-        assert llm.workers.worker.backend.name == "torch"
+        assert llm.executor.worker.backend.name == "torch"
         return [logprobs_of(output.prompt_logprobs) for output in answer(llm, texts, 1, NUM_TOP)]
 
 
@@ -54,7 +54,7 @@ def test_log_probabilities_are_those_of_a_cpu(reference: Reference) -> None:
     """
     prompts = random_texts((1, 40, 150, 17), reference.model.config.vocab_size, seed=5)
     with start(reference.path, DEVICE) as llm:
-        assert llm.workers.worker.backend.name == "triton"
+        assert llm.executor.worker.backend.name == "triton"
         outputs = answer(llm, prompts, NUM_ANSWERED, NUM_TOP)
     ours = [logprobs_of([*output.prompt_logprobs, *output.logprobs]) for output in outputs]
     exact = read_on_cpu(reference, outputs, "float32")

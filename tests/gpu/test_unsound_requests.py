@@ -55,7 +55,7 @@ def test_neighbours_and_successors_are_unharmed(reference: Reference, unsound_pa
     ]
     settings = {"num_kvcache_blocks": 160, "max_num_batched_tokens": 256, "enforce_eager": enforce_eager}
     with start(unsound_path, DEVICE, **settings) as llm:
-        assert llm.workers.worker.backend.name == "triton"
+        assert llm.executor.worker.backend.name == "triton"
         for seed in range(3):
             batch = [(prompt, True) for prompt in prompts] + [(prompt, False) for prompt in bad]
             Random(seed).shuffle(batch)

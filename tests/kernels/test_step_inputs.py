@@ -38,7 +38,9 @@ def test_prompts_beside_decoding_rows() -> None:
         token_rows=np.array([3, 4, 4, 4, 1]),
         positions=np.array([20, 0, 1, 2, 40]),
         slots=np.array([1, 2, 3, 4, 5]),
-        rows=np.array([3, -1, 1]),
+        sample_rows=np.array([3, 1, 1]),
+        sample_places=np.array([0, 3, 4]),
+        sample_positions=np.array([21, 40, 41]),
         query_lens=np.array([1, 3, 1]),
         context_lens=np.array([21, 3, 41]),
         tables=tables,
@@ -50,10 +52,10 @@ def test_prompts_beside_decoding_rows() -> None:
     assert inputs.ids.tolist() == [103, 8, 9, 10, 6] + [0] * 11
     assert inputs.positions.tolist() == [20, 0, 1, 2, 40] + [0] * 11
     assert inputs.slots.tolist() == [1, 2, 3, 4, 5] + [-1] * 11
-    assert inputs.rows.tolist() == [3, -1, 1, -1]
-    assert inputs.last_tokens.tolist() == [0, 3, 4, 0]
+    assert inputs.sample_rows.tolist() == [3, 1, 1, -1]
+    assert inputs.sample_places.tolist() == [0, 3, 4, 0]
+    assert inputs.sample_positions.tolist() == [21, 40, 41, 0]
     assert inputs.query_starts.tolist() == [0, 1, 4, 5, 5]
-    assert inputs.context_lens.tolist() == [21, 3, 41, 0]
     assert inputs.decode_lens.tolist() == [21, 0, 0, 0]
     assert inputs.prefill_lens.tolist() == [0, 3, 41, 0]
     assert inputs.tables[:3, :300].tolist() == tables.tolist()
@@ -72,6 +74,6 @@ def test_cleared_inputs_are_padding() -> None:
     mixed.packed.fill_(5)
     mixed.clear()
     mixed.unpack(LAST_TOKEN)
-    assert mixed.rows.tolist() == [-1] * 4
+    assert mixed.sample_rows.tolist() == [-1] * 4
     assert mixed.slots.tolist() == [-1] * 16
     assert mixed.decode_lens.tolist() == mixed.prefill_lens.tolist() == [0] * 4

@@ -3,8 +3,8 @@
 import numpy as np
 
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.plan import Decoding, RowChunk, StepPlan
 from infinilm.engine.scheduler import Scheduler
+from infinilm.executor.step_io import BlockUpdates, DecodeRows, RowChunk, StepInput
 from infinilm.server.step_pace import FIRST_TOKENS, MIN_TOKENS, Pace, StepPace
 
 
@@ -46,12 +46,13 @@ def test_steps_with_and_without_answers_have_a_pace_each() -> None:
     scheduler = Scheduler(BlockManager(64, 16), max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512)
     pace = StepPace(scheduler, mixed_s=0.1, prefill_s=0.5)
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS, FIRST_TOKENS)
-    chunks = [RowChunk(0, 0, [1] * FIRST_TOKENS, [], draws=False)]
+    chunks = [RowChunk(0, 0, [1] * FIRST_TOKENS, samples=False)]
     one = np.array([1])
-    pace.note(StepPlan([], [], Decoding.none(), chunks), 0.25)
+    none = BlockUpdates(one[:0], one[:0], one[:0])
+    pace.note(StepInput([], [], none, DecodeRows.none(), chunks), 0.25)
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS, 2 * FIRST_TOKENS)
-    pace.note(StepPlan([], [], Decoding(one, one, one[:0], one[:0]), chunks), 0.2)
+    pace.note(StepInput([], [], none, DecodeRows(one, one, one.reshape(1, 1)), chunks), 0.2)
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS // 2, 2 * FIRST_TOKENS)
-    pace.note(StepPlan([], [], Decoding(one, one, one[:0], one[:0]), []), 9.0)
+    pace.note(StepInput([], [], none, DecodeRows(one, one, one.reshape(1, 1)), []), 9.0)
     pace.note(None, 9.0)
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS // 2, 2 * FIRST_TOKENS)

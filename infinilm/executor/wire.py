@@ -1,0 +1,135 @@
+"""Commands to ranks in other processes, and their arguments as messages: JSON and raw arrays, never code."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinilm.attention import HostBatch
+from infinilm.distributed.channel import Message
+from infinilm.executor.executor import CacheShape, RunnerSettings
+from infinilm.executor.rank_worker import ForwardInput, RankWorker
+from infinilm.executor.step_io import BlockUpdates, DecodeRows, IntArray, RowChunk, StepInput
+from infinilm.layers.formats import WeightFormats
+from infinilm.models import LlamaConfig
+
+
+class Command(StrEnum):
+    """What a rank can be told to do."""
+
+    INIT = "init"
+    """Set up the device."""
+    JOIN = "join"
+    """Meet the other ranks, at first and after a step that failed on one of them."""
+    LOAD = "load"
+    """Build the model."""
+    LOAD_SHARDS = "load_shards"
+    STATE_DICT = "state_dict"
+    RESET_CACHE = "reset_cache"
+    START_ROWS = "start_rows"
+    EXECUTE = "execute"
+    """Compute a step of requests in rows."""
+    FORWARD = "forward"
+    """Compute one forward pass."""
+    STOP = "stop"
+
+
+def handle(worker: RankWorker, command: Command, message: Message) -> Message:
+    """Carry out a command on a rank of another process."""
+    values = message.values
+    match command:
+        case Command.LOAD:
+            source = values["source"]
+            worker.load(
+                LlamaConfig.from_dict(values["config"]),
+                values["max_len"],
+                source if isinstance(source, int) else Path(source),
+                WeightFormats(values["formats"]),
+            )
+        case Command.LOAD_SHARDS:
+            worker.load_shards(message.tensors)
+        case Command.STATE_DICT:
+            return Message(tensors=worker.state_dict())
+        case Command.RESET_CACHE:
+            worker.reset_cache(CacheShape(**values) if values else None)
+        case Command.START_ROWS:
+            worker.start_rows(RunnerSettings(**values))
+        case Command.EXECUTE:
+            worker.execute(read_step(message), values["hook_patterns"])
+        case Command.FORWARD:
+            worker.forward(read_forward(message))
+        case _:
+            raise ValueError(f"rank {worker.group.rank} got the command {command!r}, which it does not know")
+    return Message()
+
+
+def _message(values: dict[str, Any], arrays: dict[str, IntArray]) -> Message:
+    return Message(values, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
+
+
+def _arrays(message: Message) -> dict[str, IntArray]:
+    return {name: tensor.numpy() for name, tensor in message.tensors.items()}
+
+
+def write_step(step: StepInput, hook_patterns: Sequence[str]) -> Message:
+    """A step for other ranks than 0, which do not sample: what `starts` say is left out."""
+    chunks = step.chunks
+    fields = [
+        (chunk.row, chunk.start, len(chunk.token_ids), chunk.samples, len(chunk.prompt_targets)) for chunk in chunks
+    ]
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    arrays = {
+        "block_rows": step.blocks.rows,
+        "block_places": step.blocks.places,
+        "blocks": step.blocks.blocks,
+        "rows": step.decoding.rows,
+        "starts": step.decoding.starts,
+        "token_ids": step.decoding.token_ids,
+        "chunks": np.array(fields, dtype=np.int64).reshape(-1, 5),
+        "chunk_token_ids": np.array(token_ids, dtype=np.int64),
+    }
+    values = {
+        "ended_rows": list(step.ended_rows),
+        "samples_on_host": step.samples_on_host,
+        "hook_patterns": list(hook_patterns),
+    }
+    return _message(values, arrays)
+
+
+def read_step(message: Message) -> StepInput:
+    """The step that `write_step` wrote."""
+    arrays = _arrays(message)
+    token_ids = arrays["chunk_token_ids"].tolist()
+    chunks: list[RowChunk] = []
+    first = 0
+    for row, start, num_tokens, samples, num_targets in arrays["chunks"].tolist():
+        own = token_ids[first : first + num_tokens]
+        chunks.append(RowChunk(row, start, own, bool(samples), prompt_targets=[0] * num_targets))
+        first += num_tokens
+    return StepInput(
+        message.values["ended_rows"],
+        (),
+        BlockUpdates(arrays["block_rows"], arrays["block_places"], arrays["blocks"]),
+        DecodeRows(arrays["rows"], arrays["starts"], arrays["token_ids"]),
+        chunks,
+        samples_on_host=message.values["samples_on_host"],
+    )
+
+
+def write_forward(given: ForwardInput) -> Message:
+    arrays = {name: getattr(given.batch, name) for name in HostBatch.__dataclass_fields__}
+    values = {"shape": asdict(given.shape) if given.shape else None, "hook_patterns": list(given.hook_patterns)}
+    return _message(values, {**arrays, "logit_rows": given.logit_rows})
+
+
+def read_forward(message: Message) -> ForwardInput:
+    """The pass that `write_forward` wrote."""
+    arrays, shape = _arrays(message), message.values["shape"]
+    logit_rows = arrays.pop("logit_rows")
+    return ForwardInput(
+        HostBatch(**arrays), logit_rows, CacheShape(**shape) if shape else None, message.values["hook_patterns"]
+    )
