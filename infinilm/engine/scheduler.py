@@ -48,8 +48,8 @@ class Scheduler:
     up its own and is computed again later.
 
     Steps may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
-    they are planned. Steps must be committed in the order in which they were scheduled. How many draft tokens of a row
-    are accepted is known at the commit only, so a row with drafts in flight is left out of the steps until then.
+    they are planned. Steps must be committed in the order in which they were scheduled. With a `draft_source`, a row
+    is planned again when its step is committed: only then it is known how many drafts were accepted.
 
     Sequences that decode are counted in arrays by row: a step of hundreds of them is a handful of array operations,
     and Python looks only at those to whom something happens.
@@ -77,7 +77,7 @@ class Scheduler:
         """Prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
         self.max_mixed_tokens = max_num_batched_tokens
         """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
-        self._draft_source = draft_source
+        self.draft_source = draft_source
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -88,8 +88,8 @@ class Scheduler:
         self._computed, self._capacity, self._limit, self._row_generation = np.zeros(
             (4, self.max_num_rows), dtype=np.int64
         )
-        # By row: whether drafts are in flight, and `RowStart.samples_on_host`.
-        self._has_drafts, self._samples_on_host = np.zeros((2, self.max_num_rows), dtype=np.bool_)
+        # By row: whether it is in flight and must not be planned before the commit, and `RowStart.samples_on_host`.
+        self._awaits_commit, self._samples_on_host = np.zeros((2, self.max_num_rows), dtype=np.bool_)
         self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last stays False
 
     @property
@@ -155,13 +155,13 @@ class Scheduler:
             decoders = self._gather_decoders()
             computed = self._computed[decoders.rows]
             # The token to compute is the last one known or pending; those that have drawn all just wait for it.
-            goes_on = (computed + 1 < self._limit[decoders.rows]) & ~self._has_drafts[decoders.rows]
+            goes_on = (computed + 1 < self._limit[decoders.rows]) & ~self._awaits_commit[decoders.rows]
             rows, starts, seqs = decoders.rows, computed, decoders.seqs
             if not goes_on.all():
                 rows, starts = rows[goes_on], starts[goes_on]
                 seqs = [seqs[index] for index in np.flatnonzero(goes_on)]
             token_ids = np.full((len(rows), 1), LAST_TOKEN)
-            if self._draft_source is not None:
+            if self.draft_source is not None:
                 token_ids = self._propose(seqs, rows, starts, use_drafts=use_drafts)
             decoding = DecodeRows(rows, starts, token_ids)
             ends = starts + (decoding.query_lens if decoding.has_drafts else 1)
@@ -178,24 +178,20 @@ class Scheduler:
             self._grow(builder, seqs[index], self.blocks.allocate(int(num_new[index])))
         self._capacity[rows[grown]] += num_new[grown] * block_size
         self._computed[rows] += 1
-        if decoding.has_drafts:
-            self._has_drafts[rows] = decoding.query_lens > 1
+        self._awaits_commit[rows] = self.draft_source is not None
         builder.decoding = decoding
         builder.seqs = seqs.copy()
         builder.budget -= decoding.num_tokens
         return has_preempted
 
     def _propose(self, seqs: list[Sequence], rows: IntArray, starts: IntArray, *, use_drafts: bool) -> IntArray:
-        """The token ids of decoding rows `[n, 1 + d]`, with drafts where all tokens of a sequence are known."""
-        assert self._draft_source is not None
+        """The token ids of decoding rows `[n, 1 + d]`: the last token, and drafts for those after it."""
+        assert self.draft_source is not None
         budget = self.max_num_batched_tokens - len(rows) if use_drafts else 0
         lines: list[list[int]] = []
         # The row draws one token more than it has drafts, and none beyond the limit.
         for seq, most in zip(seqs, (self._limit[rows] - starts - 2).tolist(), strict=True):
-            if self.num_pending(seq) > 0:
-                lines.append([LAST_TOKEN])
-                continue
-            drafts = self._draft_source(seq)[: min(most, budget)] if seq.params.allows_drafts else ()
+            drafts = self.draft_source(seq)[: min(most, budget)] if seq.params.allows_drafts else ()
             budget -= len(drafts)
             lines.append([seq.token_ids[-1], *drafts])
         width = max(map(len, lines), default=1)
@@ -349,6 +345,7 @@ class Scheduler:
         self._computed[row] = seq.num_computed
         self._capacity[row] = len(seq.block_table) * self.blocks.block_size
         self._limit[row] = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len)
+        self._awaits_commit[row] = self.draft_source is not None
         self._decoders = None
 
     def num_pending(self, seq: Sequence) -> int:
@@ -371,7 +368,7 @@ class Scheduler:
         """Append a step's tokens, publish full blocks and end sequences. Steps come in the order of their planning."""
         is_same = self._row_generation[step.rows] == step.row_generations
         num_done = 0
-        if is_same.all() and not output.errors and not step.input.decoding.has_drafts:
+        if is_same.all() and not output.errors and self.draft_source is None:
             num_done = self._commit_decoding(step, output.token_ids)
         for index in range(num_done, len(step.seqs)):
             if step.seqs[index].is_finished:
@@ -424,9 +421,10 @@ class Scheduler:
             num_computed = num_gained if index < num_decoding else len(chunk.token_ids)
             if seq.may_publish:
                 self.blocks.publish(seq, start, start + num_computed)
-            if index < num_decoding and decoding.has_drafts:
+            if samples:
+                self._awaits_commit[seq.row] = False
+            if index < num_decoding:
                 self._computed[seq.row] += num_gained - 1
-                self._has_drafts[seq.row] = False
         if reason is not None:
             self.finish(seq, reason)
 
@@ -476,7 +474,7 @@ class Scheduler:
         self._ended_rows.append(seq.row)
         heappush(self._free_rows, seq.row)
         self._row_generation[seq.row] += 1
-        self._has_drafts[seq.row] = False
+        self._awaits_commit[seq.row] = False
         seq.row = None
 
 
