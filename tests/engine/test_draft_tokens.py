@@ -1,17 +1,16 @@
 """Rows of several tokens: with draft tokens in its steps an engine gives the same answers, in fewer steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from drafts import essence, guesses
 from fake_runner import VOCAB_SIZE, FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import build_tokenizer
-from xxhash import xxh32_intdigest
 
 from infinilm import LLM, RequestOutput, SamplingParams
-from infinilm.engine.sequence import Sequence as TokenSequence
 from infinilm.executor import loader
 from infinilm.executor.executor import ExecutorInfo
 from infinilm.executor.loader import LoadedModel
@@ -22,25 +21,6 @@ from infinilm.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 64
 BLOCK_SIZE = 4
-
-
-def guesses(answers: Sequence[RequestOutput], num_drafts: int) -> Callable[[TokenSequence], list[int]]:
-    """Drafts from answers known already; a third of them is wrong."""
-    known = {
-        (tuple(output.prompt_token_ids), answer.index): answer.token_ids
-        for output in answers
-        for answer in output.outputs
-    }
-
-    def guess(seq: TokenSequence) -> list[int]:
-        answer = known[tuple(seq.token_ids[: seq.num_prompt_tokens]), seq.index]
-        first = seq.num_output_tokens
-        drafts = [*answer[first : first + num_drafts]]
-        drafts += [3] * (num_drafts - len(drafts))  # beyond the answer's end
-        is_right = [xxh32_intdigest(f"{seq.seed}/{first + i}".encode()) % 3 > 0 for i in range(num_drafts)]
-        return [draft if right else draft + 1 for draft, right in zip(drafts, is_right, strict=True)]
-
-    return guess
 
 
 class FakeHandle:
@@ -95,10 +75,6 @@ def start(monkeypatch: pytest.MonkeyPatch, num_blocks: int, **config: int) -> LL
 def answer_all(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
     with llm:
         return llm.generate(prompts, params, use_tqdm=False)
-
-
-def essence(output: RequestOutput) -> list[tuple[object, ...]]:
-    return [(each.token_ids, each.text, each.finish_reason, each.stop_reason) for each in output.outputs]
 
 
 @dataclass
