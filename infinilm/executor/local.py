@@ -16,7 +16,6 @@ from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.model_runner import SubmittedStep
 from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorker
 from infinilm.executor.step_io import StepInput
-from infinilm.executor.threads import computing_threads, share_of_threads
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import LlamaConfig
@@ -40,7 +39,6 @@ class LocalExecutor:
         group = CommunicationGroup(RankInfo(0, 1, device))
         self._worker: RankWorker | None = RankWorker(group, dtype, attention_backend)
         self.info = describe(self.worker)
-        self._num_threads = share_of_threads(device, 1)
         self._lock = Lock()
 
     @property
@@ -98,7 +96,7 @@ class LocalExecutor:
         """Compute with this rank's threads, in one call at a time. Ctrl-C is let through."""
         with interrupts_held(), exclusively(self._lock):
             worker = self.worker
-            with computing_threads(self._num_threads, worker.thread_users), interrupts_allowed():
+            with worker.computing(), interrupts_allowed():
                 yield worker
 
 

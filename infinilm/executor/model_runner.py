@@ -283,7 +283,8 @@ class ModelRunner:
         """Draw the step's tokens from their logits `[S, vocab]` float32, and have all ranks know them."""
         rows = batch.sample_rows
         if self._sampler is not None:
-            show_logits(logits, self._worker.registry)
+            if self._worker.registry is not None:
+                show_logits(logits, self._worker.registry)
             samples = self._sampler.sample(logits, rows.tolist(), batch.sample_positions.tolist())
             token_ids = samples.token_ids
             submitted.keep_samples(samples)

@@ -22,7 +22,6 @@ from infinilm.executor.model_runner import SubmittedStep
 from infinilm.executor.rank_process import RankSettings, WireError
 from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorker
 from infinilm.executor.step_io import StepInput
-from infinilm.executor.threads import computing_threads, share_of_threads
 from infinilm.executor.wire import Command, write_forward, write_step
 from infinilm.executor.worker_processes import Peers
 from infinilm.interrupts import interrupts_allowed, interrupts_held
@@ -45,7 +44,6 @@ class ProcessExecutor:
         self._is_whole = True
         """Whether all ranks have done the same so far, and none of them owes a reply."""
         self._num_rendezvous = 0
-        self._num_threads = share_of_threads(devices[0], len(devices))
         store, port = make_store()
         group = CommunicationGroup(RankInfo(0, len(devices), devices[0]), store)
         self._worker: RankWorker | None = RankWorker(group, dtype, attention_backend)
@@ -62,6 +60,7 @@ class ProcessExecutor:
     def _start_peers(
         self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str, port: int
     ) -> None:
+        assert self._worker is not None
         num_ranks = len(devices)
         self._peers.start(num_ranks - 1)
         for peer in self._peers.all:
@@ -72,7 +71,7 @@ class ProcessExecutor:
                 str(dtype).removeprefix("torch."),
                 attention_backend,
                 port,
-                self._num_threads,
+                self._worker.num_threads,
             )
             peer.send(Command.INIT, Message(asdict(settings)))
         replies = self._peers.receive()
@@ -161,7 +160,7 @@ class ProcessExecutor:
         with interrupts_held(), exclusively(self._lock):
             try:
                 worker = self.worker
-                with computing_threads(self._num_threads, worker.thread_users):
+                with worker.computing():
                     return self._send_and_compute(command, message, own)
             except WorkerDiedError:
                 self.shutdown()

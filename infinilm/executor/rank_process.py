@@ -21,7 +21,6 @@ from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
 from infinilm.errors import EngineError
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_worker import RankWorker
-from infinilm.executor.threads import computing_threads
 from infinilm.executor.wire import Command, handle
 from infinilm.models.registry import register_described
 
@@ -69,13 +68,14 @@ class _Rank:
     """A worker, and what it takes to get it going."""
 
     def __init__(self, settings: RankSettings) -> None:
-        self.num_threads = settings.num_threads
         device = torch.device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.free_bytes = free_memory_bytes(device)
         group = CommunicationGroup(RankInfo(settings.rank, settings.size, device), join_store(settings.port))
-        self.worker = RankWorker(group, getattr(torch, settings.dtype), settings.attention_backend)
+        self.worker = RankWorker(
+            group, getattr(torch, settings.dtype), settings.attention_backend, settings.num_threads
+        )
 
     def execute(self, command: Command, message: Message) -> Message:
         if command is Command.JOIN:
@@ -83,7 +83,7 @@ class _Rank:
             return Message()
         if registration := message.values.pop("registration", None):
             register_described(registration)
-        with computing_threads(self.num_threads, self.worker.thread_users):
+        with self.worker.computing():
             return handle(self.worker, command, message)
 
 

@@ -4,7 +4,8 @@ Ranks decide nothing. What a step computes, and where in the cache, is in the `S
 them get. Rank 0 alone samples and holds the hooks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, RunnerSettings
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
 from infinilm.executor.step_io import StepInput
-from infinilm.executor.threads import ThreadUsers
+from infinilm.kernels import native
 from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import kv_heads_per_rank
@@ -52,16 +53,34 @@ class ForwardOutput:
     logits: Tensor  # [n, vocab] float32
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadUsers:
+    """Which libraries compute enough in a step to need threads."""
+
+    torch: bool = True
+    native: bool = False
+
+
 class RankWorker:
     """One rank's share of an engine."""
 
-    def __init__(self, group: CommunicationGroup, dtype: torch.dtype, attention_backend: str = "auto") -> None:
+    def __init__(
+        self,
+        group: CommunicationGroup,
+        dtype: torch.dtype,
+        attention_backend: str = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        """`num_threads`: by default as many as torch has; ranks on a CPU share them."""
         self.group = group
         self.device = group.info.device
         self.dtype = dtype
         self.backend = select_backend(attention_backend, self.device)
         self.cache: PagedKVCache | None = None
         self.registry: HookRegistry | None = None
+        self.num_threads = num_threads or torch.get_num_threads()
+        if num_threads is None and self.device.type == "cpu":
+            self.num_threads = max(1, self.num_threads // group.size)
         self.thread_users = ThreadUsers()
         self._model: InfinilmModel | None = None
         self._memory = CacheMemory(self.device)
@@ -76,6 +95,24 @@ class RankWorker:
     @property
     def cache_bytes(self) -> int:
         return self.cache.memory.num_bytes if self.cache is not None else 0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute with this rank's threads, of torch or of the native library, whichever has more to compute.
+
+        Idle threads of torch wait for work by spinning, on cores that the native library's threads need.
+        """
+        library = native.load() if self.thread_users.native else None
+        if library is not None and library.num_threads() != self.num_threads:
+            library.set_num_threads(self.num_threads)
+        before, wanted = torch.get_num_threads(), self.num_threads if self.thread_users.torch else 1
+        if wanted != before:
+            torch.set_num_threads(wanted)
+        try:
+            yield
+        finally:
+            if wanted != before:
+                torch.set_num_threads(before)
 
     # --- weights and cache ------------------------------------------------------------------------------
 

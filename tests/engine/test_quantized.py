@@ -11,7 +11,7 @@ from packing import needs_native
 from infinilm import LLM, Config, InferEngine, SamplingParams
 from infinilm.debug import HookRegistry
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.executor.threads import ThreadUsers
+from infinilm.executor.rank_worker import ThreadUsers
 
 TEXT = list(range(2, 150))
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
