@@ -50,11 +50,9 @@ class Driver:
     def __post_init__(self) -> None:
         config = self.model.config
         self.cache = PagedKVCache(
-            config.num_hidden_layers,
+            config.cache_specs(),
             self.num_blocks,
             self.block_size,
-            config.num_key_value_heads,
-            config.head_dim,
             dtype=self.model.dtype,
             device=self.model.norm.weight.device,
         )

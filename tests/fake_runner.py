@@ -3,6 +3,9 @@ and values do, and the next token is a hash of the numbers in the context.
 
 Whatever the scheduler does wrong with blocks (a wrong table, a block given to two sequences, a stale prefix
 hit, a block freed too early) changes some context, and so the tokens drawn from there on.
+
+Each group of layers has a cache of its own; with a window its layers see, and the next token depends on, the last
+`window` tokens.
 """
 
 from collections.abc import Sequence
@@ -20,19 +23,27 @@ def state_after(previous: int, token: int) -> int:
     return xxh32_intdigest(f"{previous}/{token}".encode())
 
 
-def next_token(states: Sequence[int | None], seed: int) -> int:
-    return xxh32_intdigest(repr(states).encode(), seed) % VOCAB_SIZE
+def next_token(contexts: Sequence[Sequence[int | None]], seed: int) -> int:
+    """`contexts`: by group, the states that the last token sees."""
+    return xxh32_intdigest(repr(contexts).encode(), seed) % VOCAB_SIZE
 
 
-def generate_alone(prompt: list[int], *, seed: int, max_tokens: int, max_model_len: int) -> list[int]:
+def generate_alone(
+    prompt: list[int], *, seed: int, max_tokens: int, max_model_len: int, windows: Sequence[int | None] = (None,)
+) -> list[int]:
     """What a sequence must produce, whatever happens around it."""
     tokens: list[int] = []
-    states: list[int] = []
+    states: list[list[int]] = [[] for _ in windows]
+
+    def compute(token: int) -> None:
+        for own, window in zip(states, windows, strict=True):
+            own.append(state_after(own[-1] if own and window != 1 else 0, token))
+
     for token in prompt:
-        states.append(state_after(states[-1] if states else 0, token))
-    while len(tokens) < max_tokens and len(states) < max_model_len:
-        tokens.append(next_token(states, seed))
-        states.append(state_after(states[-1], tokens[-1]))
+        compute(token)
+    while len(tokens) < max_tokens and len(states[0]) < max_model_len:
+        tokens.append(next_token([own[-(window or 0) :] for own, window in zip(states, windows, strict=True)], seed))
+        compute(tokens[-1])
         if tokens[-1] == STOP_ID:
             break
     return tokens
@@ -41,10 +52,11 @@ def generate_alone(prompt: list[int], *, seed: int, max_tokens: int, max_model_l
 class FakeRunner:
     """Executes plans in the order they are submitted, as a device would."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self.block_size = block_size
-        self.slots: list[int | None] = [None] * (num_blocks * block_size)
-        self.tables: dict[int, list[int]] = {}
+        self.windows = windows
+        self.slots: list[list[int | None]] = [[None] * (num_blocks * block_size) for _ in windows]
+        self.tables: dict[int, list[list[int]]] = {}
         self.seeds: dict[int, int] = {}
         self.last_token: dict[int, int | None] = {}  # None: the row had drafts, so only the engine knows it
 
@@ -53,12 +65,14 @@ class FakeRunner:
             del self.tables[row]
         for start in step.starts:
             assert start.row not in self.tables
-            self.tables[start.row] = []
+            self.tables[start.row] = [[] for _ in self.windows]
             self.seeds[start.row] = start.seed
         updates = step.blocks
-        for row, place, block in zip(updates.rows, updates.places, updates.blocks, strict=True):
-            assert len(self.tables[row]) == place
-            self.tables[row].append(int(block))
+        for group, row, place, block in zip(
+            updates.groups, updates.rows, updates.places, updates.blocks, strict=True
+        ):
+            assert len(self.tables[row][group]) == place
+            self.tables[row][group].append(int(block))
         drawn = []
         decoding = step.decoding
         for row, start, line in zip(
@@ -82,14 +96,18 @@ class FakeRunner:
         return StepOutput.of(step.accept(drawn))
 
     def _compute(self, row: int, start: int, token_ids: Sequence[int]) -> None:
-        for position, token in enumerate(token_ids, start):
-            previous = self.slots[self._slot(row, position - 1)] if position else 0
-            self.slots[self._slot(row, position)] = state_after(previous, token)
+        for group, (slots, window) in enumerate(zip(self.slots, self.windows, strict=True)):
+            for position, token in enumerate(token_ids, start):
+                previous = slots[self._slot(group, row, position - 1)] if position and window != 1 else 0
+                slots[self._slot(group, row, position)] = state_after(previous, token)
 
     def _draw(self, row: int, end: int) -> int:
-        context = [self.slots[self._slot(row, position)] for position in range(end)]
-        self.last_token[row] = next_token(context, self.seeds[row])
+        contexts = [
+            [slots[self._slot(group, row, position)] for position in range(max(end - (window or end), 0), end)]
+            for group, (slots, window) in enumerate(zip(self.slots, self.windows, strict=True))
+        ]
+        self.last_token[row] = next_token(contexts, self.seeds[row])
         return self.last_token[row]
 
-    def _slot(self, row: int, position: int) -> int:
-        return self.tables[row][position // self.block_size] * self.block_size + position % self.block_size
+    def _slot(self, group: int, row: int, position: int) -> int:
+        return self.tables[row][group][position // self.block_size] * self.block_size + position % self.block_size

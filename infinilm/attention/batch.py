@@ -1,6 +1,6 @@
 """The input of one forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ class HostBatch:
     Request i brings `query_lens[i]` new tokens, the last of its `context_lens[i]` tokens; all earlier ones
     are in the KV cache already. Block j of request i holds its tokens `j * block_size` and following, in the
     cache's block `block_tables[i, j]`.
+
+    If the cache has several groups of layers (`cache/specs.py`), `slot_mapping` and `block_tables` are those of the
+    first, and `more_slots` and `more_tables` those of the others; None: all groups use the first's.
     """
 
     input_ids: IntArray  # [T]
@@ -27,11 +30,14 @@ class HostBatch:
     block_tables: IntArray  # [N, max_blocks], short rows padded with -1
     query_lens: IntArray  # [N], all >= 1
     context_lens: IntArray  # [N], cached + new
+    more_slots: IntArray | None = None  # [groups - 1, T]
+    more_tables: IntArray | None = None  # [groups - 1, N, max_blocks]
 
     def to_device(self, device: torch.device, input_ids: torch.Tensor | None = None) -> "ForwardBatch":
         """The same on a device; `input_ids`, if given, are there already and take the place of the batch's."""
-        ids, positions, slots, tables = to_device(
-            device, self.input_ids, self.positions, self.slot_mapping, self.block_tables
+        more = () if self.more_slots is None or self.more_tables is None else (self.more_slots, self.more_tables)
+        ids, positions, slots, tables, *others = to_device(
+            device, self.input_ids, self.positions, self.slot_mapping, self.block_tables, *more
         )
         return ForwardBatch(
             input_ids=ids if input_ids is None else input_ids,
@@ -40,6 +46,7 @@ class HostBatch:
             block_tables=tables,
             query_lens=self.query_lens,
             context_lens=self.context_lens,
+            more_groups=tuple(zip(*others, strict=True)),
         )
 
 
@@ -55,3 +62,9 @@ class ForwardBatch:
     context_lens: IntArray  # [N] on the host
     plan: Any = None
     """The attention backend's plan of the batch, if it was made in advance: a captured graph has its own."""
+    more_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # slot_mapping and block_tables of other groups
+
+    def of_groups(self) -> "list[ForwardBatch]":
+        """The batch as each group of layers sees it; one for all where they have the same tables."""
+        others = (replace(self, slot_mapping=slots, block_tables=tables) for slots, tables in self.more_groups)
+        return [self, *others]

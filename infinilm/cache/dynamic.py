@@ -8,6 +8,7 @@ import torch
 
 from infinilm.cache.layout import consecutive_tables
 from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.specs import CacheSpec
 from infinilm.errors import InvalidValueError
 
 IntArray = npt.NDArray[np.int64]
@@ -19,11 +20,13 @@ BLOCK_SIZE = 16
 class KVShape:
     """What a model keeps of each token, and where."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    specs: tuple[CacheSpec, ...]  # by layer
     dtype: torch.dtype
     device: torch.device
+
+    def __str__(self) -> str:
+        kinds = ", ".join(map(str, dict.fromkeys(self.specs)))
+        return f"num_layers={len(self.specs)}, {kinds}, dtype={self.dtype}, device={self.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class DynamicCache:
         num_tokens = self._num_tokens + num_new
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         pool = self._with_room(shape, batch_size, num_blocks)
-        tables = consecutive_tables(batch_size, pool.num_blocks // batch_size)
+        tables = consecutive_tables(batch_size, pool.num_blocks[0] // batch_size)
         places = np.arange(self._num_tokens, num_tokens)
         slots = tables[:, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
         placement = Placement(
@@ -95,22 +98,19 @@ class DynamicCache:
     def _with_room(self, shape: KVShape, num_rows: int, num_blocks: int) -> PagedKVCache:
         """The paged cache, after growing it if its rows have fewer than `num_blocks` blocks."""
         old = self._pool
-        old_num_blocks = 0 if old is None else old.num_blocks // num_rows
+        old_num_blocks = 0 if old is None else old.num_blocks[0] // num_rows
         if old is not None and num_blocks <= old_num_blocks:
             return old
         new = PagedKVCache(
-            shape.num_layers,
+            shape.specs,
             num_rows * max(num_blocks, 2 * old_num_blocks),
             BLOCK_SIZE,
-            shape.num_kv_heads,
-            shape.head_dim,
             dtype=shape.dtype,
             device=shape.device,
         )
         if old is not None:
-            for layer in range(shape.num_layers):
-                source, target = old.layer(layer), new.layer(layer)  # [rows * blocks, …]
-                by_row = (num_rows, -1, *source.shape[1:])
-                target.view(by_row)[:, :old_num_blocks] = source.view(by_row)
+            for source, target in zip(old.tensors, new.tensors, strict=True):  # [layers, rows * blocks, …]
+                by_row = (len(source), num_rows, -1, *source.shape[2:])
+                target.view(by_row)[:, :, :old_num_blocks] = source.view(by_row)
         self._pool, self._shape, self._num_rows = new, shape, num_rows
         return new

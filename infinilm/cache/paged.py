@@ -1,10 +1,13 @@
 """The paged KV cache: a pool of blocks of tokens, shared by all requests."""
 
+import math
 import mmap
 import sys
+from collections.abc import Sequence
 
 import torch
 
+from infinilm.cache.specs import CacheGroup, CacheSpec, group_layers, resolve_layers
 from infinilm.errors import EngineError, InvalidValueError
 
 
@@ -60,41 +63,55 @@ class CacheMemory:
 class PagedKVCache:
     """Keys and values of all layers, in blocks of `block_size` tokens; a token's key and value lie side by side.
 
-    Token j of a request lies in the block its table names at `j // block_size`, at `j % block_size` in it.
+    Layers with equal specs form a group, with its own number of blocks and its own block tables. Token j of a request
+    lies in the block that the group's table names at `j // block_size`, at `j % block_size` in it.
     """
 
     def __init__(
         self,
-        num_layers: int,
-        num_blocks: int,
+        specs: Sequence[CacheSpec],
+        num_blocks: int | Sequence[int],
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
         memory: CacheMemory | None = None,
     ) -> None:
-        """Take over the `memory` of an earlier cache, which is then unusable, if it is on the same device."""
-        shape = (num_layers, num_blocks, block_size, 2, num_kv_heads, head_dim)
-        if min(shape) < 1:
-            raise InvalidValueError(f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more")
-        self.num_blocks = num_blocks
+        """`specs` has one entry per layer, `num_blocks` one per group, or one number for all groups.
+
+        The `memory` of an earlier cache, which is then unusable, is taken over if it is on the same device.
+        """
+        self.groups = group_layers(specs)
+        self.num_blocks = [num_blocks] * len(self.groups) if isinstance(num_blocks, int) else list(num_blocks)
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
         self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
-        num_bytes = num_blocks * self.bytes_per_block(num_layers, block_size, num_kv_heads, head_dim, dtype)
+        shapes = [
+            (len(group.layers), count, block_size, 2, group.spec.num_kv_heads, group.spec.head_dim)
+            for group, count in zip(self.groups, self.num_blocks, strict=True)
+        ]
+        for shape in shapes:
+            if min(shape) < 1:
+                raise InvalidValueError(
+                    f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more"
+                )
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        self.tensor = self.memory.zeros(num_bytes).view(dtype).view(shape)
-        """All layers' keys and values, `[layers, blocks, block_size, 2, kv_heads, head_dim]`."""
-        self._layers = self.tensor.unbind(0)
+        parts = torch.split(self.memory.zeros(sum(sizes)), sizes)
+        self.tensors = [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        """By group: `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`."""
+        places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        owners = [places[owner] for owner in resolve_layers(specs)]
+        self.group_of = [group for group, _ in owners]
+        """By layer: the index of its group."""
+        self._layers: list[torch.Tensor] = [self.tensors[group][index] for group, index in owners]
 
     def layer(self, index: int) -> torch.Tensor:
         """One layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
         return self._layers[index]
 
-    @staticmethod
-    def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """What one block takes over all layers, keys and values together."""
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:
+    """What one block takes over all layers of a group, keys and values together."""
+    return 2 * len(group.layers) * block_size * group.spec.num_kv_heads * group.spec.head_dim * dtype.itemsize

@@ -1,13 +1,19 @@
-"""Who holds which KV cache block, and which blocks can be found again by their content. No torch here."""
+"""Which sequence holds which KV cache block, and which blocks can be found again by their content. No torch here."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 
+from infinilm.cache.specs import blocks_per_row
 from infinilm.engine.sequence import BlockKey, Sequence
 
 
-class BlockManager:
-    """A pool of blocks with reference counts and a content index.
+BlockUpdate = tuple[int, int, list[int]]
+"""A change of a sequence's block tables: the group of layers, the first entry, and the blocks from there on."""
+
+
+class BlockPool:
+    """The blocks of one group of layers, with reference counts and a content index.
 
     A block is in use (count > 0) or free. A free block may keep its content, findable by its key, until it
     is handed out again. The free blocks in the order they are handed out:
@@ -16,77 +22,164 @@ class BlockManager:
                      so that what remains is always a usable beginning
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.window = window
+        self.blocks_per_row = num_blocks if window is None else blocks_per_row(window, block_size)
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.content_of: dict[int, BlockKey] = {}
+        self._block_size = block_size
         self._num_refs = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._block_of: dict[bytes, int] = {}
-        self._content_of: dict[int, BlockKey] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out, cached content or not."""
-        return len(self._free)
 
     @property
     def num_cached(self) -> int:
         """Blocks whose content can be found again, in use or free."""
         return len(self._block_of)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
+    def first_seen(self, position: int) -> int:
+        """The first block that the token at `position`, or a later one, sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // self._block_size
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the longest known beginning of `seq`.
-
-        The block of the last token is never among them: there must be a token to compute the next from.
-        """
-        found: list[int] = []
-        if not self.enable_prefix_caching or not seq.may_reuse_prefix:
-            return found
-        for index in range((seq.num_tokens - 1) // self.block_size):
-            key = seq.block_key(index, self.block_size)
-            block = self._block_of.get(key[0])
-            # A hash says "probably"; the tokens say "surely".
-            if block is None or self._content_of[block] != key:
-                break
-            found.append(block)
-        return found
+    def find(self, key: BlockKey) -> int | None:
+        """The block with this content."""
+        block = self._block_of.get(key[0])
+        # A hash says "probably"; the tokens say "surely".
+        return block if block is not None and self.content_of[block] == key else None
 
     def num_free_beside(self, blocks: Iterable[int]) -> int:
-        """Free blocks that remain if `blocks` are taken."""
-        return len(self._free) - sum(self._num_refs[block] == 0 for block in blocks)
+        """Free blocks that remain if `blocks` are held."""
+        return len(self.free) - sum(self._num_refs[block] == 0 for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Hold blocks that exist already: found by prefix, or shared by another sequence."""
         for block in blocks:
             if self._num_refs[block] == 0:
-                del self._free[block]
+                del self.free[block]
             self._num_refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Hold `count` free blocks, forgetting the content of the least recently used."""
         blocks = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            if key := self._content_of.pop(block, None):
+            block, _ = self.free.popitem(last=False)
+            if key := self.content_of.pop(block, None):
                 del self._block_of[key[0]]
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
 
-    def release(self, blocks: list[int]) -> None:
+    def release(self, blocks: List[int]) -> None:
         """Give up a hold on each of a sequence's blocks."""
         for block in reversed(blocks):
             self._num_refs[block] -= 1
             assert self._num_refs[block] >= 0, f"block {block} was released twice"
             if self._num_refs[block] == 0:
-                self._free[block] = None
-                if block not in self._content_of:
-                    self._free.move_to_end(block, last=False)
+                self.free[block] = None
+                if block not in self.content_of:
+                    self.free.move_to_end(block, last=False)
+
+    def publish(self, key: BlockKey, block: int) -> None:
+        """Make a full block findable."""
+        if key[0] not in self._block_of:
+            self._block_of[key[0]] = block
+            self.content_of[block] = key
+
+    def check_integrity(self, held_blocks: Iterable[List[int]]) -> None:
+        """Assert that the counts are those of the live sequences' tables, and that nothing is lost."""
+        held = [0] * self.num_blocks
+        for blocks in held_blocks:
+            for block in blocks:
+                held[block] += 1
+        assert held == self._num_refs, "reference counts differ from the block tables"
+        assert set(self.free) == {b for b in range(self.num_blocks) if not held[b]}, "free list is wrong"
+        assert {key[0]: block for block, key in self.content_of.items()} == self._block_of, "index is wrong"
+
+
+class BlockManager:
+    """The pools of all groups of layers, and each sequence's block tables in them.
+
+    All tables of a sequence have one entry per `block_size` tokens. A group without a window holds blocks for the whole
+    known text from the start. A group with a window gets blocks as tokens are planned and releases those that no token
+    still to be computed can see: the sequence holds the table's entries from `seq.num_released[group]` on. The entries
+    before are block numbers without meaning. A kernel may load such a block where a tile begins before the window, and
+    masks it, so the numbers must be valid.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int | List[int],
+        block_size: int,
+        *,
+        windows: List[int | None] = (None,),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        """`windows` and `num_blocks` have one entry per group; `num_blocks` may be one number for all."""
+        counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
+        self.pools = [BlockPool(count, block_size, window) for count, window in zip(counts, windows, strict=True)]
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_blocks = sum(counts)
+        self._windowed = [(group, pool) for group, pool in enumerate(self.pools) if pool.window is not None]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached content or not, over all groups."""
+        return sum(len(pool.free) for pool in self.pools)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content can be found again, in use or free, over all groups."""
+        return sum(pool.num_cached for pool in self.pools)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # --- prefixes ---------------------------------------------------------------------------------------
+
+    def find_prefix(self, seq: Sequence) -> list[list[int]]:
+        """By group: the cached blocks of the longest known beginning of `seq`, all of one length.
+
+        A group with a window needs only the blocks that the next token sees; the entries before are 0. The block of the
+        last token is never among them: there must be a token to compute the next from.
+        """
+        if not self.enable_prefix_caching or not seq.may_reuse_prefix:
+            return [[] for _ in self.pools]
+        count = (seq.num_tokens - 1) // self.block_size
+        found: list[dict[int, int]] = [{} for _ in self.pools]
+        for group, pool in enumerate(self.pools):
+            if pool.window is None:
+                count = self._find_run(pool, seq, range(count), found[group])
+        is_complete = False
+        while not is_complete:
+            is_complete = True
+            for group, pool in self._windowed:
+                # Backwards: if a block is missing, every beginning that ends behind it lacks it.
+                first = pool.first_seen(count * self.block_size)
+                num_missing = count - first - self._find_run(pool, seq, range(count - 1, first - 1, -1), found[group])
+                if num_missing:
+                    count, is_complete = first + num_missing - 1, False
+        return [[blocks.get(index, 0) for index in range(count)] for blocks in found]
+
+    def _find_run(self, pool: BlockPool, seq: Sequence, indices: range, found: dict[int, int]) -> int:
+        """Find blocks in this order up to the first that is missing: how many there are."""
+        for num_found, index in enumerate(indices):
+            block = pool.find(seq.block_key(index, self.block_size))
+            if block is None:
+                return num_found
+            found[index] = block
+        return len(indices)
+
+    def shared_prefix(self, seq: Sequence) -> list[list[int]]:
+        """By group: blocks that hold the sequence's beginning already, its leader's or those found by content."""
+        leader = seq.leader
+        if leader is not None and leader.row is not None:
+            count = min(leader.num_computed, seq.num_prompt_tokens - 1) // self.block_size
+            num_released = (pool.first_seen(count * self.block_size) for pool in self.pools)
+            if all(map(int.__le__, leader.num_released, num_released)):
+                return [table[:count] for table in leader.block_tables]
+        return self.find_prefix(seq)
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that became full when tokens `start` to `end` were computed."""
@@ -94,17 +187,106 @@ class BlockManager:
             return
         for index in range(start // self.block_size, end // self.block_size):
             key = seq.block_key(index, self.block_size)
-            if key[0] not in self._block_of:
-                block = seq.block_table[index]
-                self._block_of[key[0]] = block
-                self._content_of[block] = key
+            for pool, table, num_released in zip(self.pools, seq.block_tables, seq.num_released, strict=True):
+                if index >= num_released:
+                    pool.publish(key, table[index])
 
-    def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Assert that the counts are those of the live sequences' tables, and that nothing is lost."""
-        held = [0] * self.num_blocks
-        for seq in live:
-            for block in seq.block_table:
-                held[block] += 1
-        assert held == self._num_refs, "reference counts differ from the block tables"
-        assert set(self._free) == {b for b in range(self.num_blocks) if not held[b]}, "free list is wrong"
-        assert {key[0]: block for block, key in self._content_of.items()} == self._block_of, "index is wrong"
+    # --- holding and releasing --------------------------------------------------------------------------
+
+    def can_start(
+        self, seq: Sequence, prefix: List[List[int]], chunk: int, num_spare: int, prefilling: Iterable[Sequence]
+    ) -> bool:
+        """Whether every group has blocks for a waiting sequence, of which `chunk` tokens can be computed now.
+
+        `num_spare` blocks must remain, and those that `prefilling` sequences have yet to get.
+        """
+        for group, pool in enumerate(self.pools):
+            num_found = len(prefix[group])
+            held = prefix[group][pool.first_seen(num_found * self.block_size) :]
+            needed = self.blocks_for(seq.num_tokens) - num_found
+            if pool.window is not None:
+                needed = min(needed, pool.blocks_per_row + self.blocks_for(chunk), pool.num_blocks - len(held))
+                needed += sum(self._row_blocks(other, group) - self._num_held(other, group) for other in prefilling)
+            if needed + num_spare > pool.num_free_beside(held):
+                return False
+        return True
+
+    def fits_beside(self, seq: Sequence, older: Sequence, younger: List[Sequence], num_spare: int) -> bool:
+        """Whether `older`, which waits, will find blocks beside `seq` and the running `younger` sequences."""
+        for group, pool in enumerate(self.pools):
+            needed = self._row_blocks(older, group) + self._row_blocks(seq, group) + num_spare
+            if needed + sum(self._row_blocks(other, group) for other in younger) > pool.num_blocks:
+                return False
+        return True
+
+    def _num_held(self, seq: Sequence, group: int) -> int:
+        return len(seq.block_tables[group]) - seq.num_released[group] if seq.row is not None else 0
+
+    def _row_blocks(self, seq: Sequence, group: int) -> int:
+        """Blocks that a sequence holds or will hold at once until its known text is computed."""
+        num_held, pool = self._num_held(seq, group), self.pools[group]
+        if pool.window is None and num_held:
+            return num_held
+        return max(num_held, min(self.blocks_for(seq.num_tokens), pool.blocks_per_row))
+
+    def start(self, seq: Sequence, prefix: List[List[int]], chunk: int) -> list[BlockUpdate]:
+        """Hold the blocks of a beginning, and new ones for the rest; under a window, for a `chunk` of the rest."""
+        num_tokens = len(prefix[0]) * self.block_size
+        seq.num_released = [pool.first_seen(num_tokens) for pool in self.pools]
+        seq.block_tables = [list(table) for table in prefix]
+        for pool, table, num_released in zip(self.pools, seq.block_tables, seq.num_released, strict=True):
+            pool.hold(table[num_released:])
+            if pool.window is None:
+                table.extend(pool.allocate(self.blocks_for(seq.num_tokens) - len(table)))
+        self.extend(seq, min(seq.num_tokens, num_tokens + chunk))
+        return [(group, 0, table.copy()) for group, table in enumerate(seq.block_tables)]
+
+    def extend(self, seq: Sequence, end: int) -> list[BlockUpdate]:
+        """Under a window, hold blocks for the tokens before `end`, or for as many as there are free blocks."""
+        if not self._windowed:
+            return []
+        num_missing = self.blocks_for(end) - len(seq.block_tables[self._windowed[0][0]])
+        count = min(num_missing, *(len(pool.free) for _, pool in self._windowed))
+        return [self._append(seq, group, count) for group, _ in self._windowed] if count > 0 else []
+
+    def _append(self, seq: Sequence, group: int, count: int) -> BlockUpdate:
+        table, blocks = seq.block_tables[group], self.pools[group].allocate(count)
+        table += blocks
+        return group, len(table) - count, blocks
+
+    def capacity(self, seq: Sequence) -> int:
+        """Tokens that the sequence's tables have blocks for."""
+        return min(map(len, seq.block_tables)) * self.block_size
+
+    def can_grow(self, count: int) -> bool:
+        """Whether there are `count` free blocks in each group."""
+        return all(count <= len(pool.free) for pool in self.pools)
+
+    def grow(self, seq: Sequence, count: int) -> list[BlockUpdate]:
+        """Give a sequence `count` blocks more in each group."""
+        return [self._append(seq, group, count) for group in range(len(self.pools))]
+
+    def commit(self, seq: Sequence, start: int, end: int) -> None:
+        """Tokens `start` to `end` are computed: publish full blocks, release those that later tokens don't see.
+
+        Steps in flight begin at `end` or later, so they see none of the released blocks. One block more is kept: a
+        sequence that shares this one's text up to the last full block sees it.
+        """
+        if seq.may_publish:
+            self.publish(seq, start, end)
+        for group, pool in self._windowed:
+            first, num_released = pool.first_seen(end) - 1, seq.num_released[group]
+            if first > num_released:
+                pool.release(seq.block_tables[group][num_released:first])
+                seq.num_released[group] = first
+
+    def release(self, seq: Sequence) -> None:
+        """Give up all blocks of a sequence."""
+        for pool, table, num_released in zip(self.pools, seq.block_tables, seq.num_released, strict=True):
+            pool.release(table[num_released:])
+        seq.block_tables, seq.num_released = [], []
+
+    def check_integrity(self, live: List[Sequence]) -> None:
+        """Assert for every group that the counts are those of the live sequences' tables, and that nothing is lost."""
+        for group, pool in enumerate(self.pools):
+            pool.check_integrity(seq.block_tables[group][seq.num_released[group] :] for seq in live)

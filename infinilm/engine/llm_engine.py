@@ -77,8 +77,9 @@ class LLMEngine:
         self.grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self.scheduler = Scheduler(
             BlockManager(
-                self.memory.num_blocks,
+                self.memory.group_blocks,
                 self.memory.block_size,
+                windows=[group.window for group in self.memory.groups],
                 enable_prefix_caching=self.config.enable_prefix_caching,
             ),
             max_num_seqs=self.config.max_num_seqs,

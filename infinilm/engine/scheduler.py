@@ -9,7 +9,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from infinilm.engine.block_manager import BlockManager
+from infinilm.engine.block_manager import BlockManager, BlockUpdate
 from infinilm.engine.prefill_order import by_arrival, order_prompts
 from infinilm.engine.sequence import Sequence, Status
 from infinilm.engine.step import Admitted, Decoders, Step, StepBuilder
@@ -78,6 +78,7 @@ class Scheduler:
         self.max_mixed_tokens = max_num_batched_tokens
         """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
         self.draft_source = draft_source
+        self._num_in_flight = 0
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -104,7 +105,7 @@ class Scheduler:
             num_missing = max(seq.stop_ids) + 2 - len(self._is_stop)
             self._is_stop = np.pad(self._is_stop, (0, max(num_missing, 0)))
             self._is_stop[list(seq.stop_ids)] = True
-        seq.num_found_tokens = len(self.blocks.find_prefix(seq)) * self.blocks.block_size
+        seq.num_found_tokens = len(self.blocks.find_prefix(seq)[0]) * self.blocks.block_size
         self.waiting.append(seq)
 
     def check_fits(self, seq: Sequence) -> None:
@@ -128,7 +129,10 @@ class Scheduler:
         if builder.budget > 0:
             self._plan_prompts(builder, may_admit=not has_preempted)
         if not builder.seqs:
-            return None
+            if not builder.lacks_blocks or self._num_in_flight:
+                return None
+            self._preempt(self.running[-1])  # all wait for blocks that the others hold
+            return self.schedule()
         rows = builder.decoding.rows
         if builder.chunks:
             rows = np.concatenate((rows, [chunk.row for chunk in builder.chunks]))
@@ -145,6 +149,7 @@ class Scheduler:
             num_expected_rows=len(self.running) + len(self.waiting),
         )
         self._ended_rows = []
+        self._num_in_flight += 1
         return Step(step_input, builder.seqs, rows, self._row_generation[rows])
 
     def _continue_decoding(self, builder: StepBuilder) -> bool:
@@ -167,7 +172,7 @@ class Scheduler:
             ends = starts + (decoding.query_lens if decoding.has_drafts else 1)
             num_new = -((self._capacity[rows] - ends) // block_size)  # blocks that each row lacks
             grown = np.flatnonzero(num_new > 0)
-            if num_new[grown].sum() <= self.blocks.num_free:
+            if self.blocks.can_grow(num_new[grown].sum()):
                 break
             if decoding.has_drafts:
                 use_drafts = False
@@ -175,7 +180,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
                 has_preempted = True
         for index in grown.tolist():
-            self._grow(builder, seqs[index], self.blocks.allocate(int(num_new[index])))
+            self._add_blocks(builder, seqs[index], self.blocks.grow(seqs[index], int(num_new[index])))
         self._capacity[rows[grown]] += num_new[grown] * block_size
         self._computed[rows] += 1
         self._awaits_commit[rows] = self.draft_source is not None
@@ -198,11 +203,11 @@ class Scheduler:
         padded = [line + [NO_TOKEN] * (width - len(line)) for line in lines]
         return np.array(padded, dtype=np.int64).reshape(len(lines), width)
 
-    def _grow(self, builder: StepBuilder, seq: Sequence, blocks: list[int]) -> None:
-        """Append blocks to a running sequence's table."""
+    def _add_blocks(self, builder: StepBuilder, seq: Sequence, updates: Iterable[BlockUpdate]) -> None:
+        """Tell the workers what changed in a running sequence's block tables."""
         assert seq.row is not None
-        builder.new_blocks.append((seq.row, len(seq.block_table), blocks))
-        seq.block_table += blocks
+        for update in updates:
+            builder.new_blocks.append((seq.row, update))
 
     def _gather_decoders(self) -> Decoders:
         if self._decoders is None:
@@ -238,7 +243,8 @@ class Scheduler:
                 may_admit = found is not Admitted.REFUSED
                 if found is not Admitted.STARTED:
                     continue
-            self._plan_chunk(builder, seq, available)
+            if not self._plan_chunk(builder, seq, available):
+                builder.lacks_blocks, may_admit = True, False
 
     def _candidates(self) -> Iterator[Sequence]:
         """The waiting sequences that may start now, in order of arrival."""
@@ -253,34 +259,31 @@ class Scheduler:
         `blocked` is an older sequence that lacks blocks. Others may pass it only as long as the pool has room for it
         beside all younger ones: then it can start when the older ones have ended, however many pass it.
         """
-        shared = self._shared_blocks(seq)
-        if self._is_being_computed(seq, len(shared)):
+        prefix = self.blocks.shared_prefix(seq)
+        if self._is_being_computed(seq, len(prefix[0])):
             return Admitted.SKIPPED
-        num_new = self.blocks.blocks_for(seq.num_tokens) - len(shared)
         # Room for one block more per running sequence: else the next steps would preempt this one again.
         num_spare = len(self.running)
-        if seq.num_pending or num_new + num_spare > self.blocks.num_free_beside(shared):
+        if seq.num_pending or not self.blocks.can_start(seq, prefix, available, num_spare, self._prefilling):
             return Admitted.REFUSED
-        num_tokens = seq.num_tokens - len(shared) * self.blocks.block_size
+        num_tokens = seq.num_tokens - len(prefix[0]) * self.blocks.block_size
         if builder.chunks and available < MIN_CHUNK_FRACTION * min(num_tokens, budget):
             return Admitted.REFUSED
         if blocked is not None:
-            num_younger = sum(len(other.block_table) for other in self.running if other.arrival > blocked.arrival)
-            num_needed = self.blocks.blocks_for(blocked.num_tokens) + num_spare + 1
-            if num_younger + len(shared) + num_new + num_needed > self.blocks.num_blocks:
+            younger = [other for other in self.running if other.arrival > blocked.arrival]
+            if not self.blocks.fits_beside(seq, blocked, younger, num_spare + 1):
                 return Admitted.REFUSED
         self.waiting.remove(seq)
-        self._start(builder, seq, shared, num_new)
+        self._start(builder, seq, prefix, available)
         return Admitted.STARTED
 
-    def _start(self, builder: StepBuilder, seq: Sequence, shared: list[int], num_new: int) -> None:
+    def _start(self, builder: StepBuilder, seq: Sequence, prefix: list[list[int]], available: int) -> None:
         """Give a sequence a row and blocks. A chunk of it must be planned in the same step."""
-        self.blocks.hold(shared)
-        seq.num_computed = len(shared) * self.blocks.block_size
+        seq.num_computed = len(prefix[0]) * self.blocks.block_size
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
         seq.row = heappop(self._free_rows)
-        self._grow(builder, seq, shared + self.blocks.allocate(num_new))
+        self._add_blocks(builder, seq, self.blocks.start(seq, prefix, available))
         seq.status = Status.RUNNING
         insort(self.running, seq, key=by_arrival)
         insort(self._prefilling, seq, key=by_arrival)
@@ -295,14 +298,6 @@ class Scheduler:
         )
         builder.starts.append(start)
         self._samples_on_host[seq.row] = start.samples_on_host
-
-    def _shared_blocks(self, seq: Sequence) -> list[int]:
-        """Blocks that hold the sequence's beginning already: its leader's, or those found by content."""
-        leader = seq.leader
-        if leader is not None and leader.status is Status.RUNNING:
-            num_tokens = min(leader.num_computed, seq.num_prompt_tokens - 1)
-            return leader.block_table[: num_tokens // self.blocks.block_size]
-        return self.blocks.find_prefix(seq)
 
     def _is_being_computed(self, seq: Sequence, num_found: int) -> bool:
         """Whether a running sequence is computing much of the prefix after the blocks found: worth waiting for.
@@ -323,11 +318,18 @@ class Scheduler:
             for other in self.running
         )
 
-    def _plan_chunk(self, builder: StepBuilder, seq: Sequence, budget: int) -> None:
-        """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode."""
+    def _plan_chunk(self, builder: StepBuilder, seq: Sequence, budget: int) -> bool:
+        """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode.
+
+        Returns whether there were blocks for all of them. That can fail only where layers have a window.
+        """
         assert seq.row is not None
         start = seq.num_computed
-        end = min(seq.num_tokens, start + budget)
+        wanted = min(seq.num_tokens, start + budget)
+        self._add_blocks(builder, seq, self.blocks.extend(seq, wanted))
+        end = min(wanted, self.blocks.capacity(seq))
+        if end == start:
+            return False
         samples = end == seq.num_tokens
         targets = [] if seq.may_reuse_prefix else seq.token_ids[start + 1 : min(end + 1, seq.num_prompt_tokens)]
         builder.chunks.append(
@@ -338,12 +340,13 @@ class Scheduler:
         seq.num_computed = end
         if samples:
             self._begin_decoding(seq, seq.row)
+        return end == wanted
 
     def _begin_decoding(self, seq: Sequence, row: int) -> None:
         self._prefilling.remove(seq)
         seq.is_decoding = True
         self._computed[row] = seq.num_computed
-        self._capacity[row] = len(seq.block_table) * self.blocks.block_size
+        self._capacity[row] = self.blocks.capacity(seq)
         self._limit[row] = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len)
         self._awaits_commit[row] = self.draft_source is not None
         self._decoders = None
@@ -366,6 +369,7 @@ class Scheduler:
 
     def commit(self, step: Step, output: StepOutput) -> None:
         """Append a step's tokens, publish full blocks and end sequences. Steps come in the order of their planning."""
+        self._num_in_flight -= 1
         is_same = self._row_generation[step.rows] == step.row_generations
         num_done = 0
         if is_same.all() and not output.errors and self.draft_source is None:
@@ -387,9 +391,9 @@ class Scheduler:
         is_last |= self._is_stop.take(np.array(token_ids[:num_rows], dtype=np.int64), mode="clip")
         for index in np.flatnonzero(is_full | is_last).tolist():
             seq = step.seqs[index]
-            if is_full[index] and seq.may_publish:
+            if is_full[index]:
                 start = int(decoding.starts[index])
-                self.blocks.publish(seq, start, start + 1)
+                self.blocks.commit(seq, start, start + 1)
             if is_last[index] and (reason := self._end_reason(seq)) is not None:
                 self.finish(seq, reason)
         return num_rows
@@ -419,8 +423,7 @@ class Scheduler:
         if is_same:
             # The row has computed its last token and the accepted drafts; what it drew last is still to be computed.
             num_computed = num_gained if index < num_decoding else len(chunk.token_ids)
-            if seq.may_publish:
-                self.blocks.publish(seq, start, start + num_computed)
+            self.blocks.commit(seq, start, start + num_computed)
             if samples:
                 self._awaits_commit[seq.row] = False
             if index < num_decoding:
@@ -452,6 +455,7 @@ class Scheduler:
     def fail(self, steps: Iterable[Step]) -> list[Sequence]:
         """End the sequences of steps that failed, all that are in flight. Returns them."""
         steps = list(steps)
+        self._num_in_flight = 0
         broken = {seq.arrival: seq for step in steps for seq in step.seqs if not seq.is_finished}
         # How far the workers came with these steps is not known, so the rows that they ended are ended once more.
         self._ended_rows = [row for step in steps for row in step.input.ended_rows] + self._ended_rows
@@ -469,8 +473,7 @@ class Scheduler:
             self._decoders = None
         else:
             self._prefilling.remove(seq)
-        self.blocks.release(seq.block_table)
-        seq.block_table = []
+        self.blocks.release(seq)
         self._ended_rows.append(seq.row)
         heappush(self._free_rows, seq.row)
         self._row_generation[seq.row] += 1
@@ -478,10 +481,11 @@ class Scheduler:
         seq.row = None
 
 
-def _block_updates(grown: list[tuple[int, int, list[int]]]) -> BlockUpdates:
-    """The changes of block tables, from rows, the places in their tables and the blocks from there on."""
-    sizes = [len(blocks) for _, _, blocks in grown]
-    rows = np.repeat(np.array([row for row, _, _ in grown], dtype=np.int64), sizes)
-    places = [np.arange(first, first + size) for (_, first, _), size in zip(grown, sizes, strict=True)]
-    blocks = np.fromiter(chain.from_iterable(blocks for _, _, blocks in grown), np.int64, sum(sizes))
-    return BlockUpdates(rows, np.concatenate(places) if places else rows, blocks)
+def _block_updates(grown: list[tuple[int, BlockUpdate]]) -> BlockUpdates:
+    """The changes of block tables as arrays."""
+    sizes = [len(blocks) for _, (_, _, blocks) in grown]
+    owners = np.array([(group, row) for row, (group, _, _) in grown], dtype=np.int64).reshape(-1, 2)
+    groups, rows = np.repeat(owners, sizes, axis=0).T
+    places = [np.arange(first, first + size) for (_, (_, first, _)), size in zip(grown, sizes, strict=True)]
+    blocks = np.fromiter(chain.from_iterable(blocks for _, (_, _, blocks) in grown), np.int64, sum(sizes))
+    return BlockUpdates(groups, rows, np.concatenate(places) if places else rows, blocks)

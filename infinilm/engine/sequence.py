@@ -44,7 +44,7 @@ class Sequence:
     __slots__ = (
         "_block_keys",
         "arrival",
-        "block_table",
+        "block_tables",
         "cache_salt",
         "finish_reason",
         "grammar",
@@ -58,6 +58,7 @@ class Sequence:
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_released",
         "params",
         "request",
         "row",
@@ -97,7 +98,10 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.row: int | None = None
         """The place in the model runner's arrays, while running."""
-        self.block_table: list[int] = []
+        self.block_tables: list[list[int]] = []
+        """By group of layers: the blocks of its text, while running."""
+        self.num_released: list[int] = []
+        """By group: the entries at the table's beginning that it does not hold, because no token will see them."""
         self.is_decoding = False
         """Whether its text was computed in its row. From then on the scheduler counts what is computed and pending."""
         self.num_computed = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from infinilm.engine.block_manager import BlockUpdate
 from infinilm.engine.sequence import Sequence
 from infinilm.executor.executor import StepHandle
 from infinilm.executor.step_io import DecodeRows, IntArray, RowChunk, StepInput
@@ -31,8 +32,10 @@ class StepBuilder:
     decoding: DecodeRows = field(default_factory=DecodeRows.none)
     chunks: list[RowChunk] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """Rows, places in their block tables, and the blocks from there on."""
+    new_blocks: list[tuple[int, BlockUpdate]] = field(default_factory=list)
+    """Rows, and what changes in their block tables."""
+    lacks_blocks: bool = False
+    """Whether a prompt got fewer tokens than the budget has, for lack of blocks."""
 
 
 class Admitted(Enum):

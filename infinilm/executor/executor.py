@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class CacheShape:
     """The size of the KV cache; the same on all ranks."""
 
-    num_blocks: int
+    num_blocks: int | list[int]
+    """One number for all groups of layers, or one for each."""
     block_size: int
     dtype: str
 

@@ -126,7 +126,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
         kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
-        executor.reset_cache(CacheShape(memory.num_blocks, memory.block_size, kv_dtype))
+        executor.reset_cache(CacheShape(memory.group_blocks, memory.block_size, kv_dtype))
         executor.start_rows(
             RunnerSettings(
                 max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),

@@ -2,12 +2,15 @@
 
 import os
 import traceback
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.paged import bytes_per_block
+from infinilm.cache.specs import AttentionSpec, CacheSpec, blocks_per_row, group_layers
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.layers.linear import kv_heads_per_rank
@@ -16,6 +19,9 @@ from infinilm.models import LlamaConfig
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
 # takes as much as the weights do, within these bounds.
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 1 << 30, 4 << 30
+
+MAX_BLOCKS = 1 << 48
+"""More than any memory holds."""
 
 _TAKE_LESS = "lower max_num_batched_tokens, max_num_seqs or max_model_len, use a smaller dtype or model"
 _SIGNS_OF_OUT_OF_MEMORY = ("out of memory", "cannot allocate memory", "status_alloc_failed")
@@ -43,6 +49,26 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """The blocks of one group of layers."""
+
+    window: int | None
+    block_bytes: int
+    most_blocks: int | None
+    """All that `max_num_seqs` rows can use at once; None: no limit."""
+    blocks_per_row: int | None
+    """With these a row computes a text of any length; None: it needs blocks for the whole text."""
+
+    def num_blocks(self, count: int) -> int:
+        """How many blocks it has where groups without a window have `count`."""
+        return count if self.most_blocks is None else min(count, self.most_blocks)
+
+    def num_bytes(self, count: int) -> int:
+        """What those take."""
+        return self.num_blocks(count) * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLedger:
     """Where the memory goes. Made once at start and printed."""
 
@@ -55,8 +81,9 @@ class MemoryLedger:
     """The share of it that may be taken."""
     weight_bytes: int
     workspace: Workspace
-    block_bytes: int
+    groups: tuple["GroupMemory", ...]
     num_blocks: int
+    """Blocks of each group of layers, but those of a sliding window need no more than their `most_blocks`."""
     block_size: int
     max_model_len: int
     """The longest text that was asked for and that fits into the cache."""
@@ -71,7 +98,17 @@ class MemoryLedger:
     @property
     def kv_bytes(self) -> int:
         """What the KV cache takes."""
-        return self.num_blocks * self.block_bytes
+        return sum(group.num_bytes(self.num_blocks) for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes over all layers."""
+        return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def group_blocks(self) -> list[int]:
+        """The number of blocks of each group."""
+        return [group.num_blocks(self.num_blocks) for group in self.groups]
 
     @property
     def total_bytes(self) -> int:
@@ -94,8 +131,31 @@ class MemoryLedger:
             f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start x gpu_memory_utilization="
             f"{self.utilization} = {format_bytes(self.allowed_bytes)}; needed up to {format_bytes(self.total_bytes)}: "
             f"{listed}, KV cache {format_bytes(self.kv_bytes)} = {self.num_blocks} blocks x {self.block_size} tokens = "
-            f"{self.num_blocks * self.block_size} tokens ({self.limited_by})"
+            f"{self.num_blocks * self.block_size} tokens ({self.limited_by}){self._windowed()}"
         )
+
+    def _windowed(self) -> str:
+        """Where layers with a sliding window have blocks of their own: how many."""
+        if len(self.groups) == 1:
+            return ""
+        counts = zip(self.groups, self.group_blocks, strict=True)
+        return "".join(f", {count} blocks for windows of {group.window}" for group, count in counts if group.window)
+
+    def longest_text(self, num_blocks: int, max_model_len: int) -> int:
+        """How long a text may be with so many blocks, up to `max_model_len`."""
+        if all(group.blocks_per_row is not None and num_blocks >= group.blocks_per_row for group in self.groups):
+            return max_model_len
+        return min(max_model_len, num_blocks * self.block_size)
+
+
+def rank_specs(model_config: LlamaConfig, num_ranks: int) -> list[CacheSpec]:
+    """What each layer keeps per token on one rank."""
+    return [
+        replace(spec, num_kv_heads=kv_heads_per_rank(spec.num_kv_heads, num_ranks))
+        if isinstance(spec, AttentionSpec)
+        else spec
+        for spec in model_config.cache_specs()
+    ]
 
 
 def format_bytes(count: float) -> str:
@@ -136,14 +196,6 @@ def plan_memory(
     num_ranks: int = 1,
 ) -> MemoryLedger:
     """Choose the number of KV blocks: as asked, or what fits and can be of use. Bytes are those of one rank."""
-    block_size = config.kvcache_block_size
-    block_bytes = PagedKVCache.bytes_per_block(
-        model_config.num_hidden_layers,
-        block_size,
-        kv_heads_per_rank(model_config.num_key_value_heads, num_ranks),
-        model_config.head_dim,
-        kv_dtype,
-    )
     without_cache = MemoryLedger(
         device=str(device),
         num_ranks=num_ranks,
@@ -151,24 +203,27 @@ def plan_memory(
         utilization=config.gpu_memory_utilization,
         weight_bytes=weight_bytes,
         workspace=workspace,
-        block_bytes=block_bytes,
+        groups=_plan_groups(config, rank_specs(model_config, num_ranks), kv_dtype),
         num_blocks=0,
-        block_size=block_size,
+        block_size=config.kvcache_block_size,
         max_model_len=0,
         limited_by="nothing is left for it",
     )
     left = without_cache.allowed_bytes - without_cache.total_bytes
-    # A text can be as long as the cache: as long as it is, each block brings its positions with it.
-    most_blocks = left // (block_bytes + block_size * workspace.per_position)
+
+    def num_bytes(count: int) -> int:
+        """What so many blocks take, and the positions of the longest text they allow."""
+        longest = without_cache.longest_text(count, max_model_len)
+        return sum(group.num_bytes(count) for group in without_cache.groups) + longest * workspace.per_position
+
+    most_blocks = _most(num_bytes, left)
     if most_blocks < 1:
         raise InvalidValueError(
             f"no memory is left for a KV cache; raise gpu_memory_utilization, {_TAKE_LESS}, or end other processes. "
             f"{without_cache}"
         )
-    if most_blocks * block_size > max_model_len:
-        most_blocks = (left - max_model_len * workspace.per_position) // block_bytes
     num_blocks, limited_by = _choose_blocks(config, device, without_cache, most_blocks, max_model_len)
-    length = min(max_model_len, num_blocks * block_size)
+    length = without_cache.longest_text(num_blocks, max_model_len)
     ledger = replace(without_cache, num_blocks=num_blocks, max_model_len=length, limited_by=limited_by)
     if num_blocks > most_blocks:
         raise InvalidValueError(
@@ -176,6 +231,30 @@ def plan_memory(
             f"lower it to {most_blocks} or less, raise gpu_memory_utilization, or {_TAKE_LESS}. {ledger}"
         )
     return ledger
+
+
+def _plan_groups(config: Config, specs: list[CacheSpec], kv_dtype: torch.dtype) -> tuple[GroupMemory, ...]:
+    block_size = config.kvcache_block_size
+    groups = group_layers(specs)
+    are_all_windowed = all(group.spec.window is not None for group in groups)
+    planned = []
+    for group in groups:
+        most_blocks = per_row = None
+        if group.spec.window is not None:
+            per_row = blocks_per_row(group.spec.window, block_size)
+            # A step's tokens come on top, and a second step may be in flight. A user's own number is kept as it is.
+            most_blocks = config.max_num_seqs * per_row + 2 * -(-config.max_num_batched_tokens // block_size)
+            if are_all_windowed and config.num_kvcache_blocks is not None:
+                most_blocks = None
+        planned.append(
+            GroupMemory(group.spec.window, bytes_per_block(group, block_size, kv_dtype), most_blocks, per_row)
+        )
+    return tuple(planned)
+
+
+def _most(num_bytes: Callable[[int], int], available: int) -> int:
+    """The largest count that takes no more than is `available`; `num_bytes` never falls."""
+    return bisect_right(range(MAX_BLOCKS), available, key=num_bytes) - 1
 
 
 def _choose_blocks(
@@ -187,12 +266,15 @@ def _choose_blocks(
     blocks_per_seq = -(-max_model_len // ledger.block_size)
     limits = {
         f"gpu_memory_utilization={config.gpu_memory_utilization}": most_blocks,
-        "all that max_num_seqs and max_model_len can use": config.max_num_seqs * blocks_per_seq,
+        "all that max_num_seqs and max_model_len can use": max(
+            group.num_blocks(config.max_num_seqs * blocks_per_seq) for group in ledger.groups
+        ),
     }
     if device.type == "cpu":
         least, most = MIN_CPU_KV_BYTES // ledger.num_ranks, MAX_CPU_KV_BYTES // ledger.num_ranks
         usual = min(max(ledger.weight_bytes, least), most)
-        limits["what is usual on a CPU; set num_kvcache_blocks for more"] = max(usual // ledger.block_bytes, 1)
+        usual_blocks = _most(lambda count: sum(group.num_bytes(count) for group in ledger.groups), usual)
+        limits["what is usual on a CPU; set num_kvcache_blocks for more"] = max(usual_blocks, 1)
     limited_by, num_blocks = min(limits.items(), key=lambda item: item[1])
     return num_blocks, limited_by
 

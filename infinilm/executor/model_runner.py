@@ -1,7 +1,7 @@
 """Runs the steps of one rank: keeps the rows, builds the batch, runs the forward pass and samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -129,11 +129,14 @@ class ModelRunner:
         vocab_size = worker.model.config.vocab_size
         self._sampler = Sampler(vocab_size, self._device, max_num_rows) if worker.group.rank == 0 else None
         max_blocks = -(-settings.max_model_len // self._block_size)
-        self._tables = np.full((max_num_rows, max_blocks), -1, dtype=np.int64)
+        # By group of layers: the rows' block tables.
+        self._tables = np.full((len(self._cache.groups), max_num_rows, max_blocks), -1, dtype=np.int64)
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
         self._latest: StepInput | None = None  # the step submitted last
-        self._graphs = self._make_graphs(max_num_rows, max_blocks) if settings.use_graphs else None
+        # The inputs of graphs hold the tables of one group. Models with more run eagerly.
+        use_graphs = settings.use_graphs and len(self._cache.groups) == 1
+        self._graphs = self._make_graphs(max_num_rows, max_blocks) if use_graphs else None
 
     def _make_graphs(self, max_num_rows: int, max_blocks: int) -> "StepGraphs":
         from infinilm.executor.step_graphs import StepGraphs  # which needs Triton
@@ -172,7 +175,7 @@ class ModelRunner:
             batch = HostBatch(np.zeros_like(places), places, np.full_like(places, -1), tables, lengths, lengths)
             hidden = self._worker.compute_hidden(batch, self._cache)
             # As many rows as can ever draw at once: their logits take memory that later steps find.
-            logits = self._worker.compute_logits(hidden, np.arange(min(len(places), len(self._tables))))
+            logits = self._worker.compute_logits(hidden, np.arange(min(len(places), self._tables.shape[1])))
             if self._sampler is not None:
                 self._sampler.warm_up(logits)
 
@@ -207,13 +210,14 @@ class ModelRunner:
 
     def _update_rows(self, step: StepInput) -> None:
         for row in step.ended_rows:
-            self._tables[row] = -1
+            self._tables[:, row] = -1
             if self._sampler is not None:
                 self._sampler.end_row(row)
         for start in step.starts:
             if self._sampler is not None:
                 self._sampler.start_row(start)
-        self._tables[step.blocks.rows, step.blocks.places] = step.blocks.blocks
+        updates = step.blocks
+        self._tables[updates.groups, updates.rows, updates.places] = updates.blocks
 
     def _gather(self, step: StepInput) -> StepBatch:
         """The step's batch, in which tokens known to the device alone are `LAST_TOKEN`."""
@@ -232,7 +236,6 @@ class ModelRunner:
             starts = np.concatenate((starts, [chunk.start for chunk in step.chunks]))
             query_lens = np.concatenate((query_lens, [len(chunk.token_ids) for chunk in step.chunks]))
         context_lens = starts + query_lens
-        tables = self._tables[rows, : -(-int(context_lens.max()) // self._block_size)]
         positions, token_rows, sample_places = starts, rows, np.arange(len(rows))
         if step.chunks or decoding.has_drafts:
             ends = np.cumsum(query_lens)
@@ -240,9 +243,13 @@ class ModelRunner:
             token_rows = np.repeat(rows, query_lens)
             counts = step.sample_counts
             sample_places = np.arange(step.num_samples) + np.repeat(ends - np.cumsum(counts), counts)
-        slots = self._tables[token_rows, positions // self._block_size] * self._block_size
-        slots += positions % self._block_size
-        batch = HostBatch(input_ids, positions, slots, tables, query_lens, context_lens)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        num_columns = -(-int(context_lens.max()) // self._block_size)
+        slots = [own[token_rows, blocks] * self._block_size + offsets for own in self._tables]
+        tables = [own[rows, :num_columns] for own in self._tables]
+        batch = HostBatch(input_ids, positions, slots[0], tables[0], query_lens, context_lens)
+        if len(tables) > 1:
+            batch = replace(batch, more_slots=np.stack(slots[1:]), more_tables=np.stack(tables[1:]))
         return StepBatch(batch, token_rows, num_decoding, sample_places)
 
     def _run_eagerly(

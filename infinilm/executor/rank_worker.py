@@ -21,12 +21,12 @@ from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.shard import PackedShard, dense_weights
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, RunnerSettings
+from infinilm.executor.memory import rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
 from infinilm.executor.step_io import StepInput
 from infinilm.kernels import native
 from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
-from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, LlamaConfig, create_model
@@ -169,13 +169,10 @@ class RankWorker:
             self.cache = self._make_cache(shape)
 
     def _make_cache(self, shape: CacheShape) -> PagedKVCache:
-        config = self.model.config
         return PagedKVCache(
-            config.num_hidden_layers,
+            rank_specs(self.model.config, self.group.size),
             shape.num_blocks,
             shape.block_size,
-            kv_heads_per_rank(config.num_key_value_heads, self.group.size),
-            config.head_dim,
             dtype=getattr(torch, shape.dtype),
             device=self.device,
             memory=self._memory,

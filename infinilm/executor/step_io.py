@@ -69,6 +69,7 @@ class RowChunk:
 class BlockUpdates:
     """Entries of the rows' block tables that change."""
 
+    groups: IntArray  # [g], the groups of layers whose tables they are in
     rows: IntArray  # [g]
     places: IntArray  # [g], indices in the rows' tables
     blocks: IntArray  # [g]

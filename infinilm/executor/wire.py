@@ -83,6 +83,7 @@ def write_step(step: StepInput, hook_patterns: Sequence[str]) -> Message:
     ]
     token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
     arrays = {
+        "block_groups": step.blocks.groups,
         "block_rows": step.blocks.rows,
         "block_places": step.blocks.places,
         "blocks": step.blocks.blocks,
@@ -113,7 +114,7 @@ def read_step(message: Message) -> StepInput:
     return StepInput(
         message.values["ended_rows"],
         (),
-        BlockUpdates(arrays["block_rows"], arrays["block_places"], arrays["blocks"]),
+        BlockUpdates(*(arrays[name] for name in ("block_groups", "block_rows", "block_places", "blocks"))),
         DecodeRows(arrays["rows"], arrays["starts"], arrays["token_ids"]),
         chunks,
         samples_on_host=message.values["samples_on_host"],
@@ -122,6 +123,7 @@ def read_step(message: Message) -> StepInput:
 
 def write_forward(given: ForwardInput) -> Message:
     arrays = {name: getattr(given.batch, name) for name in HostBatch.__dataclass_fields__}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     values = {"shape": asdict(given.shape) if given.shape else None, "hook_patterns": list(given.hook_patterns)}
     return _message(values, {**arrays, "logit_rows": given.logit_rows})
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
+from infinilm.cache.paged import bytes_per_block
+from infinilm.cache.specs import group_layers
 from infinilm.checks import check_flag
 from infinilm.config import DeviceType
 from infinilm.debug import HookRegistry, RequestRows
@@ -24,12 +26,11 @@ from infinilm.distributed.config import DistConfig
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
 from infinilm.executor.executor import CacheShape
 from infinilm.executor.loader import select_devices, start_executor
-from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory
+from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory, rank_specs
 from infinilm.executor.rank_worker import ForwardInput
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE
-from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.lowlevel.infer_input import Input as InferInput
@@ -271,12 +272,11 @@ class InferEngine(GenerationMixin):
 
     def _cache_limits(self) -> CacheLimits:
         info = self._executor.info
-        heads = kv_heads_per_rank(self.config.num_key_value_heads, info.num_ranks)
-        token_size = 2 * self.config.num_hidden_layers * heads * self.config.head_dim
+        groups = group_layers(rank_specs(self.config, info.num_ranks))
 
         def token_bytes(dtype: str | None) -> int:
             kind: torch.dtype = getattr(torch, dtype or info.dtype)
-            return token_size * kind.itemsize
+            return sum(bytes_per_block(group, 1, kind) for group in groups)
 
         device = torch.device(info.device)
         free_bytes = free_memory_bytes(device)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from infinilm.cache.config import DTYPES
+from infinilm.cache.specs import AttentionSpec, CacheSpec
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
 from infinilm.models.architectures import (
@@ -152,6 +153,11 @@ class LlamaConfig:
         if self.layer_types is not None and self.layer_types[layer] == FULL_ATTENTION:
             return None
         return self.sliding_window
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps per token, over all ranks."""
+        heads, head_dim = self.num_key_value_heads, self.head_dim
+        return tuple(AttentionSpec(heads, head_dim, self.window(layer)) for layer in range(self.num_hidden_layers))
 
     def max_context_len(self) -> int:
         """The longest text the model is made for: its positions, times what its rope scaling adds to them."""

@@ -322,20 +322,37 @@ class CausalLM(nn.Module):
         self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
     ) -> Tensor:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
-        plan = backend.prepare(batch, block_size=cache.block_size, windows=self._windows, dtype=self.dtype)
-        step = _Step(batch, self.rotary, cache, backend, plan, taps)
+        steps = self._steps(batch, cache, backend, taps)
         hidden: Tensor = self.embed_tokens(batch.input_ids)
         if taps is not None:
             taps.see("embed_tokens", hidden)
-        if taps is None and backend.name == "native" and self._native is not None:
-            self._native.forward(hidden, cache.tensor, plan)
+        if taps is None and backend.name == "native" and len(cache.groups) == 1 and self._native is not None:
+            self._native.forward(hidden, cache.tensors[0], steps[0].plan)
             return hidden
-        for layer in self.layers:
+        for layer, step in zip(self.layers, steps, strict=True):
             hidden = layer(hidden, step)
         hidden = self.norm(hidden)
         if taps is not None:
             taps.see("final_norm", hidden)
         return hidden
+
+    def _steps(
+        self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None
+    ) -> list[_Step]:
+        """By layer: its group's step. Groups that have the same block tables share one."""
+        windows = [{group.spec.window} for group in cache.groups] if batch.more_groups else [self._windows]
+        steps = [
+            _Step(
+                part,
+                self.rotary,
+                cache,
+                backend,
+                backend.prepare(part, block_size=cache.block_size, windows=own, dtype=self.dtype),
+                taps,
+            )
+            for part, own in zip(batch.of_groups(), windows, strict=True)
+        ]
+        return [steps[group] for group in cache.group_of] if batch.more_groups else steps * len(self.layers)
 
     @cached_property
     def _native(self) -> Any | None:

@@ -5,7 +5,10 @@ import torch
 
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticCacheConfig, StaticKVCacheConfig
 from infinilm.cache.paged import CacheMemory, PagedKVCache
+from infinilm.cache.specs import AttentionSpec
 from infinilm.errors import InvalidTypeError, InvalidValueError
+
+SPECS = [AttentionSpec(2, 8)] * 2
 
 
 def test_static_cache_config_is_a_value() -> None:
@@ -40,7 +43,7 @@ def test_the_abstract_config_names_those_to_build() -> None:
 
 
 def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32, memory: CacheMemory | None = None) -> PagedKVCache:
-    return PagedKVCache(2, num_blocks, 16, 2, 8, dtype=dtype, device="cpu", memory=memory)
+    return PagedKVCache(SPECS, num_blocks, 16, dtype=dtype, device="cpu", memory=memory)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_memory_that_is_too_small_is_replaced() -> None:
 def test_memory_of_another_device_is_left_alone() -> None:
     first = make_cache(4)
     first.layer(0).fill_(3)
-    other = PagedKVCache(2, 4, 16, 2, 8, dtype=torch.float32, device="meta", memory=first.memory)
+    other = PagedKVCache(SPECS, 4, 16, dtype=torch.float32, device="meta", memory=first.memory)
     assert other.layer(0).is_meta
     assert (first.layer(0) == 3).all()
 

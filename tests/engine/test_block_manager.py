@@ -15,7 +15,7 @@ def make_sequence(tokens: list[int]) -> Sequence:
 def compute(blocks: BlockManager, tokens: list[int]) -> Sequence:
     """A sequence whose blocks are all computed and findable."""
     seq = make_sequence(tokens)
-    seq.block_table = blocks.allocate(blocks.blocks_for(len(tokens)))
+    blocks.start(seq, [[]], len(tokens))
     blocks.publish(seq, 0, len(tokens))
     return seq
 
@@ -24,44 +24,45 @@ def test_a_hash_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "xxh3_128_digest", lambda data: b"same")
     blocks = BlockManager(8, 2)
     compute(blocks, [1, 2, 3])
-    assert blocks.find_prefix(make_sequence([1, 2, 9])) == [0]
-    assert blocks.find_prefix(make_sequence([5, 6, 9])) == []
+    assert blocks.find_prefix(make_sequence([1, 2, 9])) == [[0]]
+    assert blocks.find_prefix(make_sequence([5, 6, 9])) == [[]]
 
 
 def test_a_block_is_found_only_behind_its_own_beginning() -> None:
     blocks = BlockManager(8, 2)
     compute(blocks, [1, 1, 7, 7])
     compute(blocks, [2, 2, 9, 9])
-    assert blocks.find_prefix(make_sequence([1, 1, 7, 7, 5])) == [0, 1]
-    assert blocks.find_prefix(make_sequence([2, 2, 7, 7, 5])) == [2]
-    assert blocks.find_prefix(make_sequence([7, 7, 5])) == []
+    assert blocks.find_prefix(make_sequence([1, 1, 7, 7, 5])) == [[0, 1]]
+    assert blocks.find_prefix(make_sequence([2, 2, 7, 7, 5])) == [[2]]
+    assert blocks.find_prefix(make_sequence([7, 7, 5])) == [[]]
 
 
 def test_the_last_tokens_block_is_never_reused_whole() -> None:
     blocks = BlockManager(8, 2)
     compute(blocks, [1, 2, 3, 4])
-    assert blocks.find_prefix(make_sequence([1, 2, 3, 4])) == [0]
-    assert blocks.find_prefix(make_sequence([1, 2, 3, 4, 5])) == [0, 1]
+    assert blocks.find_prefix(make_sequence([1, 2, 3, 4])) == [[0]]
+    assert blocks.find_prefix(make_sequence([1, 2, 3, 4, 5])) == [[0, 1]]
 
 
 def test_forgetting_goes_from_the_least_recently_used_and_from_the_end() -> None:
     blocks = BlockManager(6, 1)
     old, new = compute(blocks, [1, 2]), compute(blocks, [3, 4])
-    blocks.release(old.block_table)
-    blocks.release(new.block_table)
+    (old_table,), (new_table,), (pool,) = old.block_tables, new.block_tables, blocks.pools
+    blocks.release(old)
+    blocks.release(new)
     assert blocks.num_free == 6
-    assert blocks.allocate(2) == [4, 5], "empty blocks first"
-    assert blocks.allocate(1) == [old.block_table[1]], "then the end of the oldest text"
-    assert blocks.find_prefix(make_sequence([1, 2, 9])) == [old.block_table[0]], "its beginning is still there"
-    blocks.take([old.block_table[0]])
-    assert blocks.allocate(2) == [new.block_table[1], new.block_table[0]], "a block in use is never handed out"
+    assert pool.allocate(2) == [4, 5], "empty blocks first"
+    assert pool.allocate(1) == [old_table[1]], "then the end of the oldest text"
+    assert blocks.find_prefix(make_sequence([1, 2, 9])) == [[old_table[0]]], "its beginning is still there"
+    pool.take([old_table[0]])
+    assert pool.allocate(2) == [new_table[1], new_table[0]], "a block in use is never handed out"
     assert blocks.num_free == 0
     assert blocks.num_cached == 1
 
 
 def test_releasing_twice_is_noticed() -> None:
-    blocks = BlockManager(2, 1)
-    table = blocks.allocate(1)
-    blocks.release(table)
+    (pool,) = BlockManager(2, 1).pools
+    table = pool.allocate(1)
+    pool.release(table)
     with pytest.raises(AssertionError, match="released twice"):
-        blocks.release(table)
+        pool.release(table)

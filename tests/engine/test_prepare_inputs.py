@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from infinilm.attention.batch import HostBatch
 from infinilm.cache import CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.lowlevel.infer_input import Input
@@ -16,6 +15,7 @@ VOCAB, MAX_LEN = 100, 64
 LIMITS = CacheLimits(MAX_LEN, lambda dtype: 4, 1 << 20)
 STATIC = layout_of(StaticKVCacheConfig(max_batch_size=3, max_cache_len=40), LIMITS)  # 3 blocks a row
 PAGED = layout_of(PagedKVCacheConfig(num_blocks=8), LIMITS)
+FIELDS = ("input_ids", "positions", "slot_mapping", "block_tables", "query_lens", "context_lens")
 LAYOUTS = {"static": STATIC, "paged": PAGED, "none": None}
 
 
@@ -26,14 +26,15 @@ def run(layout: CacheLayout | None, **fields: Any) -> PreparedInput:
 def batch_of(layout: CacheLayout | None, **fields: Any) -> dict[str, list]:
     """The batch as lists."""
     batch = run(layout, **fields).batch
-    arrays = {name: getattr(batch, name) for name in batch.__slots__}
+    arrays = {name: getattr(batch, name) for name in FIELDS}
+    assert batch.more_slots is batch.more_tables is None, "all groups of layers use the same tables"
     assert all(array.dtype == np.int64 and array.flags.writeable for array in arrays.values())
     return {name: array.tolist() for name, array in arrays.items()}
 
 
 def expected(*arrays: list) -> dict[str, list]:
     """Ids, positions, slots, block tables, new tokens and context of each request."""
-    return dict(zip(HostBatch.__slots__, arrays, strict=True))
+    return dict(zip(FIELDS, arrays, strict=True))
 
 
 # --- forms, computed by hand ---

@@ -182,15 +182,15 @@ def test_when_blocks_run_out_the_newest_gives_up_its_own() -> None:
     old, new = add(scheduler, 30, 30)
     for _ in range(4):
         step(scheduler)
-    assert (len(old.block_table), len(new.block_table)) == (3, 3)
+    assert (len(old.block_tables[0]), len(new.block_tables[0])) == (3, 3)
     for _ in range(15):
         step(scheduler)
     assert (old.num_tokens, new.num_tokens) == (49, 49)
     plan = step(scheduler)
     assert plan.decoding.rows.tolist() == [old.row]
-    assert (len(old.block_table), new.block_table, new.num_preemptions) == (4, [], 1)
+    assert (len(old.block_tables[0]), new.block_tables, new.num_preemptions) == (4, [], 1)
     assert plan.blocks.rows.tolist() == [old.row]
-    assert plan.blocks.blocks.tolist() == old.block_table[3:]
+    assert plan.blocks.blocks.tolist() == old.block_tables[0][3:]
 
 
 @pytest.mark.parametrize("stop_ids", [(7,), (3, 7), (7, 50_000)])

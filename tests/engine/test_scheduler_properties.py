@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh32_intdigest
 
+from infinilm.cache.specs import blocks_per_row
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence
@@ -30,6 +31,7 @@ class Arrival:
 @dataclass
 class World:
     arrivals: list[Arrival]
+    windows: list[int | None]
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -60,6 +62,7 @@ def worlds(draw: st.DrawFn) -> World:
     )
     return World(
         arrivals=sorted(draw(st.lists(arrival, min_size=1, max_size=8)), key=lambda a: a.step),
+        windows=draw(st.sampled_from([[None], [None], [5], [None, 3], [9, None], [1, 17]])),
         num_blocks=draw(st.integers(2, 24)),
         block_size=draw(st.sampled_from([1, 2, 4, 8])),
         max_num_seqs=draw(st.integers(1, 6)),
@@ -78,9 +81,15 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world = world
         self.blocks = BlockManager(
-            world.num_blocks, world.block_size, enable_prefix_caching=world.enable_prefix_caching
+            world.num_blocks,
+            world.block_size,
+            windows=world.windows,
+            enable_prefix_caching=world.enable_prefix_caching,
         )
         self.max_model_len = world.num_blocks * world.block_size
+        needed = [window and blocks_per_row(window, world.block_size) for window in world.windows]
+        if all(count is not None and count <= world.num_blocks for count in needed):
+            self.max_model_len = 1000  # blocks are released, and texts may be longer than the cache
         self.scheduler = Scheduler(
             self.blocks,
             max_num_seqs=world.max_num_seqs,
@@ -90,7 +99,7 @@ class Simulation:
         )
         self.scheduler.min_awaited_tokens = world.min_awaited_tokens
         self.scheduler.max_mixed_tokens = world.max_mixed_tokens
-        self.runner = FakeRunner(world.num_blocks, world.block_size)
+        self.runner = FakeRunner(world.num_blocks, world.block_size, world.windows)
         self.seqs: list[Sequence] = []
         self.refused = 0
         self.aborts: list[tuple[int, Sequence]] = []
@@ -183,6 +192,9 @@ class Simulation:
         if num_decoding:
             budget = min(budget, max(self.world.max_mixed_tokens, num_decoding))
         assert plan.num_chunk_tokens <= budget
+        # Under a window prompts get their blocks as they are computed, and there may be too few.
+        if any(pool.window and not pool.free for pool in self.blocks.pools):
+            return
         # No part of the budget is lost while a started prompt could use it.
         if any(not seq.is_decoding for seq in self.scheduler.running):
             assert plan.num_chunk_tokens == budget
@@ -210,6 +222,7 @@ def test_any_history_gives_each_sequence_its_own_tokens(world: World) -> None:
             seed=seq.seed,
             max_tokens=seq.params.max_tokens,
             max_model_len=simulation.max_model_len,
+            windows=world.windows,
         )
         if seq.finish_reason == "abort":
             assert seq.arrival in aborted
@@ -217,7 +230,7 @@ def test_any_history_gives_each_sequence_its_own_tokens(world: World) -> None:
         else:
             assert seq.output_token_ids == alone
             assert seq.finish_reason == ("stop" if alone[-1] == STOP_ID else "length")
-    assert simulation.blocks.num_free == world.num_blocks
+    assert simulation.blocks.num_free == len(world.windows) * world.num_blocks
     assert not simulation.scheduler.running
     assert not simulation.scheduler.waiting
 

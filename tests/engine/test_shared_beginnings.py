@@ -40,7 +40,7 @@ def test_the_second_waits_for_the_first_and_shares_its_blocks() -> None:
     assert step(scheduler) == [322, 20], "whoever has nothing to wait for goes on"
     assert step(scheduler) == [1, 1, 1], "all but the last token was found"
     assert second.num_cached_tokens == 320
-    assert second.block_table[:20] == first.block_table[:20]
+    assert second.block_tables[0][:20] == first.block_tables[0][:20]
 
 
 def test_with_steps_in_flight_it_waits_until_the_blocks_are_known() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from infinilm.attention import TorchAttention
 from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.specs import AttentionSpec
 from infinilm.distributed import CommunicationGroup, RankInfo
 from infinilm.distributed.shard import WeightShard
 from infinilm.errors import InvalidValueError
@@ -192,7 +193,7 @@ def test_shared_out_models_compute_what_transformers_does(kind: str, size: int) 
         model = load(reference, group=group)
         config = model.config
         kv_heads = kv_heads_per_rank(config.num_key_value_heads, size)
-        cache = PagedKVCache(config.num_hidden_layers, 6, 16, kv_heads, config.head_dim, **MAKE)
+        cache = PagedKVCache([AttentionSpec(kv_heads, config.head_dim)] * config.num_hidden_layers, 6, 16, **MAKE)
         return model.compute_logits(model(batch, cache, TorchAttention()))
 
     logits = run_ranks(size, run)

@@ -58,7 +58,7 @@ def test_logits_in_pieces_while_the_cache_grows(kind: str, batch_size: int, tmp_
         output = model(piece, past_key_values=cache)
         assert output.past_key_values is cache
         pieces.append(output.logits)
-        capacities.append(cache._pool.num_blocks * BLOCK_SIZE // batch_size)
+        capacities.append(cache._pool.num_blocks[0] * BLOCK_SIZE // batch_size)
     assert sorted(set(capacities)) == [16, 32, 64, 128], "it must have been copied for this to mean much"
     torch.testing.assert_close(torch.cat(pieces, dim=1), reference_logits(reference, rows), atol=1e-4, rtol=0)
 

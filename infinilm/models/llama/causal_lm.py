@@ -73,9 +73,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         if self.device.type == "cpu" and self.dtype != torch.float32:
             avoid_false_amx()
         self.backend = select_backend("auto", self.device)
-        self._shape = KVShape(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.dtype, self.device
-        )
+        self._shape = KVShape(config.cache_specs(), self.dtype, self.device)
         self.tokenizer = None if checkpoint is None else checkpoint.tokenizer()
         self._end_ids: tuple[int, ...] | None = None
         if checkpoint is not None:

@@ -1,0 +1,86 @@
+"""What each layer keeps per token, and the groups of layers that share block tables. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinilm.errors import InvalidValueError
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Keys and values of one attention layer. With a `window` a token sees itself and the `window - 1` before it."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKV:
+    """The layer reads the keys and values of an earlier `layer` and keeps none."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention: one compressed vector of `rank` and one rotary key of `rope_dim` numbers."""
+
+    rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A recurrent layer: tensors of fixed size per sequence; dtypes by name, such as `float32`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+
+CacheSpec = AttentionSpec | SharedKV | LatentSpec | StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers with equal specs. They have one pool of blocks and one block table per sequence."""
+
+    spec: AttentionSpec
+    layers: tuple[int, ...]
+
+
+def resolve_layers(specs: Sequence[CacheSpec]) -> list[int]:
+    """For each layer the layer whose keys and values it uses: itself, unless it is a `SharedKV`."""
+    owners: list[int] = []
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, SharedKV):
+            if not 0 <= spec.layer < layer:
+                raise InvalidValueError(f"layer {layer}: {spec} must name an earlier layer, 0 to {layer - 1}")
+            owners.append(owners[spec.layer])
+        elif isinstance(spec, AttentionSpec):
+            owners.append(layer)
+        else:
+            raise InvalidValueError(
+                f"layer {layer}: {type(spec).__name__} is defined but not implemented yet; "
+                "use AttentionSpec or SharedKV"
+            )
+    return owners
+
+
+def group_layers(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:
+    """Group layers by spec, in order of first use. `SharedKV` layers keep nothing and are in no group."""
+    groups: dict[AttentionSpec, list[int]] = {}
+    for layer, owner in enumerate(resolve_layers(specs)):
+        spec = specs[layer]
+        if owner == layer and isinstance(spec, AttentionSpec):
+            groups.setdefault(spec, []).append(layer)
+    return tuple(CacheGroup(spec, tuple(layers)) for spec, layers in groups.items())
+
+
+def blocks_per_row(window: int, block_size: int) -> int:
+    """Blocks with which one sequence can compute a text of any length under a `window`.
+
+    The `window - 1` tokens before any token, at any offset in a block; one block that is kept for sequences that share
+    the text; one to compute in, and two more for steps in flight.
+    """
+    return -(-(window - 1) // block_size) + 1 + 4
