@@ -3,7 +3,7 @@
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import hungry_model
@@ -126,12 +126,17 @@ BLOCK_BYTES = 16 * 3 * 2 * 4 * 2  # tokens, layers, keys and values, numbers, by
 
 
 def plan(
-    free_bytes: int, device: str = "cuda", max_model_len: int = 100, num_ranks: int = 1, **settings: object
+    free_bytes: int,
+    device: str = "cuda",
+    max_model_len: int = 100,
+    num_ranks: int = 1,
+    model: LlamaConfig = MODEL,
+    **settings: object,
 ) -> MemoryLedger:
     config = Config(**{"max_num_seqs": 50, "gpu_memory_utilization": 0.5, **settings})  # type: ignore[arg-type]
     return plan_memory(
         config,
-        MODEL,
+        model,
         device=torch.device(device),
         kv_dtype=torch.bfloat16,
         weight_bytes=10_000,
@@ -167,6 +172,38 @@ def test_no_more_is_planned_than_is_allowed_and_no_block_less_than_fits(free_byt
         plan(free_bytes, **asked)
     assert "raise gpu_memory_utilization" in str(caught.value)
     assert "weights 9.8 KiB, activations 1000 B, attention 200 B, graphs 300 B" in str(caught.value)
+
+
+MIXED = {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+WINDOW_BLOCKS = 50 * (2 + 1 + 4) + 2 * 4  # 50 rows of a window, and two steps of 64 tokens
+
+
+@pytest.mark.parametrize("num_blocks", [20, 1000])
+def test_layers_with_a_window_take_no_more_blocks_than_rows_can_use(num_blocks: int) -> None:
+    model = LlamaConfig(**asdict(MODEL) | MIXED)
+    windowed = min(num_blocks, WINDOW_BLOCKS)
+    kv_bytes = num_blocks * BLOCK_BYTES // 3 + windowed * BLOCK_BYTES * 2 // 3
+    free_bytes = 2 * (10_000 + 1900 + 5 * 16 * num_blocks + kv_bytes)
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 50, "max_model_len": 2**50}
+    ledger = plan(free_bytes, model=model, **settings)
+    assert (ledger.num_blocks, ledger.group_blocks) == (num_blocks, [num_blocks, windowed])
+    assert (ledger.kv_bytes, ledger.max_model_len) == (kv_bytes, 16 * num_blocks)
+    assert str(ledger).endswith(f"{windowed} blocks for windows of 20")
+    assert plan(free_bytes - 2, model=model, **settings).num_blocks == num_blocks - 1
+
+
+def test_where_all_layers_have_a_window_a_text_may_be_longer_than_the_cache() -> None:
+    model = LlamaConfig(**asdict(MODEL) | {"sliding_window": 20})
+    assert plan(10**9, model=model, num_kvcache_blocks=7, max_model_len=1000).max_model_len == 1000
+    assert plan(10**9, model=model, num_kvcache_blocks=6, max_model_len=1000).max_model_len == 6 * 16
+    # More than rows can use at once is kept if it was asked for.
+    asked = plan(10**9, model=model, num_kvcache_blocks=500, max_num_batched_tokens=64)
+    assert (asked.num_blocks, asked.group_blocks) == (500, [500])
+    chosen = plan(10**9, model=model, max_num_batched_tokens=64, max_model_len=1000)
+    assert (chosen.num_blocks, chosen.limited_by) == (
+        WINDOW_BLOCKS,
+        "all that max_num_seqs and max_model_len can use",
+    )
 
 
 def test_there_are_no_more_blocks_than_can_be_of_use() -> None:

@@ -242,14 +242,17 @@ def test_any_history_gives_each_sequence_its_own_tokens(world: World) -> None:
     num_blocks=st.integers(30, 120),
     max_mixed_tokens=st.sampled_from([2, 10, 1000]),
     max_tokens=st.integers(1, 20),
+    windows=st.sampled_from([[None], [20], [None, 10]]),
 )
-def test_no_flood_of_short_prompts_starves_a_long_one(long, shorts, num_blocks, max_mixed_tokens, max_tokens) -> None:
+def test_no_flood_of_short_prompts_starves_a_long_one(
+    *, long, shorts, num_blocks, max_mixed_tokens, max_tokens, windows
+) -> None:
     """Every step brings another short prompt, for ever; the long one starts to answer all the same."""
-    blocks = BlockManager(num_blocks, 4)
+    blocks = BlockManager(num_blocks, 4, windows=windows)
     scheduler = Scheduler(blocks, max_num_seqs=8, max_num_batched_tokens=40, max_model_len=num_blocks * 4)
     scheduler.max_mixed_tokens = max_mixed_tokens
     params = SamplingParams(max_tokens=max_tokens)
-    runner = FakeRunner(num_blocks, 4)
+    runner = FakeRunner(num_blocks, 4, windows)
     early = Sequence(0, [1] * 8, params)
     seq = Sequence(1, [1] * min(long, num_blocks * 4 - 1), params, cache_salt=b"other")
     scheduler.add(early)
