@@ -68,9 +68,7 @@ class FakeRunner:
             self.tables[start.row] = [[] for _ in self.windows]
             self.seeds[start.row] = start.seed
         updates = step.blocks
-        for group, row, place, block in zip(
-            updates.groups, updates.rows, updates.places, updates.blocks, strict=True
-        ):
+        for group, row, place, block in zip(updates.groups, updates.rows, updates.places, updates.blocks, strict=True):
             assert len(self.tables[row][group]) == place
             self.tables[row][group].append(int(block))
         drawn = []

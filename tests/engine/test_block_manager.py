@@ -54,7 +54,7 @@ def test_forgetting_goes_from_the_least_recently_used_and_from_the_end() -> None
     assert pool.allocate(2) == [4, 5], "empty blocks first"
     assert pool.allocate(1) == [old_table[1]], "then the end of the oldest text"
     assert blocks.find_prefix(make_sequence([1, 2, 9])) == [[old_table[0]]], "its beginning is still there"
-    pool.take([old_table[0]])
+    pool.hold([old_table[0]])
     assert pool.allocate(2) == [new_table[1], new_table[0]], "a block in use is never handed out"
     assert blocks.num_free == 0
     assert blocks.num_cached == 1

@@ -75,7 +75,7 @@ class Histories(RuleBasedStateMachine):
                 if not self.blocks.can_grow(1):
                     seq.token_ids.pop()
                     return
-                self.blocks.grow([seq])
+                self.blocks.grow(seq, 1)
         start, wanted = seq.num_computed, min(seq.num_tokens, seq.num_computed + num_tokens)
         self.blocks.extend(seq, wanted)
         end = min(wanted, self.blocks.capacity(seq))

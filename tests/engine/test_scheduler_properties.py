@@ -111,6 +111,7 @@ class Simulation:
             seed=seq.seed,
             max_tokens=seq.params.max_tokens,
             max_model_len=self.max_model_len,
+            windows=self.world.windows,
         )
         first = seq.num_output_tokens
         assert seq.output_token_ids == alone[:first]

@@ -78,7 +78,7 @@ def test_a_long_text_holds_a_bounded_number_of_blocks(long_dir: Path) -> None:
         assert pools[-1].num_blocks <= 2 * bound
         if is_mixed:
             assert llm.stats().num_preemptions == 0
-            assert llm.memory.kv_bytes == llm.workers.worker.cache.memory.num_bytes
+            assert llm.memory.kv_bytes == llm.executor.cache_bytes
             assert f"{pools[-1].num_blocks} blocks for windows of 1000" in str(llm.memory)
     tokens, logprobs = generate_unreleased(long_dir, prompt, 20)
     assert outputs[0].outputs[0].token_ids == tokens
