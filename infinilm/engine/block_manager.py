@@ -7,7 +7,6 @@ from collections.abc import Sequence as List
 from infinilm.cache.specs import blocks_per_row
 from infinilm.engine.sequence import BlockKey, Sequence
 
-
 BlockUpdate = tuple[int, int, list[int]]
 """A change of a sequence's block tables: the group of layers, the first entry, and the blocks from there on."""
 

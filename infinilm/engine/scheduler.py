@@ -484,8 +484,8 @@ class Scheduler:
 def _block_updates(grown: list[tuple[int, BlockUpdate]]) -> BlockUpdates:
     """The changes of block tables as arrays."""
     sizes = [len(blocks) for _, (_, _, blocks) in grown]
-    owners = np.array([(group, row) for row, (group, _, _) in grown], dtype=np.int64).reshape(-1, 2)
-    groups, rows = np.repeat(owners, sizes, axis=0).T
+    groups = np.repeat(np.array([group for _, (group, _, _) in grown], dtype=np.int64), sizes)
+    rows = np.repeat(np.array([row for row, _ in grown], dtype=np.int64), sizes)
     places = [np.arange(first, first + size) for (_, (_, first, _)), size in zip(grown, sizes, strict=True)]
     blocks = np.fromiter(chain.from_iterable(blocks for _, (_, _, blocks) in grown), np.int64, sum(sizes))
     return BlockUpdates(groups, rows, np.concatenate(places) if places else rows, blocks)

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_reference, reference_logits, save
+from packing import needs_native
 
-from infinilm import LLM, SamplingParams
-from infinilm.cache import DynamicCache
+from infinilm import LLM, InferEngine, SamplingParams
+from infinilm.cache import DynamicCache, PagedKVCacheConfig
 from infinilm.engine.block_manager import BlockPool
 from infinilm.models import LlamaForCausalLM
 
@@ -155,3 +156,34 @@ def test_several_answers_to_a_prompt_give_equal_results(small_dir: Path, keep_al
     released = answers()
     keep_all()
     assert released == answers()
+
+
+def test_ranks_and_the_low_level_engine_serve_groups_of_layers(tmp_path: Path) -> None:
+    reference = make_reference("qwen2-window", num_hidden_layers=2)
+    directory, prompt = save(reference, tmp_path), random_tokens(100)
+    with LLM(directory, device="cpu", tensor_parallel_size=2, max_num_batched_tokens=32) as llm:
+        tokens = llm.generate([prompt], greedy(20), use_tqdm=False)[0].outputs[0].token_ids
+    assert tokens == reference_logits(reference, [*prompt, *tokens])[99:-1].argmax(-1).tolist()
+    with InferEngine(directory, device_type="cpu", cache_config=PagedKVCacheConfig(num_blocks=12)) as engine:
+        assert engine.get_cache_config().num_blocks == 12
+        first = engine.forward(input_ids=torch.tensor([prompt[:60]]), return_logits=True)
+        second = engine.forward(
+            input_ids=torch.tensor([prompt[60:]]), cache_lengths=torch.tensor([60]), return_logits=True
+        )
+    logits = torch.cat((first.logits, second.logits), dim=1)[0]
+    torch.testing.assert_close(logits, reference_logits(reference, prompt), atol=1e-4, rtol=0)
+
+
+@needs_native
+def test_quantised_layers_serve_groups_of_layers(tmp_path: Path) -> None:
+    reference = make_reference("qwen2-window", num_hidden_layers=2, intermediate_size=128, vocab_size=161)
+    directory, prompt = save(reference, tmp_path), random_tokens(100)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=0)
+    scores = {}
+    for quantization in (None, "q8"):
+        settings = {"device": "cpu", "max_num_batched_tokens": 32, "quantization": quantization}
+        with LLM(directory, **settings) as llm:
+            assert llm.executor.info.attention == ("native" if quantization else "torch")
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+        scores[quantization] = torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]])
+    assert 1e-4 < (scores["q8"] - scores[None]).abs().mean() < 0.05
