@@ -34,7 +34,17 @@ class RunnerSettings:
     max_num_rows: int
     max_model_len: int
     max_num_batched_tokens: int
+    block_size: int
     use_graphs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWorkspace:
+    """What the largest steps took on a GPU besides weights and cache, in bytes."""
+
+    activations: int
+    libraries: int
+    """Memory that torch does not know of: code on the device, and what CUDA's libraries keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,10 @@ class Executor(Protocol):
 
     def reset_cache(self, shape: CacheShape | None) -> None:
         """Make an empty KV cache on every rank, or drop the one there is."""
+        ...
+
+    def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
+        """Compute the largest steps, on a GPU, and measure what they take on the rank that needs the most."""
         ...
 
     def start_rows(self, settings: RunnerSettings) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from time import perf_counter
 
@@ -109,32 +110,35 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         workspace = estimate_workspace(
             config, model_config, choices.dtype, devices[0], max_model_len=longest, num_ranks=len(devices)
         )
-        memory = plan_memory(
+        plan = partial(
+            plan_memory,
             config,
             model_config,
             device=devices[0],
             kv_dtype=choices.kv_dtype,
             weight_bytes=choices.weight_bytes,
-            workspace=workspace,
             free_bytes=executor.free_bytes,
-            max_model_len=longest,
             num_ranks=len(devices),
         )
+        memory = plan(workspace=workspace, max_model_len=longest)
         if has_kernels(devices[0]):
             from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
 
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
+        settings = RunnerSettings(
+            max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_model_len=memory.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=memory.block_size,
+            use_graphs=uses_graphs(config, devices[0]),
+        )
+        if devices[0].type == "cuda":
+            measured = workspace.measured(executor.measure_workspace(settings))
+            memory = plan(workspace=measured, max_model_len=memory.max_model_len)
         kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
         executor.reset_cache(CacheShape(memory.group_blocks, memory.block_size, kv_dtype))
-        executor.start_rows(
-            RunnerSettings(
-                max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-                max_model_len=memory.max_model_len,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                use_graphs=uses_graphs(config, devices[0]),
-            )
-        )
+        executor.start_rows(settings)
     except BaseException as error:
         if executor is not None:
             executor.shutdown()

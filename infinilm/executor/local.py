@@ -11,7 +11,7 @@ from torch import Tensor
 from infinilm.debug import HookRegistry
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.errors import EngineError
-from infinilm.executor.executor import CacheShape, ExecutorInfo, RunnerSettings
+from infinilm.executor.executor import CacheShape, ExecutorInfo, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.model_runner import SubmittedStep
 from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorker
@@ -67,6 +67,10 @@ class LocalExecutor:
     def reset_cache(self, shape: CacheShape | None) -> None:
         with self._computing() as worker:
             worker.reset_cache(shape)
+
+    def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
+        with self._computing() as worker:
+            return worker.measure_workspace(settings)
 
     def start_rows(self, settings: RunnerSettings) -> None:
         with self._computing() as worker:

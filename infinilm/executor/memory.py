@@ -13,6 +13,7 @@ from infinilm.cache.paged import bytes_per_block
 from infinilm.cache.specs import AttentionSpec, CacheSpec, blocks_per_row, group_layers
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError, OutOfMemoryError
+from infinilm.executor.executor import MeasuredWorkspace
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import LlamaConfig
 
@@ -42,6 +43,10 @@ class Workspace:
     """What CUDA's libraries keep, and the code on the device."""
     per_position: int = 0
     """For each token of `max_model_len`: angles, block tables, and of long prompts a layer's keys and values."""
+
+    def measured(self, found: MeasuredWorkspace) -> "Workspace":
+        """The same with what was measured instead of estimated."""
+        return replace(self, activations=found.activations, attention=0, libraries=found.libraries)
 
     def total(self, max_model_len: int) -> int:
         """All of it, for texts of up to so many tokens."""

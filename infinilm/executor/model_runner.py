@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import proxy
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 # Prompt log-probabilities need logits for every prompt token; this many at a time bounds their memory.
 PROMPT_LOGITS_AT_ONCE = 256
+
+LOGIT_COPIES = 3
+"""In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
 
 LONG_STEP = 8192
 """A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
@@ -125,6 +127,7 @@ class ModelRunner:
         self._cache = worker.cache
         self._device = worker.device
         self._block_size = worker.cache.block_size
+        self._max_num_tokens = min(settings.max_num_batched_tokens, settings.max_model_len)
         max_num_rows = settings.max_num_rows
         vocab_size = worker.model.config.vocab_size
         self._sampler = Sampler(vocab_size, self._device, max_num_rows) if worker.group.rank == 0 else None
@@ -147,37 +150,43 @@ class ModelRunner:
 
     # --- warm-up ----------------------------------------------------------------------------------------
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Prepare for steps of up to `num_tokens`: compile kernels, reserve memory, capture the first graphs.
+    def warm_up(self) -> None:
+        """Compile kernels, let libraries set themselves up, and reserve memory for the largest steps, on a GPU.
 
-        On a GPU the first steps would otherwise wait for it.
+        The first steps would otherwise wait for it.
         """
         if has_kernels(self._device):
             from infinilm.kernels.precompile import compile_together  # which needs Triton
 
-            # No lambda: if memory runs out, its frame in the traceback would keep everything.
-            compile_together(partial(self._compute_all_kinds, num_tokens))
+            compile_together(self._compute_all_kinds)
         else:
-            self._compute_all_kinds(num_tokens)
-        reserve_pinned(8 * num_tokens * self._tables.itemsize)  # a few numbers per token, and usual tables
+            self._compute_all_kinds()
+        reserve_pinned(8 * self._max_num_tokens * self._tables.itemsize)  # a few numbers per token, and usual tables
+
+    def capture_first(self) -> None:
+        """Capture a graph of each kind of step, if steps are graphs."""
         if self._graphs is not None:
             self._graphs.capture_first()
 
     @torch.inference_mode()
-    def _compute_all_kinds(self, num_tokens: int) -> None:
+    def _compute_all_kinds(self) -> None:
         """Compute steps of all kinds that leave nothing in the cache, quick ones first: kernels compile meanwhile."""
         if self._graphs is not None:
             self._graphs.compute_first()
-        for query_lens in ([1, 1], [64, 64, 1, 1], [num_tokens]):  # decoding, a mixture, one long prompt
-            lengths = np.minimum(query_lens, num_tokens)
+        for query_lens in ([1, 1], [64, 64, 1, 1], [self._max_num_tokens]):  # decoding, a mixture, one long prompt
+            lengths = np.minimum(query_lens, self._max_num_tokens)
             places = np.concatenate([np.arange(length) for length in lengths])
             tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)
             batch = HostBatch(np.zeros_like(places), places, np.full_like(places, -1), tables, lengths, lengths)
             hidden = self._worker.compute_hidden(batch, self._cache)
-            # As many rows as can ever draw at once: their logits take memory that later steps find.
-            logits = self._worker.compute_logits(hidden, np.arange(min(len(places), self._tables.shape[1])))
+            # As many rows as can ever draw at once, or as many prompt tokens as have logits at once.
+            num_logits = max(len(self._tables), PROMPT_LOGITS_AT_ONCE)
+            logits = self._worker.compute_logits(hidden, np.arange(min(len(places), num_logits)))
             if self._sampler is not None:
                 self._sampler.warm_up(logits)
+                # Log-probabilities or penalties of all rows take as much again.
+                del hidden
+                _ = [torch.empty_like(logits) for _ in range(LOGIT_COPIES)]
 
     def capture_while(self, waited_for: SubmittedStep) -> None:
         """Capture graphs for coming rows while a step is waited for and a long one follows it.

@@ -15,7 +15,7 @@ from infinilm.debug import HookRegistry
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
 from infinilm.errors import EngineError, WorkerDiedError
-from infinilm.executor.executor import CacheShape, RunnerSettings
+from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.local import describe, exclusively
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.model_runner import SubmittedStep
@@ -118,6 +118,12 @@ class ProcessExecutor:
     def reset_cache(self, shape: CacheShape | None) -> None:
         message = Message(asdict(shape) if shape else {})
         self._on_all(Command.RESET_CACHE, message, methodcaller("reset_cache", shape))
+
+    def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
+        measure = methodcaller("measure_workspace", settings)
+        own, replies = self._on_all(Command.MEASURE_WORKSPACE, Message(asdict(settings)), measure)
+        found = [own, *(MeasuredWorkspace(**reply.values) for reply in replies)]
+        return MeasuredWorkspace(max(each.activations for each in found), max(each.libraries for each in found))
 
     def start_rows(self, settings: RunnerSettings) -> None:
         self._on_all(Command.START_ROWS, Message(asdict(settings)), methodcaller("start_rows", settings))

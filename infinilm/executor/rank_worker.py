@@ -20,8 +20,8 @@ from infinilm.debug.taps import Taps, show_logits
 from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.shard import PackedShard, dense_weights
 from infinilm.errors import EngineError
-from infinilm.executor.executor import CacheShape, RunnerSettings
-from infinilm.executor.memory import rank_specs
+from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
+from infinilm.executor.memory import free_memory_bytes, rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
 from infinilm.executor.step_io import StepInput
 from infinilm.kernels import native
@@ -180,11 +180,21 @@ class RankWorker:
 
     # --- steps ------------------------------------------------------------------------------------------
 
+    def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
+        """Compute the largest steps on a GPU, in a cache of one block, and measure what they take."""
+        free_bytes, reserved_bytes = free_memory_bytes(self.device), torch.cuda.memory_reserved(self.device)
+        self.reset_cache(CacheShape(1, settings.block_size, str(self.dtype).removeprefix("torch.")))
+        ModelRunner(self, settings).warm_up()
+        torch.cuda.synchronize(self.device)
+        taken = free_bytes - torch.cuda.mem_get_info(self.device)[0]
+        activations = torch.cuda.memory_reserved(self.device) - reserved_bytes
+        self.reset_cache(None)
+        return MeasuredWorkspace(activations, max(taken - activations, 0))
+
     def start_rows(self, settings: RunnerSettings) -> None:
         """Make a runner for steps of requests in rows."""
         self._runner = ModelRunner(self, settings)
-        if self.device.type == "cuda":
-            self._runner.warm_up(min(settings.max_num_batched_tokens, settings.max_model_len))
+        self._runner.capture_first()
 
     def execute(self, step: StepInput, hook_patterns: Sequence[str] = ()) -> SubmittedStep:
         """Compute a step of requests in rows: forward pass and sampling."""

@@ -30,6 +30,7 @@ class Command(StrEnum):
     LOAD_SHARDS = "load_shards"
     STATE_DICT = "state_dict"
     RESET_CACHE = "reset_cache"
+    MEASURE_WORKSPACE = "measure_workspace"
     START_ROWS = "start_rows"
     EXECUTE = "execute"
     """Compute a step of requests in rows."""
@@ -56,6 +57,8 @@ def handle(worker: RankWorker, command: Command, message: Message) -> Message:
             return Message(tensors=worker.state_dict())
         case Command.RESET_CACHE:
             worker.reset_cache(CacheShape(**values) if values else None)
+        case Command.MEASURE_WORKSPACE:
+            return Message(asdict(worker.measure_workspace(RunnerSettings(**values))))
         case Command.START_ROWS:
             worker.start_rows(RunnerSettings(**values))
         case Command.EXECUTE:

@@ -1,4 +1,7 @@
-"""What a rank takes besides weights and KV cache, estimated before any of it is taken.
+"""What a rank takes besides weights and KV cache, estimated before anything is loaded.
+
+On a GPU this decides only whether the model is loaded. Activations and libraries are then measured, and graphs and what
+grows with the length of texts, which can't be, are as estimated.
 
 The estimates are for the largest steps that the settings allow, and rather too high than too low. Freed memory stays
 with torch in pieces that don't join, so a layer's tensors are counted as if all were there at once.
@@ -15,7 +18,7 @@ import torch
 
 from infinilm.config import Config
 from infinilm.executor.memory import Workspace
-from infinilm.executor.model_runner import PROMPT_LOGITS_AT_ONCE
+from infinilm.executor.model_runner import LOGIT_COPIES, PROMPT_LOGITS_AT_ONCE
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import LlamaConfig
@@ -23,8 +26,6 @@ from infinilm.models import LlamaConfig
 if TYPE_CHECKING:
     from infinilm.executor.step_graphs import Shape
 
-LOGIT_COPIES = 3
-"""In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
 GRAPH_BYTES = 2 << 20
 """The driver's copy of a graph, and a few numbers per token that its step begins with."""
 LIBRARY_BYTES = 512 << 20

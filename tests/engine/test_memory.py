@@ -116,7 +116,7 @@ def test_a_cpu_has_activations_and_tables_only() -> None:
     estimated = estimate_workspace(config, MODEL, torch.bfloat16, CPU, max_model_len=1000)
     # Per token two angles, and 12 bytes in four rows' tables for each block of 16.
     assert estimated == Workspace(activations=5376 + 5760, per_position=2 * 4 + 4 * 12 // 16)
-    assert not uses_graphs(config, CPU, 1)
+    assert not uses_graphs(config, CPU)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------
