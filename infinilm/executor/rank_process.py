@@ -1,31 +1,27 @@
-"""The process of one rank other than 0: `python -m infinilm.executor.rank_process <socket> <parent>`.
+"""The process of one rank other than 0, which `Peer` starts.
 
-It takes commands until it is told to stop or the engine's process is gone.
+It executes commands until it is told to stop or the engine's process has ended.
 """
 
 import logging
 import os
-import socket
 import sys
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from threading import Thread
-from time import sleep
 from typing import Any
 
 import torch
 
-from infinilm.distributed.channel import Channel, ChannelClosedError, Message
+from infinilm.distributed.channel import Channel, Message
 from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
 from infinilm.errors import EngineError
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_worker import RankWorker
 from infinilm.executor.wire import Command, handle
+from infinilm.framing import ChannelClosedError
 from infinilm.models.registry import register_described
-
-WATCH_INTERVAL_S = 0.25
-"""How often to look whether another process is still there."""
+from infinilm.processes import exit_with_parent, parent_socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +124,13 @@ class WireError:
 
 
 def main() -> None:
-    """Serve the socket of the first argument, a file descriptor, for the process of the second, its id."""
-    Thread(target=_exit_after, args=[int(sys.argv[2])], daemon=True).start()
+    """Serve the process that started this one."""
+    exit_with_parent()
     logging.getLogger("infinilm").setLevel(logging.WARNING)
     exit_code = 0
     try:
-        serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
-    except ChannelClosedError:  # the engine's process is gone: nothing is left to do
+        serve(Channel(parent_socket()))
+    except ChannelClosedError:  # the engine's process has ended
         pass
     except BaseException:
         traceback.print_exc()
@@ -143,16 +139,6 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def _exit_after(parent: int) -> None:
-    """End this process, whatever it is doing, when its parent has ended.
-
-    A closed socket would not tell if the parent has children that hold copies of its end.
-    """
-    while os.getppid() == parent:
-        sleep(WATCH_INTERVAL_S)
-    os._exit(0)
 
 
 if __name__ == "__main__":

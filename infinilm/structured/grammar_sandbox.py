@@ -1,21 +1,19 @@
-"""Has grammars tried out in processes that may be killed."""
+"""Tries out grammars in child processes that can be killed."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import BoundedSemaphore, Lock
 
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.structured.trial_process import TRIAL_S, Verdict, read_frame, write_frame, write_vocabulary
+from infinilm.framing import ChannelClosedError, FrameSocket
+from infinilm.processes import ChildProcess
+from infinilm.structured.trial_process import TRIAL_S, Verdict, send_vocabulary
 from infinilm.structured.vocabulary import Vocabulary
 
 MAX_PROCESSES = 4
-"""A grammar that takes long holds up the others only if there are this many of them."""
+"""So many slow grammars at once delay the others."""
 START_S = 30.0
 
 
@@ -36,20 +34,20 @@ class Cancellation:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """End the trial that is under way, and refuse to begin one."""
+        """Kill the process of the current trial, and refuse to begin another trial."""
         with self._lock:
             self.is_cancelled = True
             if self._process is not None:
                 self._process.interrupt()
 
     def check(self) -> None:
-        """Raise `TrialCancelledError` if it is cancelled."""
+        """Raise `TrialCancelledError` if `cancel` was called."""
         if self.is_cancelled:
             raise TrialCancelledError
 
     @contextmanager
     def ending(self, process: "TrialProcess") -> Iterator[None]:
-        """While inside, `cancel` ends this process."""
+        """Inside the block, `cancel` kills this process."""
         with self._lock:
             self.check()
             self._process = process
@@ -64,40 +62,31 @@ class TrialProcess:
     """A process that tries out one grammar after the other."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "infinilm.structured.trial_process"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
-                process_group=0,  # a terminal's Ctrl-C is for our process alone
-            )
-        self._socket.settimeout(START_S)
-        self._replies = self._socket.makefile("rb")
+        self._process = ChildProcess("infinilm.structured.trial_process", output="discard")
+        self._frames = FrameSocket(self._process.socket)
+        self._process.socket.settimeout(START_S)
         try:
-            write_vocabulary(self._socket, vocabulary)
-            read_frame(self._replies)
+            send_vocabulary(self._frames, vocabulary)
+            self._frames.receive_frame()
         except BaseException as error:
             self.kill()
-            if isinstance(error, (OSError, EOFError)):
+            if isinstance(error, (TimeoutError, ChannelClosedError)):
                 raise EngineError(f"the process that tries out grammars could not be started: {error!r}") from error
             raise
 
     def try_out(self, grammar: str, limit_s: float) -> Verdict:
-        """Judge a grammar. The process may not outlive a bad one: see `is_alive`.
+        """Judge a grammar. A bad one may end the process: see `is_alive`.
 
         Raises `TrialTimeoutError` when it takes longer than `limit_s`.
         """
         try:
-            self._socket.settimeout(limit_s)
-            write_frame(self._socket, grammar.encode())
-            return Verdict(*json.loads(read_frame(self._replies)))
+            self._process.socket.settimeout(limit_s)
+            self._frames.send_frame(grammar.encode())
+            return Verdict(*json.loads(self._frames.receive_frame()))
         except TimeoutError:
             self.kill()
             raise TrialTimeoutError(f"it takes longer than {limit_s} s to compile; make it simpler") from None
-        except (OSError, EOFError):
+        except ChannelClosedError:
             self.kill()
             return Verdict("it needs more memory or a deeper stack than a grammar may have; make it simpler")
         except BaseException:
@@ -106,23 +95,22 @@ class TrialProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked again."""
-        return self._process.poll() is None
+        """Whether it can judge another grammar."""
+        return not self._process.has_ended()
 
     def interrupt(self) -> None:
-        """End it, in the middle of `try_out` by another thread."""
+        """Kill the process while another thread is in `try_out`."""
         self._process.kill()
 
     def kill(self) -> None:
-        """End it and wait until it has ended."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()
-        self._replies.close()
-        self._socket.close()
+        self._frames.close()
 
 
 class Trials:
-    """Processes for trying out grammars, started when they are needed and then kept. All methods are thread-safe."""
+    """A pool of trial processes, started on demand and then kept. All methods are thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -138,7 +126,7 @@ class Trials:
         cancellation = cancellation or Cancellation()
         with self._free:
             cancellation.check()
-            process = self._take()
+            process = self._pop_process()
             try:
                 with cancellation.ending(process):
                     verdict = process.try_out(grammar, limit_s)
@@ -150,9 +138,9 @@ class Trials:
             return verdict
 
     def prepare(self) -> None:
-        """Have a process at hand: the next grammar need not wait for its start."""
+        """Start a process if none is idle, so that the next grammar does not wait for it."""
         with self._free:
-            self._keep(self._take())
+            self._keep(self._pop_process())
 
     def _keep(self, process: TrialProcess) -> None:
         if not self._end.alive:
@@ -160,7 +148,7 @@ class Trials:
         elif process.is_alive:
             self._idle.append(process)
 
-    def _take(self) -> TrialProcess:
+    def _pop_process(self) -> TrialProcess:
         with suppress(IndexError):  # none is left
             while not (process := self._idle.pop()).is_alive:
                 process.kill()
@@ -168,7 +156,7 @@ class Trials:
         return TrialProcess(self._vocabulary)
 
     def close(self) -> None:
-        """End the processes, those at work when they have finished."""
+        """End the processes; a busy one ends after its trial."""
         self._end()
 
 

@@ -1,21 +1,21 @@
-"""A process that tries out grammars, so that one that hangs, crashes or eats memory does so here.
+"""The process that tries out grammars: one that hangs, crashes or exhausts memory does so here.
 
-It speaks with its starter through a socket that is its standard input: first a vocabulary, then grammars, each answered
-with a `Verdict`. It has less stack, memory and time than the engine: what passes here is safe there.
+`TrialProcess` sends a vocabulary first, then grammars; each is answered with a `Verdict`. This process has less stack,
+memory and time than the engine, so a grammar that passes here is safe there.
 """
 
 import json
 import math
 import random
 import re
-import socket
-import struct
 import sys
 import threading
 import time
 from io import BytesIO
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from infinilm.framing import ChannelClosedError, FrameSocket
+from infinilm.processes import parent_socket
 from infinilm.structured.schema import SchemaError, supported_schema
 from infinilm.structured.vocabulary import Vocabulary
 
@@ -32,20 +32,18 @@ _STACK_BYTES = 1 << 20
 _MEMORY_BYTES = 1 << 30
 """Of address space, most of which is never used."""
 
-_LENGTH = struct.Struct("<Q")
-
 
 class Verdict(NamedTuple):
-    """What came of a trial."""
+    """The result of a trial."""
 
     error: str
-    """What is wrong with the grammar, if anything."""
+    """Why the grammar is refused; empty if it is not."""
     grammar: str = ""
-    """The grammar with schemas that llguidance can hold to."""
+    """The grammar with schemas that llguidance can enforce."""
 
 
 def parser_limits() -> "LLParserLimits":
-    """What a grammar may cost when it is compiled, and at each token. Any of these reached is an error of its own."""
+    """What a grammar may cost when it is compiled, and at each token. Reaching one of these is an error."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -60,13 +58,13 @@ def parser_limits() -> "LLParserLimits":
 
 
 def judge(lltokenizer: "LLTokenizer", grammar: str) -> Verdict:
-    """Bring a grammar's schemas to what llguidance can hold to, and try it out."""
+    """Rewrite a grammar's schemas to what llguidance can enforce, and try the grammar out."""
     try:
         grammar = _with_supported_schemas(grammar)
         return Verdict(try_out(lltokenizer, grammar), grammar)
     except SchemaError as error:
         return Verdict(str(error))
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         return Verdict(f"{type(error).__name__}: {error}")
 
 
@@ -90,7 +88,7 @@ def _with_supported_inner_schemas(lark: str) -> str:
             continue
         try:
             schema, end = decoder.raw_decode(lark, found.end())
-        except ValueError:  # within a text or a comment, or llguidance will say what is wrong
+        except ValueError:  # within a string or a comment, or an error that llguidance reports
             continue
         options = schema.pop("x-guidance", {})
         try:
@@ -105,7 +103,7 @@ def _with_supported_inner_schemas(lark: str) -> str:
 
 
 def try_out(lltokenizer: "LLTokenizer", grammar: str) -> str:
-    """Compile a grammar and follow it for a few tokens, drawn at random. Returns what went wrong, if anything."""
+    """Compile a grammar and follow it for a few random tokens. Returns an error message, or an empty string."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(lltokenizer, grammar, log_level=0, limits=parser_limits())
@@ -137,39 +135,21 @@ def _random_token(mask: bytes, draws: random.Random, end: int) -> int | None:
     return None
 
 
-def write_frame(connection: socket.socket, content: bytes) -> None:
-    """Send some bytes, to be received as one."""
-    connection.sendall(_LENGTH.pack(len(content)) + content)
-
-
-def read_frame(stream: BinaryIO) -> bytes:
-    """Wait for the next frame. Raises `EOFError` if the other side is gone."""
-    (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
-    return _read(stream, length)
-
-
-def _read(stream: BinaryIO, num_bytes: int) -> bytes:
-    content = stream.read(num_bytes)
-    if len(content) < num_bytes:
-        raise EOFError
-    return content
-
-
-def write_vocabulary(connection: socket.socket, vocabulary: Vocabulary) -> None:
+def send_vocabulary(frames: FrameSocket, vocabulary: Vocabulary) -> None:
     """Send a vocabulary, in two frames."""
     header = {"lengths": [len(token) for token in vocabulary.tokens], "special_ids": sorted(vocabulary.special_ids)}
-    write_frame(connection, json.dumps(header).encode())
-    write_frame(connection, b"".join(vocabulary.tokens))
+    frames.send_frame(json.dumps(header).encode())
+    frames.send_frame(b"".join(vocabulary.tokens))
 
 
-def _read_vocabulary(stream: BinaryIO) -> Vocabulary:
-    header = json.loads(read_frame(stream))
-    tokens = BytesIO(read_frame(stream))
+def _receive_vocabulary(frames: FrameSocket) -> Vocabulary:
+    header = json.loads(frames.receive_frame())
+    tokens = BytesIO(frames.receive_frame())
     return Vocabulary([tokens.read(length) for length in header["lengths"]], frozenset(header["special_ids"]), False)
 
 
 def _limit_memory() -> None:
-    import resource  # which not every system has; the engine can do without
+    import resource  # not on every system; the engine does not need it
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # elsewhere it can't be set
@@ -179,7 +159,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """Have this process ended some time after the trial, in case that its starter does not live to do it."""
+    """Let the kernel end this process some time after the trial, in case its parent has ended by then."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -188,22 +168,21 @@ def _limit_time() -> None:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Judge grammars until the parent closes its end."""
     _limit_memory()
-    connection = socket.socket(fileno=sys.stdin.fileno())
-    stream = connection.makefile("rb")
-    lltokenizer = _read_vocabulary(stream).lltokenizer()
+    frames = FrameSocket(parent_socket())
+    lltokenizer = _receive_vocabulary(frames).lltokenizer()
     threading.stack_size(_STACK_BYTES)
-    verdicts: list[Verdict] = [Verdict("")]  # at first: ready
+    verdicts: list[Verdict] = [Verdict("")]  # the first says that this process is ready
 
     def run(grammar: str) -> None:
         verdicts.append(judge(lltokenizer, grammar))
 
     while True:
         try:
-            write_frame(connection, json.dumps(verdicts.pop()).encode())
-            grammar = read_frame(stream).decode()
-        except (EOFError, ConnectionError):
+            frames.send_frame(json.dumps(verdicts.pop()).encode())
+            grammar = frames.receive_frame().decode()
+        except ChannelClosedError:
             return
         _limit_time()
         thread = threading.Thread(target=run, args=(grammar,))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinilm.distributed.channel import Channel, ChannelClosedError, Message
+from infinilm.distributed.channel import Channel, Message
+from infinilm.framing import ChannelClosedError
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool),
