@@ -1,7 +1,7 @@
 """What the engine answers: one `RequestOutput` per prompt, one `CompletionOutput` per sample."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -52,12 +52,11 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-@dataclass(slots=True)
-class AnswerDelta:
-    """What is new about one answer of a request: tokens, without their text."""
+class AnswerDelta(NamedTuple):
+    """What one step added to one answer: tokens, without their text. A tuple, which is cheap to make and to send."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment] # hides tuple.index
     """Which of the request's answers."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None

@@ -101,6 +101,7 @@ def _check_installed() -> None:
         import fastapi  # noqa: F401
         import httptools  # noqa: F401
         import msgspec  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise InvalidValueError(f"serving needs {error.name}; install it with: pip install 'infinilm[serve]'") from None

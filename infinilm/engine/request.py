@@ -8,7 +8,7 @@ from infinilm.engine.sequence import Sequence
 from infinilm.executor.step_io import StepOutput
 from infinilm.outputs import AnswerDelta, CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
-from infinilm.text.detokenizer import Detokenizer, StopStrings
+from infinilm.text.answer import Answer
 from infinilm.text.tokenizer import Tokenizer
 
 OnToken = Callable[[RequestOutput], None]
@@ -22,61 +22,30 @@ class Reported:
     num_chars: int = 0
 
 
-class Answer:
-    """One sequence's text. It is decoded only when it is read, or when a stop string has to be found."""
+class SequenceAnswer(Answer):
+    """One sequence's answer. Its text is decoded only when it is read, or when a stop string has to be found."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
+        super().__init__(tokenizer, stops=seq.params.stop, min_tokens=seq.params.min_tokens)
         self.seq = seq
-        self.text = ""
-        self.stop_reason: int | str | None = None
-        self.logprobs: list[TokenLogprobs] | None = None if seq.params.logprobs is None else []
         self.first_time: float | None = None
         """When the first token came."""
         self.last_time = 0.0
         """When the latest token came."""
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
-        self._stops = StopStrings(seq.params.stop) if seq.params.stop else None
-        self._num_read = seq.num_prompt_tokens
-        self._is_complete = False
         self._is_end_reported = False
 
     def read(self) -> bool:
         """Decode the tokens that are new. Returns whether a stop string ends the answer.
 
-        A step may bring several tokens. Those after the one that completes a stop string are dropped.
+        Tokens after the one that completes a stop string are removed from the sequence.
         """
-        seq = self.seq
-        while self._detokenizer is not None and not self._is_complete:
-            end = seq.num_tokens if self._stops is None else min(self._num_read + 1, seq.num_tokens)
-            is_last = end == seq.num_tokens
-            if self._feed(end, is_finished=is_last and seq.is_finished):
-                del seq.token_ids[end:]
-                return True
-            if is_last:
-                break
-        return False
-
-    def _feed(self, end: int, *, is_finished: bool) -> bool:
-        """Decode tokens up to `end`. Returns whether they complete a stop string."""
-        assert self._detokenizer is not None
-        seq = self.seq
-        # The token that ended the answer is no part of its text.
-        is_text = not (is_finished and seq.finish_reason == "stop")
-        piece = self._detokenizer.feed(seq.token_ids[self._num_read : end if is_text else end - 1])
-        self._num_read = end
-        if is_finished:
-            piece += self._detokenizer.finish()
-            self._is_complete = True
-        if self._stops is None or end - seq.num_prompt_tokens < seq.params.min_tokens:
-            self.text += piece
+        if self.is_done:
             return False
-        self.text += self._stops.feed(piece)[0]
-        if self._is_complete:
-            self.text += self._stops.finish()
-        if self._stops.matched is None:
+        seq = self.seq
+        self.append(seq.token_ids[seq.num_prompt_tokens + self.num_tokens :], seq.finish_reason, self.stop_reason)
+        if self._stops is None or self._stops.matched is None:
             return False
-        self.stop_reason = self._stops.matched
-        self._is_complete = True
+        del seq.token_ids[seq.num_prompt_tokens + self.num_tokens :]
         return True
 
     def output(self, reported: Reported) -> CompletionOutput:
@@ -89,7 +58,7 @@ class Answer:
             token_ids=tokens,
             new_text=self.text[reported.num_chars :],
             new_token_ids=tokens[reported.num_tokens :],
-            logprobs=self.logprobs.copy() if self.logprobs is not None else None,
+            logprobs=self.logprobs.copy() if self.seq.params.logprobs is not None else None,
             finish_reason=self.seq.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -105,7 +74,7 @@ class Answer:
             return None
         token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
         reported.num_tokens = first + len(token_ids)
-        logprobs = self.logprobs and self.logprobs[first:]
+        logprobs = self.logprobs[first:] if seq.params.logprobs is not None else None
         prompt_logprobs = request.pop_prompt_logprobs() if token_ids else None
         if not seq.is_finished:
             return AnswerDelta(request.request_id, index, token_ids, logprobs, None, prompt_logprobs=prompt_logprobs)
@@ -139,7 +108,7 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.seqs = seqs
-        self.answers = [Answer(seq, tokenizer) for seq in seqs]
+        self.answers = [SequenceAnswer(seq, tokenizer) for seq in seqs]
         for index, seq in enumerate(seqs):
             seq.request, seq.index = self, index
         self.on_token = on_token
@@ -200,7 +169,7 @@ class Request:
         if answer.seq.finish_reason == "stop" and not is_stopped:
             last = answer.seq.token_ids[-1]
             answer.stop_reason = last if last in self.params.stop_token_ids else None
-        if answer.logprobs is not None:
+        if self.params.logprobs is not None:
             answer.logprobs += output.logprobs[step_index]
             del answer.logprobs[answer.seq.num_output_tokens :]  # of tokens after the answer's end
         return is_stopped

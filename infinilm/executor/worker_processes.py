@@ -126,8 +126,9 @@ class Peers:
     def _fail(self, peer: Peer) -> None:
         with self._lock:
             if self.failure is None and not self._is_closed.is_set():
+                exit_code = peer.process.wait(EXIT_TIMEOUT_S)
                 self.failure = (
-                    f"rank {peer.rank} (process {peer.process.pid}) died with exit code {peer.process.wait(EXIT_TIMEOUT_S)}; "
+                    f"rank {peer.rank} (process {peer.process.pid}) died with exit code {exit_code}; "
                     "the engine can't go on without it, make a new one"
                 )
                 self.kill()

@@ -1,8 +1,13 @@
 """Errors as OpenAI's API reports them: a status and `{"error": {message, type, param, code}}`."""
 
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 _TYPES = {
     401: "authentication_error",
@@ -13,10 +18,11 @@ _TYPES = {
     504: "timeout_error",
 }
 _FIRST_SERVER_STATUS = 500
+_TYPE_NAMES = ("body", "str", "int", "float", "bool")
 
 
 class ApiError(Exception):
-    """A request that is not answered as asked, and why."""
+    """Why a request is refused or has failed."""
 
     def __init__(
         self,
@@ -29,13 +35,13 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message.encode(errors="replace").decode()  # it may quote what is no Unicode
+        self.message = message.encode(errors="replace").decode()  # it may quote lone surrogates
         self.param = param and param.encode(errors="replace").decode()
         self.code = code
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The reply."""
+        """The reply as a dictionary."""
         usual = "server_error" if self.status >= _FIRST_SERVER_STATUS else "invalid_request_error"
         kind = _TYPES.get(self.status, usual)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -56,10 +62,89 @@ def body_too_large(max_bytes: int) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """For requests that arrive, or are still open, when the server ends."""
+    """A 503 for requests that arrive, or have not ended, when the server shuts down."""
     return unavailable("the server is shutting down", code="shutting_down")
 
 
 def unavailable(message: str, retry_after: float = 1.0, code: str = "engine_unavailable") -> ApiError:
-    """A 503: it is not the request's fault, and it may be tried again."""
+    """A 503: the request may be tried again."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(max(1, round(retry_after)))})
+
+
+# --- the application's handlers --------------------------------------------------------------------------------
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Give every error of the application this form."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+def _to_response(error: ApiError) -> Response:
+    return Response(error.encode(), error.status, media_type="application/json", headers=error.headers)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    assert isinstance(error, ApiError)
+    return _to_response(error)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    assert isinstance(error, RequestValidationError)
+    return _to_response(describe(error.errors()))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is nothing at {request.url.path[:200]!r}",
+        405: f"{request.method} is not allowed for {request.url.path[:200]!r}",
+    }
+    if error.status_code == 400:  # the framework can't read the body
+        return _to_response(_unreadable(error.__cause__))
+    message = messages.get(error.status_code) or str(error.detail) or HTTPStatus(error.status_code).phrase
+    headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
+    return _to_response(ApiError(error.status_code, message, headers=headers))
+
+
+def _unreadable(cause: BaseException | None) -> ApiError:
+    if isinstance(cause, ApiError):
+        return cause
+    if isinstance(cause, UnicodeDecodeError):
+        return bad_request(
+            f"the body is not valid UTF-8: {cause.reason} at byte {cause.start}; send JSON in UTF-8",
+            code="invalid_utf8",
+        )
+    if isinstance(cause, RecursionError):
+        return bad_request("the body is nested too deeply to be read as JSON", code="invalid_json")
+    if isinstance(cause, ValueError):  # Python's limit
+        return bad_request("the body is not valid JSON: an integer has too many digits", code="invalid_json")
+    return bad_request("the body can't be read as JSON", code="invalid_json")
+
+
+def describe(errors: Any) -> ApiError:
+    """Put validation errors in one message, each with its field. If a field has several types, all are named."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return bad_request(f"the body is not valid JSON: {reason} at character {first['loc'][-1]}", code="invalid_json")
+    wrong = [error for error in errors if error["type"] != "extra_forbidden"]
+    if not wrong:
+        names = [_path(error["loc"]) for error in errors]
+        known = "are not known" if len(names) > 1 else "is not known"
+        return bad_request(f"{', '.join(names[:10])} {known} to this server", names[0], "unknown_field")
+    field = wrong[0]["loc"][:2]
+    reasons = list(dict.fromkeys(_reason(error) for error in wrong if error["loc"][:2] == field))
+    return bad_request(f"{'; or '.join(reasons[:4])}", _path(field) or None, "invalid_value")
+
+
+def _reason(error: Any) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{_path(error['loc']) or 'the body'}: {message[:1].lower()}{message[1:]}"
+
+
+def _path(loc: Any) -> str:
+    """The path in the body, without the type names that pydantic adds for the members of a union."""
+    parts = [str(part)[:64] for part in loc]
+    return ".".join(part for part in parts if part not in _TYPE_NAMES and "[" not in part)

@@ -1,27 +1,34 @@
-"""The application: its routes, and what stands before them."""
+"""The ASGI application: its routes and middleware."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
 from starlette.middleware import Middleware
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from infinilm import __version__
-from infinilm.server.api_errors import ApiError, bad_request
-from infinilm.server.chat import chat
-from infinilm.server.chat_prompt import ToolPlan, encode_chat
+from infinilm.server.api_errors import ApiError, bad_request, install_handlers
+from infinilm.server.chat import ToolPlan, chat, encode_chat
 from infinilm.server.completions import complete
 from infinilm.server.engine_client import State
 from infinilm.server.guard import Guard
-from infinilm.server.handlers import install_handlers
-from infinilm.server.json_body import json_route
 from infinilm.server.logs import num_dropped_lines
-from infinilm.server.metrics import CONTENT_TYPE
-from infinilm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ErrorReply, TokenizeRequest
+from infinilm.server.metrics import CONTENT_TYPE, counter, gauge
+from infinilm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorReply,
+    TokenizeRequest,
+    json_route,
+)
 from infinilm.server.service import Service
 
 PAGE = Path(__file__).parent / "static" / "index.html"
@@ -36,7 +43,6 @@ _UNREADY: Responses = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """The ASGI application of a service."""
     app = FastAPI(title="infinilm", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.router.route_class = json_route(service.limits)
     install_handlers(app)
@@ -44,6 +50,7 @@ def create_app(service: Service) -> FastAPI:
     _add_token_routes(app, service)
     _add_health_routes(app, service)
     _add_page(app)
+    service.metrics.registry.register(EngineCollector(service))
     paths = [route.path for route in app.routes if hasattr(route, "path")]
     app.user_middleware.append(Middleware(Guard, settings=service.settings, metrics=service.metrics, paths=paths))
     return app
@@ -148,12 +155,12 @@ def _add_health_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response("\n".join(_metric_lines(service)) + "\n", media_type=CONTENT_TYPE)
+        return Response(service.metrics.write_text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _health(service: Service) -> dict[str, Any]:
     state = service.client.state
-    status = "draining" if service.admission.is_draining else str(state)
+    status = "draining" if service.client.is_draining else str(state)
     cause = service.client.cause if state is not State.READY else None
     return {"status": status, "model": service.model_name, "cause": cause, "version": __version__}
 
@@ -167,24 +174,26 @@ def _engine_state(service: Service) -> dict[str, Any]:
     }
 
 
-def _metric_lines(service: Service) -> list[str]:
-    stats, admission = service.client.stats, service.admission
-    gauges: dict[str, tuple[str, float]] = {
-        "engine_ready": ("1 if the engine takes requests.", int(service.client.state is State.READY)),
-        "requests_running": ("Answers that the engine is at work on.", stats.num_running),
-        "requests_waiting": ("Requests that wait for their turn.", stats.num_waiting + admission.num_waiting),
-        "requests_open": ("Requests that have been let in.", admission.num_jobs),
-        "tokens_admitted": ("Tokens that open requests may come to take.", admission.num_tokens),
-        "kv_blocks": ("Blocks of the KV cache.", stats.num_blocks),
-        "kv_blocks_used": ("Blocks that hold something in use.", stats.num_blocks - stats.num_free_blocks),
-    }
-    counters: dict[str, tuple[str, float]] = {
-        "engine_steps_total": ("Steps of this run of the engine.", stats.num_steps),
-        "preemptions_total": ("Requests that gave up their blocks for a while.", stats.num_preemptions),
-        "engine_restarts_total": ("Times that the engine was started again.", service.client.num_restarts),
-        "log_lines_dropped_total": ("Log lines that could not be written.", num_dropped_lines()),
-    }
-    return list(service.metrics.lines(gauges, counters))
+class EngineCollector(Collector):
+    """The state of the engine and of admission, for Prometheus."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        client, admission = self._service.client, self._service.admission
+        stats = client.stats
+        yield gauge("engine_ready", "1 if the engine takes requests.", int(client.state is State.READY))
+        yield gauge("requests_running", "Answers that the engine computes.", stats.num_running)
+        yield gauge("requests_waiting", "Requests that wait for their turn.", stats.num_waiting + admission.num_waiting)
+        yield gauge("requests_open", "Requests that have been admitted.", admission.num_requests)
+        yield gauge("tokens_admitted", "Tokens that open requests may take.", admission.num_tokens)
+        yield gauge("kv_blocks", "Blocks of the KV cache.", stats.num_blocks)
+        yield gauge("kv_blocks_used", "Blocks in use.", stats.num_blocks - stats.num_free_blocks)
+        yield counter("engine_steps", "Steps since the engine's last start.", stats.num_steps)
+        yield counter("preemptions", "Requests that gave up their blocks for a while.", stats.num_preemptions)
+        yield counter("engine_restarts", "Restarts of the engine.", client.num_restarts)
+        yield counter("log_lines_dropped", "Log lines that could not be written.", num_dropped_lines())
 
 
 def _add_page(app: FastAPI) -> None:

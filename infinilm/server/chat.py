@@ -1,23 +1,28 @@
 """`POST /v1/chat/completions`."""
 
-import time
+from collections.abc import Collection
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infinilm.server.answers import Answer
+from infinilm.errors import InfinilmError
 from infinilm.server.api_errors import bad_request
-from infinilm.server.calls import Call, News
-from infinilm.server.chat_prompt import ToolPlan, encode_chat
-from infinilm.server.events import EventMaker, encode
-from infinilm.server.logprobs import chat_logprobs
-from infinilm.server.protocol import ChatRequest
-from infinilm.server.replies import respond
-from infinilm.server.sampling import check_limits, check_size, make_params
-from infinilm.server.service import Service, make_id
-from infinilm.server.structure import find_structure
-from infinilm.server.tools import ArgumentsDelta, ContentDelta, Event, ToolCallStart, add_up
+from infinilm.server.protocol import ChatRequest, Message
+from infinilm.server.replies import Reply, chat_logprobs, encode, respond
+from infinilm.server.response_stream import Chunk, ResponseStream
+from infinilm.server.sampling import as_bad_request, check_limits, check_size, find_structure, make_params
+from infinilm.server.service import Service
+from infinilm.server.tool_parser import ArgumentsDelta, ContentDelta, Event, ToolCallParser, ToolCallStart, add_up
+from infinilm.server.tool_request import ToolRequest, call_grammar, check_tool_request, prepare_messages
+from infinilm.text.answer import Answer
+
+_OWN_NAMES = {"self", "messages", "tools", "add_generation_prompt", "special_tokens"} | {
+    "parse_special_tokens",
+    "check_text",
+    "is_marked",
+}
+"""Arguments of `Tokenizer.encode_chat` and what it calls. `chat_template_kwargs` can't set them."""
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -25,21 +30,20 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     _check(service, body)
     plan = ToolPlan(service, body)
     token_ids = await encode_chat(service, body.messages, plan, body.chat_template_kwargs)
-    room = service.max_model_len - len(token_ids)
+    max_tokens = service.max_model_len - len(token_ids)
     params = make_params(
         body,
-        min(_asked_tokens(body) or room, room),
+        min(_asked_tokens(body) or max_tokens, max_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=find_structure(body, plan.grammar),
     )
-    call = service.open_call(request, body, [token_ids], [params], kept_ids=plan.kept_ids)
-    reply = ChatReply(service, body, call, plan)
-    return await respond(service, body, request, call, reply)
+    stream = service.open_stream(request, body, [token_ids], [params], kept_ids=plan.kept_ids)
+    return await respond(service, body, request, stream, ChatReply(service, body, stream, plan))
 
 
 def _check(service: Service, body: ChatRequest) -> None:
     service.check_model(body.model)
-    service.admission.check_open()
+    service.client.check_open()
     check_limits(body, service.limits)
     check_size("top_logprobs", body.top_logprobs or 0, "max_logprobs", service.limits)
     check_size("tools", len(body.tools or ()), "max_tools", service.limits)
@@ -55,42 +59,103 @@ def _asked_tokens(body: ChatRequest) -> int | None:
     return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
 
 
-class ChatReply:
-    """Makes the reply, whole or as events."""
+async def encode_chat(
+    service: Service, messages: list[Message], plan: "ToolPlan", variables: dict[str, Any] | None
+) -> list[int]:
+    """The tokens of a conversation."""
+    if service.tokenizer.chat_template is None:
+        raise bad_request("this model has no chat template; use /v1/completions", "messages")
+    if taken := _OWN_NAMES & (variables or {}).keys():
+        raise bad_request(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
+    plain, extra = plan.prepare([_plain(message) for message in messages])
+    return await service.prompts.render(plain, {**(variables or {}), **extra})
 
-    def __init__(self, service: Service, body: ChatRequest, call: Call, plan: ToolPlan) -> None:
-        self._tokenizer = service.tokenizer
-        self._call = call
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message in the form that templates expect."""
+    plain = message.model_dump(exclude_none=True)
+    if message.role == "developer":  # the name of "system" for OpenAI's newer models
+        plain["role"] = "system"
+    return plain
+
+
+class ToolPlan:
+    """What a request's tools mean for its prompt, its grammar and its answers."""
+
+    def __init__(self, service: Service, body: ChatRequest | None = None) -> None:
+        self._service = service
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body and body.tools is not None else None
+        choice = body.tool_choice if body else None
+        self._tools = tools
+        self._choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
+        self._is_parallel = body.parallel_tool_calls if body else None
+        tokenizer = service.tokenizer
+        markers = service.tool_format.markers
+        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
+        self._special = {marker: i for marker, i in ids.items() if i in tokenizer.special_ids}
+        try:
+            self.request: ToolRequest = check_tool_request(tools, self._choice, self._is_parallel)
+            self.grammar = call_grammar(
+                service.tool_format, tools, self._choice, self._is_parallel, special_tokens=self._special
+            )
+        except InfinilmError as error:
+            raise bad_request(str(error), "tools") from error
+
+    @property
+    def kept_ids(self) -> Collection[int]:
+        """Special tokens that stay in the text: the markers of calls, or all if the client parses calls itself."""
+        if not self.request.names:
+            return ()
+        return self._special.values() if self._service.tool_format.is_parsed else self._service.tokenizer.special_ids
+
+    def prepare(self, messages: list[dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
+        """The messages and keywords for the chat template."""
+        try:
+            return prepare_messages(
+                messages,
+                self._tools,
+                self._choice,
+                self._service.template_takes_tools[bool(self.request.tools)],
+                parallel_tool_calls=self._is_parallel,
+                tool_format=self._service.tool_format,
+            )
+        except InfinilmError as error:
+            raise as_bad_request(error, "messages") from error
+
+    def make_parser(self) -> ToolCallParser | None:
+        """A parser for one answer; None if it can't have calls."""
+        if not self.request.names:
+            return None
+        return ToolCallParser(self._service.tool_format, self.request.names, is_parallel=self.request.is_parallel)
+
+
+class ChatReply(Reply):
+    """Formats the answers of a chat."""
+
+    content_key = "delta"
+    no_content: dict[str, Any] = {}  # noqa: RUF012 (read only)
+
+    def __init__(self, service: Service, body: ChatRequest, stream: ResponseStream, plan: ToolPlan) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, stream, prefix="chatcmpl", kind=kind, text_key='"delta":{"content":')
         self._wants_logprobs = bool(body.logprobs)
-        self._parsers = [plan.parser() for _ in call.answers]
-        self._found: list[list[Event]] = [[] for _ in call.answers]
-        self._base = {
-            "id": make_id("chatcmpl"),
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": service.model_name,
-        }
-        has_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._events = EventMaker(self._base, call, has_usage=has_usage)
-        self._templates = [self._events.template('"delta":{"content":', answer.index) for answer in call.answers]
-        self._is_begun = [False] * len(call.answers)
-        self._last: Answer | None = None
+        self._parsers = [plan.make_parser() for _ in stream.answers]
+        self._found: list[list[Event]] = [[] for _ in stream.answers]
 
-    def _parse(self, news: News) -> list[Event]:
-        """What new text is: for the reader, or a call. After a call that had to be the only one, the answer ends."""
-        parser = self._parsers[news.answer.index]
+    def _parse(self, chunk: Chunk) -> list[Event]:
+        """Split new text into content and calls. After a call that must be the only one, the answer ends."""
+        parser = self._parsers[chunk.answer.index]
         if parser is None:
-            return [ContentDelta(news.text)] if news.text else []
+            return [ContentDelta(chunk.text)] if chunk.text else []
         was_done = parser.is_done
         if was_done:
-            news.is_end = False  # it was before
+            chunk.is_end = False  # the answer has ended with an earlier chunk
             return []
-        found = parser.feed(news.text) if news.text else []
+        found = parser.feed(chunk.text) if chunk.text else []
         if parser.is_done:
-            news.is_end = True
-            news.answer.finish_reason = "stop"
-            self._call.end_early(self._call.jobs[0], news.answer.index)
-        if news.is_end:
+            chunk.is_end = True
+            self._stream.end_answer(chunk.answer)
+        if chunk.is_end:
             found += parser.finish()
         return found
 
@@ -99,26 +164,18 @@ class ChatReply:
         has_calls = parser is not None and parser.num_calls > 0
         return "tool_calls" if has_calls and answer.finish_reason == "stop" else answer.finish_reason
 
-    def _new_logprobs(self, news: News) -> dict[str, Any] | None:
-        """Of the tokens that came, without the one that ended the answer: it is no part of the text."""
+    def _new_logprobs(self, chunk: Chunk) -> dict[str, Any] | None:
+        """Of the chunk's tokens, without one that ended the answer: it is not part of the text."""
         if not self._wants_logprobs:
             return None
-        positions = news.delta.logprobs or []
-        is_cut = news.is_end and news.answer.ends_with_token
+        positions = chunk.delta.logprobs or []
+        is_cut = chunk.is_end and chunk.answer.ends_with_token
         return chat_logprobs(positions[:-1] if is_cut else positions, self._tokenizer)
 
-    # --- whole ------------------------------------------------------------------------------------------
-
-    def keep(self, news: list[News]) -> None:
-        """Take in news."""
-        for each in news:
+    def keep(self, chunks: list[Chunk]) -> None:
+        """Keep content and calls."""
+        for each in chunks:
             self._found[each.answer.index] += self._parse(each)
-
-    def whole(self) -> dict[str, Any]:
-        """The reply."""
-        choices = [self._whole_choice(answer) for answer in self._call.answers]
-        usage = self._call.usage()
-        return {**self._base, "choices": choices, "usage": usage, "timings": self._call.timings()}
 
     def _whole_choice(self, answer: Answer) -> dict[str, Any]:
         parsed = add_up(self._found[answer.index])
@@ -138,49 +195,31 @@ class ChatReply:
             "stop_reason": answer.stop_reason,
         }
 
-    # --- as events --------------------------------------------------------------------------------------
-
-    def write(self, news: list[News]) -> bytes:
-        """The events for what has come."""
+    def write(self, chunks: list[Chunk]) -> bytes:
+        """The events for chunks."""
         written: list[bytes] = []
-        for each in news:
+        for each in chunks:
             answer = each.answer
             if not self._is_begun[answer.index]:
                 self._is_begun[answer.index] = True
-                written.append(self._events.make(self._choice(answer, {"role": "assistant", "content": ""})))
+                written.append(self._event(self._choice(answer, {"role": "assistant", "content": ""})))
             if self._wants_logprobs or self._parsers[answer.index] is not None:
                 self._write_parsed(written, each)
             elif each.text:
                 before, after = self._templates[answer.index]
                 written += (before, encode(each.text), after)
             if each.is_end:
-                if self._events.count_done():
-                    self._last = answer
-                else:
-                    written.append(self._events.make(self._choice(answer, {}, is_end=True)))
+                self._write_end(written, answer)
         return b"".join(written)
 
-    def _write_parsed(self, written: list[bytes], news: News) -> None:
-        logprobs = self._new_logprobs(news)
-        events = self._parse(news)
+    def _write_parsed(self, written: list[bytes], chunk: Chunk) -> None:
+        logprobs = self._new_logprobs(chunk)
+        events = self._parse(chunk)
         if not events and logprobs and logprobs["content"]:
             events = [ContentDelta("")]  # tokens whose text is held back
         for event in events:
-            written.append(self._events.make(self._choice(news.answer, _delta_of(event), logprobs)))
+            written.append(self._event(self._choice(chunk.answer, _delta_of(event), logprobs)))
             logprobs = None
-
-    def end(self) -> bytes:
-        """The end of the answer that was done last."""
-        assert self._last is not None
-        return self._events.end(self._choice(self._last, {}, is_end=True))
-
-    def _choice(
-        self, answer: Answer, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, *, is_end: bool = False
-    ) -> dict[str, Any]:
-        choice = {"index": answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        if is_end:
-            choice |= {"finish_reason": self._finish_reason(answer), "stop_reason": answer.stop_reason}
-        return choice
 
 
 def _delta_of(event: Event) -> dict[str, Any]:

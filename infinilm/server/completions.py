@@ -1,22 +1,19 @@
 """`POST /v1/completions`."""
 
-import time
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from infinilm.sampling_params import SamplingParams
-from infinilm.server.answers import Answer
 from infinilm.server.api_errors import bad_request
-from infinilm.server.calls import Call, News
-from infinilm.server.events import EventMaker, encode
-from infinilm.server.logprobs import CompletionLogprobs, join_lists
+from infinilm.server.engine_request import EngineRequest
 from infinilm.server.protocol import CompletionRequest
-from infinilm.server.replies import respond
-from infinilm.server.sampling import check_limits, check_size, make_params
-from infinilm.server.service import Service, make_id
-from infinilm.server.structure import find_structure
+from infinilm.server.replies import CompletionLogprobs, Reply, encode, join_lists, respond
+from infinilm.server.response_stream import Chunk, ResponseStream
+from infinilm.server.sampling import check_limits, check_size, find_structure, make_params
+from infinilm.server.service import Service
+from infinilm.text.answer import Answer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -26,14 +23,13 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     _check(service, body)
     prompts = await _encode_prompts(service, body)
     params = [_params(service, body, len(token_ids)) for token_ids in prompts]
-    call = service.open_call(request, body, prompts, params)
-    reply = CompletionReply(service, body, call)
-    return await respond(service, body, request, call, reply)
+    stream = service.open_stream(request, body, prompts, params)
+    return await respond(service, body, request, stream, CompletionReply(service, body, stream))
 
 
 def _check(service: Service, body: CompletionRequest) -> None:
     service.check_model(body.model)
-    service.admission.check_open()
+    service.client.check_open()
     check_limits(body, service.limits)
     check_size("logprobs", body.logprobs or 0, "max_logprobs", service.limits)
     if body.suffix:
@@ -63,7 +59,7 @@ def _params(service: Service, body: CompletionRequest, num_prompt_tokens: int) -
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return make_params(
         body,
-        # For none at all one is drawn, and dropped: the engine has no other way to score a prompt.
+        # With max_tokens=0 one token is drawn and dropped: the engine has no other way to score a prompt.
         min(max(asked, 1), service.max_model_len - num_prompt_tokens),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -71,125 +67,101 @@ def _params(service: Service, body: CompletionRequest, num_prompt_tokens: int) -
     )
 
 
-class CompletionReply:
-    """Makes the reply, whole or as events."""
+class CompletionReply(Reply):
+    """Formats the answers of a completion."""
 
-    def __init__(self, service: Service, body: CompletionRequest, call: Call) -> None:
-        self._tokenizer = service.tokenizer
-        self._call = call
-        self._jobs = [job for job in call.jobs for _ in range(job.params.n)]
+    content_key = "text"
+    no_content = ""
+
+    def __init__(self, service: Service, body: CompletionRequest, stream: ResponseStream) -> None:
+        super().__init__(service, body, stream, prefix="cmpl", kind="text_completion", text_key='"text":')
+        self._requests = [request for request in stream.requests for _ in range(request.params.n)]
         """Of each answer."""
         self._wants_logprobs = body.logprobs is not None
         self._is_echo = bool(body.echo)
         self._drops_text = body.max_tokens == 0
-        self._prompts = self._find_prompts(body)
-        self._base = {
-            "id": make_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.model_name,
-        }
-        has_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._events = EventMaker(self._base, call, has_usage=has_usage)
-        self._templates = [self._events.template('"text":', answer.index) for answer in call.answers]
-        self._lists = [CompletionLogprobs(service.tokenizer) for _ in call.answers]
-        self._parts: list[list[dict[str, Any]]] = [[] for _ in call.answers]
-        self._is_begun = [False] * len(call.answers)
-        self._held: list[News] = []
-        self._last: Answer | None = None
+        self._prompts = self._prompt_texts(body) if self._is_echo else []
+        self._lists = [CompletionLogprobs(service.tokenizer) for _ in stream.answers]
+        self._parts: list[list[dict[str, Any]]] = [[] for _ in stream.answers]
+        self._held: list[Chunk] = []
 
-    def _find_prompts(self, body: CompletionRequest) -> list[str]:
-        """The text of each job's prompt, if it is to be repeated."""
-        if not self._is_echo:
-            return []
+    def _prompt_texts(self, body: CompletionRequest) -> list[str]:
         if isinstance(body.prompt, str):
             return [body.prompt]
         if isinstance(body.prompt[0], str):
             return [str(text) for text in body.prompt]
-        return [self._tokenizer.decode(job.prompt_token_ids, skip_special_tokens=False) for job in self._call.jobs]
+        requests = self._stream.requests
+        return [self._tokenizer.decode(each.prompt_token_ids, skip_special_tokens=False) for each in requests]
+
+    def _request_of(self, chunk: Chunk) -> EngineRequest:
+        return self._requests[chunk.answer.index]
 
     def _echo(self, answer: Answer) -> str:
-        """The prompt, before the first of an answer; otherwise nothing."""
+        """The prompt, before the first text of an answer; otherwise nothing."""
         if self._is_begun[answer.index] or not self._is_echo:
             return ""
         self._is_begun[answer.index] = True
-        return self._prompts[self._call.jobs.index(self._jobs[answer.index])]
+        return self._prompts[self._stream.requests.index(self._requests[answer.index])]
 
     def _finish_reason(self, answer: Answer) -> str | None:
         return "length" if self._drops_text else answer.finish_reason
 
-    def _ready(self, news: list[News]) -> list[News]:
-        """What can be reported: the prompt's log-probabilities come before the answer's, but may be known later."""
+    def _ready(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Hold back chunks until the log-probabilities of their prompt, which come first, are known."""
         if not (self._is_echo and self._wants_logprobs):
-            return news
-        news = self._held + news
-        self._held = [each for each in news if self._jobs[each.answer.index].prompt_logprobs is None]
-        return [each for each in news if self._jobs[each.answer.index].prompt_logprobs is not None]
+            return chunks
+        chunks = self._held + chunks
+        self._held = [each for each in chunks if self._request_of(each).prompt_logprobs is None]
+        return [each for each in chunks if self._request_of(each).prompt_logprobs is not None]
 
-    def _new_logprobs(self, news: News, *, is_first: bool) -> dict[str, Any]:
-        """Of the tokens that came, and of the prompt's if it is repeated here."""
-        lists, job = self._lists[news.answer.index], self._jobs[news.answer.index]
-        parts = [lists.take(job.prompt_logprobs, job.prompt_token_ids)] if is_first and job.prompt_logprobs else []
-        new = [] if self._drops_text else news.delta.logprobs or []
-        return join_lists([*parts, lists.take(new, [each.token_id for each in new])])
+    def _new_logprobs(self, chunk: Chunk, *, is_first: bool) -> dict[str, Any]:
+        """Of the chunk's tokens, and before the first of the prompt's if it is echoed."""
+        lists, request = self._lists[chunk.answer.index], self._request_of(chunk)
+        parts = []
+        if is_first and request.prompt_logprobs:
+            parts.append(lists.describe_next(request.prompt_logprobs, request.prompt_token_ids))
+        new = [] if self._drops_text else chunk.delta.logprobs or []
+        return join_lists([*parts, lists.describe_next(new, [each.token_id for each in new])])
 
-    # --- whole ------------------------------------------------------------------------------------------
-
-    def keep(self, news: list[News]) -> None:
-        """Take in news; the text is kept by the answers."""
+    def keep(self, chunks: list[Chunk]) -> None:
+        """Keep log-probabilities; the answers keep the text."""
         if self._wants_logprobs:
-            for each in self._ready(news):
+            for each in self._ready(chunks):
                 parts = self._parts[each.answer.index]
                 parts.append(self._new_logprobs(each, is_first=not parts))
 
     def whole(self) -> dict[str, Any]:
-        """The reply."""
+        """The body."""
         self.keep([])
-        choices = [
-            {
-                "index": answer.index,
-                "text": self._echo(answer) + ("" if self._drops_text else answer.text),
-                "logprobs": join_lists(self._parts[answer.index]) if self._wants_logprobs else None,
-                "finish_reason": self._finish_reason(answer),
-                "stop_reason": answer.stop_reason,
-            }
-            for answer in self._call.answers
-        ]
-        return {**self._base, "choices": choices, "usage": self._call.usage(), "timings": self._call.timings()}
+        return super().whole()
 
-    # --- as events --------------------------------------------------------------------------------------
+    def _whole_choice(self, answer: Answer) -> dict[str, Any]:
+        return {
+            "index": answer.index,
+            "text": self._echo(answer) + ("" if self._drops_text else answer.text),
+            "logprobs": join_lists(self._parts[answer.index]) if self._wants_logprobs else None,
+            "finish_reason": self._finish_reason(answer),
+            "stop_reason": answer.stop_reason,
+        }
 
-    def write(self, news: list[News]) -> bytes:
-        """The events for what has come."""
+    def write(self, chunks: list[Chunk]) -> bytes:
+        """The events for chunks."""
         written: list[bytes] = []
-        for each in self._ready(news):
+        for each in self._ready(chunks):
             answer = each.answer
             is_first = not self._is_begun[answer.index]
             text = self._echo(answer) + ("" if self._drops_text else each.text)
             if self._wants_logprobs:
                 lists = self._new_logprobs(each, is_first=is_first)
                 if text or lists["tokens"]:
-                    written.append(self._events.make(self._choice(answer, text, lists)))
+                    written.append(self._event(self._choice(answer, text, lists)))
             elif text:
                 before, after = self._templates[answer.index]
                 written += (before, encode(text), after)
             if each.is_end:
-                if self._events.count_done():
-                    self._last = answer
-                else:
-                    written.append(self._events.make(self._choice(answer, "", is_end=True)))
+                self._write_end(written, answer)
         return b"".join(written)
 
     def end(self) -> bytes:
-        """What was held back, and the end of the answer that was done last."""
-        held = self.write([])
-        assert self._last is not None
-        return held + self._events.end(self._choice(self._last, "", is_end=True))
-
-    def _choice(
-        self, answer: Answer, text: str, logprobs: dict[str, Any] | None = None, *, is_end: bool = False
-    ) -> dict[str, Any]:
-        choice = {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        if is_end:
-            choice |= {"finish_reason": self._finish_reason(answer), "stop_reason": answer.stop_reason}
-        return choice
+        """The events that were held back, and the last ones."""
+        return self.write([]) + super().end()

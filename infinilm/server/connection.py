@@ -10,19 +10,21 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from infinilm.server.api_errors import ApiError, bad_request, body_too_large, unavailable
 from infinilm.server.logs import choose_request_id
 from infinilm.server.metrics import Metrics
-from infinilm.server.pool import ConnectionPool
 from infinilm.server.settings import Limits
 from infinilm.server.transport import LingeringTransport, Timer, unframed_send
 
 CUT = "infinilm.cut"
-"""A function in `scope["extensions"]` that drops the connection at once, with all that waits to be sent."""
+"""A function in `scope["extensions"]` that drops the connection at once, with all unsent data."""
 LIVE_PATH = b"/health/live"
 MAX_PIPELINED = 16
 """Requests that may wait on a connection for the response to an earlier one."""
 CHUNK_OVERHEAD_BYTES = 16
-"""What the framing of one chunk may take: its size in hexadecimal, two line ends, and a few bytes more."""
+"""For the framing of one chunk: its size in hexadecimal, two line ends, and a few bytes more."""
 MAX_LINGER_BYTES = 64 << 20
 """How much of a refused request is read and discarded, so that the client gets to read the response."""
+
+NUM_RESERVED = 32
+"""Connections beyond `max_connections`, for when all of those are busy. Only `/health/live` is answered on them."""
 
 
 class RefusedError(Exception):
@@ -36,11 +38,11 @@ class Phase(Enum):
     HEADERS = 1
     BODY = 2
     DISCARDED = 3
-    """The connection ends: what is still received is discarded."""
+    """The connection ends: received data is discarded."""
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """Refuses what is too large, too slow or too much.
+    """Refuses requests that are too large, too slow or too many.
 
     All bytes are bounded: the headers and the body by their limits; trailers, chunk sizes and chunk extensions together
     by `max_header_bytes`, give or take one read from the socket. So is the time: `read_timeout` for the headers,
@@ -52,7 +54,7 @@ class LimitedConnection(HttpToolsProtocol):
         *args: Any,
         limits: Limits,
         metrics: Metrics,
-        pool: ConnectionPool,
+        pool: "ConnectionPool",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -61,7 +63,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._pool = pool
         self._phase = Phase.IDLE
         self._num_overhead_bytes = 0
-        """Bytes of the current message that are no body."""
+        """Bytes of the current message that are not body."""
         self._num_body_bytes = 0
         self._num_held_bytes = 0
         """Bytes of the bodies of all requests that are not answered."""
@@ -124,17 +126,17 @@ class LimitedConnection(HttpToolsProtocol):
             self._write_timer.stop()
 
     def shutdown(self) -> None:
-        """The server ends: close once the response at work is sent."""
+        """Close once the current response is sent."""
         if self._phase is Phase.IDLE or self._open_cycles():
             super().shutdown()
         else:
             self.transport.abort()
 
     def _close(self, transport: asyncio.Transport) -> None:
-        """Close the connection, after what has been written is sent.
+        """Close the connection after the written data is sent.
 
         If the client is still sending, closing the socket would reset the connection, and the client could lose the
-        response. So only our side is closed, and what is received is discarded, up to a limit.
+        response. So only our side is closed, and received data is discarded, up to a limit.
         """
         self._watch_progress()
         if self._phase is Phase.IDLE and not self.pipeline:
@@ -151,7 +153,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._write_timer.start(self._limits.write_timeout)
 
     def _check_progress(self) -> None:
-        """Cut off a client that took nothing for `write_timeout` seconds."""
+        """Drop the connection if the client has read nothing for `write_timeout` seconds."""
         num_unsent_bytes = self.transport.get_write_buffer_size()
         if 0 < num_unsent_bytes < self._num_unsent_bytes:
             self._watch_progress()
@@ -232,7 +234,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, unless what followed could not be parsed."""
+        """Start the next request, unless it could not be parsed."""
         super().on_response_complete()
         if self._open_cycles():
             return
@@ -314,6 +316,52 @@ class LimitedConnection(HttpToolsProtocol):
             **error.headers,
         }
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        self._metrics.responses["other", error.status] += 1
+        self._metrics.responses.labels("other", error.status).inc()
         self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
         self.transport.close()
+
+
+class ConnectionPool:
+    """All connections. When there are too many, the oldest without a request in progress is closed."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self.num_body_bytes = 0
+        """Bytes of the bodies that are being received, or whose request is in progress."""
+        self._idle: dict[LimitedConnection, None] = {}
+        self._reserved: dict[LimitedConnection, None] = {}
+        """Connections beyond `max_connections`."""
+
+    def add(self, connection: LimitedConnection) -> None:
+        """Add a connection. If all others are busy, it is a reserved one; the oldest reserved one may be closed."""
+        if len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle):
+            self._idle[connection] = None
+            return
+        self._reserved[connection] = None
+        if len(self._reserved) > NUM_RESERVED:
+            self._drop_oldest(self._reserved)
+
+    def note_request(self, connection: LimitedConnection) -> bool:
+        """Mark a connection as busy. Returns False if it is a reserved one and no idle one can be closed for it."""
+        self._idle.pop(connection, None)
+        is_reserved = connection in self._reserved
+        if is_reserved and (len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle)):
+            del self._reserved[connection]
+            return True
+        return not is_reserved
+
+    def note_idle(self, connection: LimitedConnection) -> None:
+        """Mark a connection as idle."""
+        self._idle[connection] = None
+
+    def remove(self, connection: LimitedConnection) -> None:
+        """Remove a closed connection."""
+        self._idle.pop(connection, None)
+        self._reserved.pop(connection, None)
+
+    def _drop_oldest(self, among: dict[LimitedConnection, None]) -> bool:
+        for connection in among:
+            del among[connection]
+            connection.transport.abort()
+            return True
+        return False

@@ -1,20 +1,23 @@
-"""The engine as the HTTP process sees it: jobs go in, deltas come back; it is started again when it dies or hangs."""
+"""The engine as the HTTP process sees it: requests go in, deltas come back; it is restarted when it dies or hangs."""
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
+from typing import Self
 
 from infinilm.config import Config
 from infinilm.engine.stats import EngineStats
 from infinilm.errors import EngineError
+from infinilm.framing import ChannelClosedError, frame, read_frame
+from infinilm.outputs import AnswerDelta
+from infinilm.processes import ChildProcess
+from infinilm.server.admission import Admission
 from infinilm.server.api_errors import ApiError, bad_request, shutting_down, unavailable
-from infinilm.server.engine_handle import EngineChild
-from infinilm.server.jobs import Job, now
+from infinilm.server.engine_request import EngineRequest, now
 from infinilm.server.messages import (
     Abort,
-    Delta,
+    Command,
     Failed,
     Ready,
     Rejected,
@@ -26,21 +29,63 @@ from infinilm.server.messages import (
     Submit,
     Timing,
     config_to_wire,
+    decode_report,
+    encode_message,
     params_to_wire,
 )
 from infinilm.server.settings import Limits
 
 logger = logging.getLogger(__name__)
 
+SOCKET_BUFFER_BYTES = 4 << 20
+"""Enough for many steps, so that the engine never waits for an HTTP process that is busy for a moment."""
+EXIT_TIMEOUT_S = 5.0
+"""For a process that has closed its socket, or was told to stop, to end."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STOP_TIMEOUT_S = 5.0
 STEADY_S = 60.0
-"""An engine that ran for so long has earned a quick restart."""
+"""An engine that ran for this long is restarted after `FIRST_DELAY_S` again."""
 MAX_HEARTBEAT_S = 1.0
 
 
+class EngineHandle:
+    """One run of the engine's process, and the messages to and from it."""
+
+    def __init__(self, process: ChildProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls) -> Self:
+        """Start the process."""
+        process = ChildProcess("infinilm.server.engine_process", output="echo", socket_buffer_bytes=SOCKET_BUFFER_BYTES)
+        process.socket.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=process.socket, limit=SOCKET_BUFFER_BYTES)
+        return cls(process, reader, writer)
+
+    def send(self, command: Command) -> None:
+        """Send a command. It is dropped if the process has ended."""
+        if not self._writer.is_closing():
+            self._writer.write(frame(encode_message(command)))
+
+    async def receive(self) -> Report | None:
+        """Wait for the next report; None if the process has ended."""
+        try:
+            report: Report = decode_report(await read_frame(self._reader))
+        except ChannelClosedError:
+            return None
+        return report
+
+    async def end(self) -> str:
+        """Wait for the process to end, kill it if it does not, and describe how it ended."""
+        await asyncio.to_thread(self.process.wait, EXIT_TIMEOUT_S)
+        self._writer.close()
+        return f"the engine's process {self.process.describe_end()}"
+
+
 class State(StrEnum):
-    """How the engine is."""
+    """Of the engine."""
 
     STARTING = "starting"
     READY = "ready"
@@ -50,95 +95,99 @@ class State(StrEnum):
 
 
 class EngineClient:
-    """Owns the engine's process. `on_start`, `on_end` and `on_change` are callbacks of the admission."""
+    """Owns the engine's process, and gives it requests as `Admission` allows."""
 
-    def __init__(self, config: Config, limits: Limits) -> None:
+    def __init__(self, config: Config, limits: Limits, admission: Admission) -> None:
         self.state = State.STARTING
+        self.is_draining = False
+        """Whether new requests are refused because the server is shutting down."""
         self.cause: str | None = None
         """Why the engine died the last time."""
         self.num_restarts = 0
         self.ready: Ready | None = None
         self.stats = EngineStats()
-        self.on_start: Callable[[Job], None] = _ignore
-        """The engine has drawn a job's first token."""
-        self.on_end: Callable[[Job], None] = _ignore
-        """A job has ended, one way or another."""
-        self.on_change: Callable[[], None] = lambda: None
-        """The engine has become ready, or has died."""
         self.failed = asyncio.Event()
         """Set when the engine can't be started again: `cause` says why."""
+        self._admission = admission
         self._config = config
         self._step_timeout = limits.step_timeout
         self._timing = Timing(
             limits.mixed_step_time, limits.prefill_step_time, min(MAX_HEARTBEAT_S, limits.step_timeout / 8)
         )
         self._num_reports = 0
-        self._jobs: dict[str, Job] = {}
-        self._child: EngineChild | None = None
+        self._requests: dict[str, EngineRequest] = {}
+        """The engine's requests, by id."""
+        self._handle: EngineHandle | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
 
     # --- the process ------------------------------------------------------------------------------------
 
     async def start(self) -> Ready:
-        """Load the model. If that fails the first time there is no second: the error says why."""
-        child = await self._launch()
-        report = await child.receive()
+        """Load the model. If that fails the first time, the error is raised and there is no second try."""
+        handle = await self._launch()
+        report = await handle.receive()
         if not isinstance(report, Ready):
-            end = await child.end()
+            end = await handle.end()
             raise EngineError(report.error if isinstance(report, Failed) else f"the model was not loaded: {end}")
-        self._be_ready(report)
-        self._supervisor = asyncio.create_task(self._supervise(child))
+        self._note_ready(report)
+        self._supervisor = asyncio.create_task(self._supervise(handle))
         return report
 
     async def stop(self) -> None:
-        """End the process, and with it all jobs."""
+        """End the process and all requests."""
         self.state = State.STOPPED
         self._stopping.set()
-        if self._supervisor is not None and self._child is not None:
-            self._child.send(Stop())
-            await asyncio.wait({self._supervisor}, timeout=STOP_TIMEOUT_S)
-            self._child.kill()  # if it is still there: it may be loading, or in a long step
-            await self._supervisor
-        elif self._child is not None:  # in the middle of loading
-            self._child.kill()
-            await self._child.end()
+        if self._handle is not None:
+            if self._supervisor is not None:
+                self._handle.send(Stop())
+                await asyncio.wait({self._supervisor}, timeout=STOP_TIMEOUT_S)
+                self._handle.process.kill()  # if it has not ended: it may be loading, or in a long step
+                await self._supervisor
+            else:  # it is loading
+                self._handle.process.kill()
+                await self._handle.end()
         self._end_all(shutting_down())
 
-    @property
-    def pid(self) -> int | None:
-        """The engine's process."""
-        return self._child.pid if self._child is not None else None
+    def check_open(self) -> None:
+        """Raise if no request can be served now."""
+        if self.is_draining:
+            raise shutting_down()
+        if self.state is not State.READY:
+            raise self.down_error()
 
     def down_error(self) -> ApiError:
-        """What to tell a request while there is no engine."""
+        """The error for a request while there is no engine."""
         because = f": {self.cause}" if self.cause else ""
         if self.state is State.FAILED:
             return unavailable(f"the engine can't be started again{because}", retry_after=60, code="engine_failed")
         return unavailable(f"the engine is {self.state}{because}; try again shortly", retry_after=5)
 
-    def _be_ready(self, report: Ready) -> None:
+    def _note_ready(self, report: Ready) -> None:
         self.ready = report
         self.state = State.READY
         self.stats = EngineStats(num_blocks=report.num_blocks, num_free_blocks=report.num_blocks)
-        self.on_change()
+        self._admission.set_capacity(report.max_num_seqs, report.max_num_batched_tokens)
 
-    async def _supervise(self, child: EngineChild) -> None:
-        """Follow the engine until it is told to stop; whenever it dies, start it again, a little later each time."""
+    async def _supervise(self, handle: EngineHandle) -> None:
+        """Follow the engine until it is told to stop. When it dies, restart it, with a longer delay each time."""
         delay = FIRST_DELAY_S
         while True:
             start_time = now()
-            self.cause, is_permanent = await self._follow(child)
-            self.stats = EngineStats()  # what it had is gone with it
+            self.cause, is_permanent = await self._follow(handle)
+            self.stats = EngineStats()
             if is_permanent and not self._stopping.is_set():
-                self._fail()
+                self.state = State.FAILED
+                self._admission.fail_waiting(self.down_error())
+                self._end_all(self.down_error())
+                self.failed.set()
                 return
             while not self._stopping.is_set():
                 self.state = State.RESTARTING
                 if now() - start_time > STEADY_S:
                     delay = FIRST_DELAY_S
                 logger.error("%s; starting it again in %.1f s", self.cause, delay)
-                self.on_change()
+                self._admission.fail_waiting(self.down_error())  # the time of the restart is not known
                 self._end_all(ApiError(500, f"the engine died: {self.cause}", code="engine_died"))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
@@ -146,50 +195,43 @@ class EngineClient:
                 delay = min(delay * 2, MAX_DELAY_S)
                 self.num_restarts += 1
                 try:
-                    child = await self._launch()
+                    handle = await self._launch()
                     break
                 except OSError as error:
                     self.cause = f"the engine's process can't be started: {error}"
             else:
                 return
 
-    async def _launch(self) -> EngineChild:
-        """Start a process, and have it load the model."""
-        self._child = await EngineChild.start()
-        self._child.send(Start(config_to_wire(self._config), self._timing))
-        return self._child
+    async def _launch(self) -> EngineHandle:
+        """Start a process and let it load the model."""
+        self._handle = await EngineHandle.start()
+        self._handle.send(Start(config_to_wire(self._config), self._timing))
+        return self._handle
 
-    def _fail(self) -> None:
-        """Give the engine up: another start would fail the same way."""
-        self.state = State.FAILED
-        self.on_change()
-        self._end_all(self.down_error())
-        self.failed.set()
-
-    async def _follow(self, child: EngineChild) -> tuple[str, bool]:
-        """Take in reports until there are no more; why that is, and whether another start would fail the same way."""
+    async def _follow(self, handle: EngineHandle) -> tuple[str, bool]:
+        """Handle reports until the process ends. Returns why it ended, and whether a restart would fail alike."""
         failure, is_permanent = None, False
-        watcher = asyncio.create_task(self._kill_if_hung(child))
-        while (report := await child.receive()) is not None:
+        watcher = asyncio.create_task(self._kill_if_hung(handle))
+        while (report := await handle.receive()) is not None:
             self._num_reports += 1
             if isinstance(report, Failed):
                 failure, is_permanent = report.error, report.is_permanent
             else:
-                self._take(report)
+                self._handle_report(report)
         if watcher.done():
             failure = (
                 f"the engine made no progress for {self._step_timeout:g} s and was killed; if its steps can take "
                 "longer, raise --limit step_timeout"
             )
         watcher.cancel()
-        end = await child.end()
+        end = await handle.end()
         return failure or end, is_permanent
 
-    async def _kill_if_hung(self, child: EngineChild) -> None:
-        """Return once the engine was silent for `step_timeout`, after killing it. Loading may take any time.
+    async def _kill_if_hung(self, handle: EngineHandle) -> None:
+        """Kill the engine when it has been silent for `step_timeout`, and return. Loading may take any time.
 
-        Silence is counted in waking intervals of this task. So time in which this process did not run itself (it was
-        stopped, the container paused, the machine asleep) does not count.
+        Silence is counted in waking intervals of this task. Time in which this process did not run (it was stopped,
+        the container paused, the machine asleep) does not count.
         """
         interval = self._timing.heartbeat
         num_silent, num_seen = 0, -1
@@ -197,74 +239,81 @@ class EngineClient:
             await asyncio.sleep(interval)
             is_silent = self.state is State.READY and self._num_reports == num_seen
             num_silent, num_seen = num_silent + 1 if is_silent else 0, self._num_reports
-        child.kill()
+        handle.process.kill()
 
-    # --- jobs -------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        """Hand a job to the engine."""
-        if self._child is None or self.state is not State.READY:
-            self._end(job, self.down_error())
+    def enter(self, requests: list[EngineRequest]) -> None:
+        """Accept the prompts of one HTTP request, all or none."""
+        self.check_open()
+        self._admission.enter(requests)
+        self._submit_ready()
+
+    def cancel(self, request: EngineRequest, answer: int | None = None) -> None:
+        """End a request, or one of its answers, early. If the engine has it, it ends when the engine says so."""
+        if request.is_ended:
             return
-        job.submit_time = now()
-        try:
-            salt = job.tenant or None
-            self._child.send(Submit(job.request_id, job.prompt_token_ids, params_to_wire(job.params), salt))
-        except (ValueError, OverflowError) as error:  # a number or text that no message can hold
-            self._end(job, bad_request(f"the request can't be passed on: {error}"))
-            return
-        self._jobs[job.request_id] = job
+        if request.submit_time is None:
+            self._admission.remove(request)
+        elif request.request_id in self._requests and self._handle is not None:
+            self._handle.send(Abort(request.request_id, answer))
 
-    def abort(self, job: Job, answer: int | None = None) -> None:
-        """End a job that the engine has, or one of its answers. It is over once the engine says so."""
-        if job.request_id in self._jobs and self._child is not None:
-            self._child.send(Abort(job.request_id, answer))
+    def fail_all(self, error: ApiError) -> None:
+        """End all requests with an error."""
+        self._admission.fail_waiting(error)
+        for request in self._requests.values():
+            request.fail(error)
+            self.cancel(request)
 
-    def _take(self, report: Report) -> None:
+    def _submit_ready(self) -> None:
+        """Give the engine the requests that it can begin soon."""
+        while self.state is State.READY and (request := self._admission.pop_ready()) is not None:
+            assert self._handle is not None
+            request.submit_time = now()
+            salt = request.tenant or None
+            try:
+                params = params_to_wire(request.params)
+                self._handle.send(Submit(request.request_id, request.prompt_token_ids, params, salt))
+            except (ValueError, OverflowError) as error:  # a number or text that no message can hold
+                self._end(request, bad_request(f"the request can't be passed on: {error}"))
+            else:
+                self._requests[request.request_id] = request
+
+    def _handle_report(self, report: Report) -> None:
         if isinstance(report, Stepped):
             time = now()
             for delta in report.deltas:
-                self._take_delta(delta, time)
+                self._handle_delta(delta, time)
         elif isinstance(report, Stats):
             self.stats = report.stats
         elif isinstance(report, Rejected):
-            if job := self._jobs.pop(report.request_id, None):
-                self._end(job, ApiError(500 if report.is_bug else 400, report.error))
+            if request := self._requests.pop(report.request_id, None):
+                self._end(request, ApiError(500 if report.is_bug else 400, report.error))
         elif isinstance(report, Ready):
-            self._be_ready(report)
+            self._note_ready(report)
+        self._submit_ready()
 
-    def _take_delta(self, delta: Delta, time: float) -> None:
-        job = self._jobs.get(delta.request_id)
-        if job is None:
+    def _handle_delta(self, delta: AnswerDelta, time: float) -> None:
+        request = self._requests.get(delta.request_id)
+        if request is None:
             return
-        is_first = job.first_time is None
+        is_first = request.first_time is None
         if delta.error is not None:
-            job.fail(ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error"))
-        job.take(delta, time)
-        if is_first and job.first_time is not None:
-            self.on_start(job)
-        if job.num_open == 0:
-            del self._jobs[delta.request_id]
-            self._end(job, None)
-
-    def fail_all(self, error: ApiError) -> None:
-        """End all jobs with an error."""
-        for job in self._jobs.values():
-            job.fail(error)
-            self.abort(job)
+            request.fail(ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error"))
+        request.append_delta(delta, time)
+        if is_first and request.first_time is not None:
+            self._admission.note_first_token(request)
+        if request.num_open == 0:
+            del self._requests[delta.request_id]
+            self._end(request, None)
 
     def _end_all(self, error: ApiError) -> None:
-        """The engine is gone, and its jobs with it."""
-        jobs, self._jobs = self._jobs, {}
-        for job in jobs.values():
-            self._end(job, error)
+        """End the requests of an engine that has ended."""
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            self._end(request, error)
 
-    def _end(self, job: Job, error: ApiError | None) -> None:
+    def _end(self, request: EngineRequest, error: ApiError | None) -> None:
         if error is not None:
-            job.fail(error)
-        job.is_ended = True
-        self.on_end(job)
-
-
-def _ignore(job: Job) -> None:
-    pass
+            request.fail(error)
+        self._admission.note_end(request)

@@ -1,33 +1,30 @@
-"""The engine's process: `python -m infinilm.server.engine_process <socket> <parent>`.
+"""The engine's process, which `EngineHandle` starts.
 
-It loads a model and takes steps; between two of them it listens. It ends when it is told to, or when the HTTP process
-is gone.
+It loads a model and computes steps; between two steps it reads commands. It ends when it is told to, or when the HTTP
+process has ended.
 """
 
-import ctypes
 import gc
 import logging
-import os
 import select
 import signal
-import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
 from infinilm.config import Config
 from infinilm.engine.llm_engine import LLMEngine
+from infinilm.engine.scheduler import Scheduler
 from infinilm.errors import CheckpointError, InfinilmError, WorkerDiedError
-from infinilm.outputs import AnswerDelta
+from infinilm.executor.step_io import StepInput
+from infinilm.framing import ChannelClosedError, FrameSocket
+from infinilm.processes import exit_with_parent, parent_socket
 from infinilm.sampling_params import SamplingParams
-from infinilm.server.compiling import GrammarQueue
+from infinilm.server.grammar_queue import GrammarQueue
 from infinilm.server.logs import install_logging
 from infinilm.server.messages import (
     Abort,
-    Delta,
     Failed,
-    FrameReader,
     Ready,
     Rejected,
     Report,
@@ -39,43 +36,84 @@ from infinilm.server.messages import (
     Timing,
     config_from_wire,
     decode_command,
-    frame,
+    encode_message,
     params_from_wire,
 )
-from infinilm.server.step_pace import StepPace
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
 MAX_CPU_STEP_TOKENS = 512
 """The default on a CPU, where a step of the usual size takes seconds. `StepPace` lowers it further by measurement."""
-PR_SET_PDEATHSIG = 1
+FIRST_TOKENS = 64
+"""Where the search begins: a slow machine computes this many in time, and a fast one soon gets more."""
+MIN_TOKENS = 16
+"""With fewer tokens at a time, prompts would take much longer in total. Far into a long prompt even these take long."""
+
+
+class Pace:
+    """The number of prompt tokens with which a step takes about `target_s` seconds."""
+
+    def __init__(self, target_s: float, max_tokens: int) -> None:
+        self._target_s = target_s
+        self._max_tokens = max_tokens
+        self.num_tokens = min(FIRST_TOKENS, max_tokens)
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Adapt to a step. A quick step with fewer tokens than allowed says nothing about more of them."""
+        if num_tokens >= self.num_tokens or seconds > self._target_s:
+            factor = min(max(self._target_s / max(seconds, 1e-6), 0.5), 2.0)
+            found = max(int(min(num_tokens, self.num_tokens) * factor), MIN_TOKENS)
+            self.num_tokens = min(found, self._max_tokens)
+
+
+class StepPace:
+    """Keeps steps short: sets a scheduler's limits of prompt tokens by the time that the last steps took.
+
+    One limit is for steps in which answers continue, the other for steps with prompts only.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, mixed_s: float, prefill_s: float) -> None:
+        self._scheduler = scheduler
+        self._mixed = Pace(mixed_s, scheduler.max_num_batched_tokens)
+        self._prefill = Pace(prefill_s, scheduler.max_num_batched_tokens)
+        self._apply()
+
+    def note(self, step: StepInput | None, seconds: float) -> None:
+        """Adapt to the time in which a step was computed."""
+        if step is not None and step.chunks:
+            pace = self._mixed if len(step.decoding.rows) else self._prefill
+            pace.note(step.num_chunk_tokens, seconds)
+            self._apply()
+
+    def _apply(self) -> None:
+        self._scheduler.max_mixed_tokens = self._mixed.num_tokens
+        self._scheduler.max_prefill_tokens = self._prefill.num_tokens
 
 
 class EngineLoop:
-    """Steps while there is work, and listens."""
+    """Computes steps while there are requests, and reads commands."""
 
-    def __init__(self, engine: LLMEngine, connection: socket.socket, reader: FrameReader, timing: Timing) -> None:
+    def __init__(self, engine: LLMEngine, frames: FrameSocket, timing: Timing) -> None:
         self._engine = engine
         self._heartbeat_s = timing.heartbeat
         self._pace = StepPace(engine.scheduler, mixed_s=timing.mixed_step, prefill_s=timing.prefill_step)
-        self._socket = connection
-        self._reader = reader
+        self._frames = frames
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
 
     def run(self) -> None:
-        """Until told to stop. Raises EOFError if the HTTP process is gone.
+        """Run until told to stop. Raises `ChannelClosedError` if the HTTP process has ended.
 
-        Reports come from this loop only, at least one per step and, while idle, per heartbeat. Without them the HTTP
-        process takes the engine for hung.
+        Only this loop reports: at least once per step and, while idle, once per heartbeat. Without reports the HTTP
+        process kills the engine as hung.
         """
         engine = self._engine
         while True:
             if engine.is_finished():
-                self._tell_stats()
-                select.select([self._socket, self._grammars.bell], [], [], self._heartbeat_s)
-            for message in self._reader.read_all():
+                self._send_stats()
+                select.select([self._frames.socket, self._grammars.bell], [], [], self._heartbeat_s)
+            for message in self._frames.receive_ready_frames():
                 command = decode_command(message)
                 if isinstance(command, Submit):
                     self._submit(command)
@@ -84,7 +122,7 @@ class EngineLoop:
                 elif isinstance(command, Stop):
                     self._grammars.close()
                     return
-            for compiled in self._grammars.take():
+            for compiled in self._grammars.pop_compiled():
                 with self._refusing(compiled.request):
                     if compiled.error is not None:
                         raise compiled.error
@@ -98,9 +136,9 @@ class EngineLoop:
         deltas = self._engine.step_deltas()
         self._pace.note(self._engine.last_step, perf_counter() - start_time)
         if deltas:
-            self._send(Stepped([_to_wire(delta) for delta in deltas]))
+            self._send(Stepped(deltas))
         if perf_counter() - self._stats_time > STATS_INTERVAL_S:
-            self._tell_stats()
+            self._send_stats()
 
     def _submit(self, request: Submit) -> None:
         with self._refusing(request):
@@ -117,7 +155,7 @@ class EngineLoop:
 
     @contextmanager
     def _refusing(self, request: Submit) -> Iterator[None]:
-        """Whatever is wrong with a request, or goes wrong with it, ends this one only."""
+        """Turn an error in the block into a `Rejected` report: it ends this request only."""
         try:
             yield
         except WorkerDiedError:
@@ -134,26 +172,17 @@ class EngineLoop:
         else:
             self._engine.abort(command.request_id, command.answer)
 
-    def _tell_stats(self) -> None:
+    def _send_stats(self) -> None:
         self._stats_time = perf_counter()
         self._send(Stats(self._engine.stats()))
 
     def _send(self, report: Report) -> None:
-        self._socket.sendall(frame(report))
+        send_report(self._frames, report)
 
 
-def _to_wire(delta: AnswerDelta) -> Delta:
-    return Delta(
-        delta.request_id,
-        delta.index,
-        delta.token_ids,
-        delta.finish_reason,
-        delta.stop_reason,
-        delta.logprobs,
-        delta.prompt_logprobs,
-        delta.error,
-        delta.metrics,
-    )
+def send_report(frames: FrameSocket, report: Report) -> None:
+    """Send a report to the HTTP process."""
+    frames.send_frame(encode_message(report))
 
 
 def _load(config: Config) -> LLMEngine:
@@ -180,10 +209,9 @@ def _describe(engine: LLMEngine, load_seconds: float) -> Ready:
     )
 
 
-def serve(connection: socket.socket) -> None:
+def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
-    reader = FrameReader(connection)
-    command = decode_command(reader.read_one())
+    command = decode_command(frames.receive_frame())
     if not isinstance(command, Start):
         raise TypeError(f"the first message must be Start, not {type(command).__name__}")
     try:
@@ -191,21 +219,22 @@ def serve(connection: socket.socket) -> None:
         engine = _load(config_from_wire(command.settings))
     except Exception as error:
         is_known = isinstance(error, InfinilmError)
-        # Lack of memory is no permanent failure: it may be another process that has it for now.
-        is_permanent = isinstance(error, CheckpointError)
-        connection.sendall(frame(Failed(str(error) if is_known else _name(error), is_permanent=is_permanent)))
+        # Lack of memory is not permanent: another process may use it for now.
+        send_report(
+            frames, Failed(str(error) if is_known else _name(error), is_permanent=isinstance(error, CheckpointError))
+        )
         raise SystemExit(2 if is_known else 1) from error
     gc.collect()
-    gc.freeze()  # what is there stays: no later collection needs to look through it
+    gc.freeze()  # these objects stay: no later collection needs to look at them
     with engine:
-        connection.sendall(frame(_describe(engine, perf_counter() - start_time)))
         try:
-            EngineLoop(engine, connection, reader, command.timing).run()
-        except (EOFError, ConnectionError):
-            return  # the HTTP process is gone: nobody is left to answer
+            send_report(frames, _describe(engine, perf_counter() - start_time))
+            EngineLoop(engine, frames, command.timing).run()
+        except ChannelClosedError:
+            return  # the HTTP process has ended
         except Exception as error:
             logger.exception("the engine failed")
-            connection.sendall(frame(Failed(_name(error), is_permanent=False)))
+            send_report(frames, Failed(_name(error), is_permanent=False))
             raise SystemExit(1) from error
 
 
@@ -213,23 +242,15 @@ def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, also in the middle of a long step."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os._exit(1)
-
-
 def main() -> None:
-    """Serve the socket of the first argument, a file descriptor, for the process of the second, its id."""
-    # A signal to the whole group is for the HTTP process to act upon: it lets requests finish, and then says stop.
+    """Serve the HTTP process, which started this one."""
+    # A signal to the whole group is for the HTTP process: it lets requests finish, and then sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     install_logging()
-    _end_with_parent(int(sys.argv[2]))
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    exit_with_parent()
+    serve(FrameSocket(parent_socket()))
 
 
 if __name__ == "__main__":

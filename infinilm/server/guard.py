@@ -1,4 +1,4 @@
-"""What every request passes before any route sees it: host, key, size; and what every response gets."""
+"""Middleware for all requests: checks host, API key and body size, and adds headers to responses."""
 
 import hashlib
 import hmac
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infinilm.server.api_errors import ApiError, body_too_large
 from infinilm.server.connection import CUT
-from infinilm.server.jobs import now
+from infinilm.server.engine_request import now
 from infinilm.server.logs import choose_request_id, request_id
 from infinilm.server.metrics import Metrics
 from infinilm.server.settings import ServerSettings
@@ -17,7 +17,7 @@ from infinilm.server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/health/live")
-"""Routes without a key: the page, which asks for one, and the sign of life. The page's files are open too."""
+"""Routes that need no key: the page, which asks for one, and the liveness check. The page's files need none either."""
 STATIC_PREFIX = "/static/"
 MAX_LENGTH_DIGITS = 18
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -35,7 +35,7 @@ SECURITY_HEADERS = [
 
 
 class KeyRing:
-    """The keys that open the service. Only their hashes are kept."""
+    """The API keys. Only their hashes are kept."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._hashes = [_hash(key.encode()) for key in keys]
@@ -44,7 +44,7 @@ class KeyRing:
         return bool(self._hashes)
 
     def find(self, key: bytes) -> str | None:
-        """The tenant that a key stands for. All keys are compared, each in constant time."""
+        """The tenant of a key, or None. All keys are compared, each in constant time."""
         given = _hash(key)
         found = None
         for known in self._hashes:
@@ -58,7 +58,7 @@ def _hash(key: bytes) -> bytes:
 
 
 class Guard:
-    """ASGI middleware. Refusals have OpenAI's shape, like all other errors."""
+    """ASGI middleware. Starlette's own answers in plain text; here refusals have OpenAI's form."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app = app
@@ -74,7 +74,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         scope["arrival_time"] = now()
-        scope["direct_send"] = send  # for the pieces of a stream: once begun, nobody on the way has to see them
+        scope["direct_send"] = send  # for events: middleware need not see them
         path = scope["path"]
         label = path if path in self._paths else "other"
         headers = _first_headers(scope)
@@ -86,9 +86,9 @@ class Guard:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                self._metrics.responses[label, message["status"]] += 1
+                self._metrics.responses.labels(label, message["status"]).inc()
                 message["headers"] = [*message["headers"], *SECURITY_HEADERS, (b"x-request-id", own_id.encode())]
-                if path == "/" or path.startswith(STATIC_PREFIX):  # or a browser could mix the files of two versions
+                if path == "/" or path.startswith(STATIC_PREFIX):  # a browser must not mix the files of two versions
                     message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
@@ -112,7 +112,7 @@ class Guard:
                 )
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """Without a key, a page that a browser has open must not reach us under a name of its own."""
+        """Without keys, refuse other host names: a page in a browser could reach this server by DNS rebinding."""
         if self._keys or not self._settings.is_loopback:
             return
         host = headers.get(b"host", b"localhost").decode("latin-1")
@@ -168,7 +168,7 @@ def _first_headers(scope: Scope) -> dict[bytes, bytes]:
 
 
 async def refuse(error: ApiError, send: Send) -> None:
-    """Send an error, and close the connection: a body may still be on its way."""
+    """Send an error and close the connection: the client may still be sending a body."""
     body = error.encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -1,7 +1,7 @@
-"""Logging that can neither fail nor block: text for stderr is queued, and a thread writes it.
+"""Logging that never fails and never blocks: text for stderr is queued, and a thread writes it.
 
-A full disk, a closed pipe or a pipe that is not read must not change how requests are served. The queue is bounded:
-text that does not fit, or that can't be written, is dropped and counted.
+A full disk, a closed pipe or a pipe that nothing reads must not affect requests. The queue is bounded: text that does
+not fit, or that can't be written, is dropped and counted.
 """
 
 import atexit
@@ -31,7 +31,7 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def choose_request_id(given: bytes | None) -> str:
-    """The client's own id if it is short and plain, else a new one."""
+    """The client's id if it is short and plain, else a new one."""
     if given is not None and _SANE_ID.fullmatch(given):
         return given.decode("ascii")
     return secrets.token_hex(8)
@@ -54,12 +54,12 @@ class QueuedStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """For libraries that ask."""
+        """The encoding, for libraries."""
         return "utf-8"
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """For libraries that ask."""
+        """How characters are encoded that can't be, for libraries."""
         return "backslashreplace"
 
     def writable(self) -> bool:
@@ -76,7 +76,7 @@ class QueuedStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Queue text, or drop it if the queue is full."""
-        if not isinstance(text, str):  # libraries find out by this whether a stream takes text or bytes
+        if not isinstance(text, str):  # libraries test by this whether a stream is for text or bytes
             raise TypeError(f"write takes text, not {type(text).__name__}")
         with self._changed:
             if self._num_chars + len(text) > self._max_chars:
@@ -117,7 +117,7 @@ class QueuedStream(io.TextIOBase):
                 self._changed.notify_all()
 
     def _write_all(self, data: bytes) -> bool:
-        """Write until done or until the file refuses. It may block for as long as the file does."""
+        """Write all data. Returns False on an error. Blocks as long as the file does."""
         view = memoryview(data)
         try:
             while view:
@@ -148,10 +148,10 @@ class LogFormatter(logging.Formatter):
 
 
 def install_logging() -> None:
-    """Make stderr a `QueuedStream` and log to it, in this process and until it ends.
+    """Make `sys.stderr` a `QueuedStream` and log to it, until the process ends.
 
-    All that Python code writes to `sys.stderr` takes this way: logs, warnings, tracebacks, progress. Where `sys.stderr`
-    is no file (a test captures it), nothing changes.
+    All text that Python code writes to `sys.stderr` is queued: logs, warnings, tracebacks, progress. If `sys.stderr`
+    is not a file (a test captures it), nothing changes.
     """
     _open_standard_fds()
     if isinstance(sys.stderr, QueuedStream):
@@ -170,12 +170,12 @@ def install_logging() -> None:
 
 
 def _open_standard_fds() -> None:
-    """Open the null device for a standard file that is closed, or a socket may get its number and then log lines."""
+    """Open the null device for closed standard files. Otherwise a socket could get the number and then log lines."""
     for fd in range(STDERR_FD + 1):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
 def num_dropped_lines() -> int:

@@ -1,7 +1,5 @@
-"""What the HTTP process and the engine's process tell each other: msgpack behind its length, over a socket pair."""
+"""The messages between the HTTP process and the engine's process, in msgpack."""
 
-import socket
-from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
@@ -10,17 +8,13 @@ import msgspec
 from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
 from infinilm.engine.stats import EngineStats
-from infinilm.outputs import FinishReason, RequestMetrics, TokenLogprobs
+from infinilm.outputs import AnswerDelta
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured_output import StructuredOutput
 
-LENGTH_BYTES = 4
-SOCKET_BUFFER_BYTES = 4 << 20
-"""Room for a good many steps, so that the engine never waits for an HTTP process that is busy for a moment."""
-
 
 class Timing(msgspec.Struct, array_like=True, frozen=True):
-    """How long steps should take, and how often the engine reports at least. Seconds."""
+    """How long steps should take, and the longest time between two reports of the engine. Seconds."""
 
     mixed_step: float
     prefill_step: float
@@ -40,7 +34,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     request_id: str
     prompt_token_ids: list[int]
     params: dict[str, Any]
-    """Those sampling parameters that are not the default."""
+    """The sampling parameters that differ from their defaults."""
     cache_salt: str | None
 
 
@@ -52,7 +46,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """Give back the memory and end the process."""
+    """Free the memory and end the process."""
 
 
 Command = Start | Submit | Abort | Stop
@@ -73,102 +67,43 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The engine cannot go on, and its process ends."""
+    """The engine failed, and its process ends."""
 
     error: str
     is_permanent: bool
-    """Whether another try would fail the same way: a bad setting, a bad checkpoint."""
-
-
-class Delta(msgspec.Struct, array_like=True, gc=False):
-    """What a step added to one answer of one request. See `infinilm.outputs.AnswerDelta`."""
-
-    request_id: str
-    index: int
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    error: str | None = None
-    metrics: RequestMetrics | None = None
+    """Whether another start would fail alike: a bad setting, a bad checkpoint."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", array_like=True):
-    """A request was not taken on."""
+    """A request was refused, or failed before its first step."""
 
     request_id: str
     error: str
     is_bug: bool = False
-    """Whether it is our fault, not the sender's."""
+    """Whether the engine is at fault, not the client."""
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
-    """What a step brought."""
+    """The output of a step."""
 
-    deltas: list[Delta]
+    deltas: list[AnswerDelta]
 
 
 class Stats(msgspec.Struct, tag="stats", array_like=True):
-    """The engine's state, every now and then."""
+    """The engine's state, sent at intervals."""
 
     stats: EngineStats
 
 
 Report = Ready | Failed | Rejected | Stepped | Stats
 
-_encoder = msgspec.msgpack.Encoder()
+encode_message = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_report = msgspec.msgpack.Decoder(Report).decode
 
 
-def frame(message: Command | Report) -> bytes:
-    """A message as it is sent."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-class FrameReader:
-    """Reads messages from a blocking socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._buffer = bytearray()
-
-    def read_one(self) -> bytes:
-        """Wait for a message."""
-        while (message := self._cut()) is None:
-            self._receive(0)
-        return message
-
-    def read_all(self) -> Iterator[bytes]:
-        """The messages that are there. Raises EOFError when the other end is gone."""
-        self._receive(socket.MSG_DONTWAIT)
-        while (message := self._cut()) is not None:
-            yield message
-
-    def _receive(self, flags: int) -> None:
-        try:
-            data = self._socket.recv(1 << 20, flags)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError("the other process is gone")
-        self._buffer += data
-
-    def _cut(self) -> bytes | None:
-        end = LENGTH_BYTES + int.from_bytes(self._buffer[:LENGTH_BYTES], "little")
-        if len(self._buffer) < max(end, LENGTH_BYTES + 1):
-            return None
-        message = bytes(self._buffer[LENGTH_BYTES:end])
-        del self._buffer[:end]
-        return message
-
-
 def config_to_wire(config: Config) -> dict[str, Any]:
-    """The settings as plain values."""
+    """The settings as plain values, for `config_from_wire`."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     settings["model"] = None if config.model is None else str(config.model)
     settings["distributed"] = config.distributed and config.distributed.tp_device_ids
@@ -176,7 +111,7 @@ def config_to_wire(config: Config) -> dict[str, Any]:
 
 
 def config_from_wire(settings: dict[str, Any]) -> Config:
-    """The settings again, checked once more."""
+    """The settings that `config_to_wire` wrote, checked again."""
     ids = settings["distributed"]
     return Config.from_kwargs(**{**settings, "distributed": DistConfig(tp_device_ids=ids) if ids else None})
 
@@ -185,7 +120,7 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """The sampling parameters that differ from the default, as plain values."""
+    """The sampling parameters that differ from their defaults, as plain values, for `params_from_wire`."""
     values = {name: getattr(params, name) for name in _DEFAULTS}
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -195,7 +130,7 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_wire(values: dict[str, Any]) -> SamplingParams:
-    """The sampling parameters again, checked once more."""
+    """The sampling parameters that `params_to_wire` wrote, checked again."""
     if structured := values.get("structured"):
         values["structured"] = StructuredOutput(**structured)
     return SamplingParams.from_kwargs(**values)

@@ -1,8 +1,17 @@
-"""The requests that are understood. A field that is not here, or has another type, is refused by its name."""
+"""The requests of the API and how their bodies are read. Unknown fields and wrong types are refused by name."""
 
+import json
+import re
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, TypeVar
 
+from fastapi import Request
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from infinilm.server.api_errors import bad_request
+from infinilm.server.settings import Limits
 
 MAX_INTEGER = 2**31 - 1
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
@@ -10,24 +19,22 @@ SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which only the first wrong element is reported: millions of errors would stop the server for minutes."""
+"""A list that reports only its first wrong element: millions of errors would stop the server for minutes."""
 
 
 class Strict(BaseModel):
-    """Unknown fields and values of another type are errors: "1" is no number, and neither is NaN."""
+    """Refuses unknown fields and values of another type: "1" is not a number, and neither is NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class StreamOptions(Strict):
-    """What to send besides the text."""
-
     include_usage: bool | None = None
     """A last chunk with the number of tokens."""
 
 
 class SamplingFields(Strict):
-    """What all requests for text have in common. None of a value means its default."""
+    """The fields of all requests for text. None means the default."""
 
     model: str | None = None
     """The name in `/v1/models`."""
@@ -76,31 +83,23 @@ class CompletionRequest(SamplingFields):
 
 
 class TextPart(Strict):
-    """A piece of a message."""
-
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(Strict):
-    """What a tool was asked to do, in an earlier turn."""
-
     name: str
     arguments: str
     """A JSON object, as text."""
 
 
 class ToolCall(Strict):
-    """A tool call of an earlier turn."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class Message(Strict):
-    """One turn of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | ListOf[TextPart] | None = None
     name: str | None = None
@@ -111,8 +110,6 @@ class Message(Strict):
 
 
 class Function(Strict):
-    """What a tool does and takes."""
-
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -121,28 +118,20 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(Strict):
-    """A function by its name."""
-
     name: str
 
 
 class NamedTool(Strict):
-    """The one tool to call."""
-
     type: Literal["function"]
     function: NamedFunction
 
 
 class JsonSchema(Strict):
-    """A schema that the answer will follow."""
-
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -150,20 +139,14 @@ class JsonSchema(Strict):
 
 
 class TextFormat(Strict):
-    """Any text."""
-
     type: Literal["text"]
 
 
 class JsonObjectFormat(Strict):
-    """Some JSON object."""
-
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(Strict):
-    """JSON that follows a schema."""
-
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -204,8 +187,6 @@ class DetokenizeRequest(Strict):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
-
     message: str
     type: str
     param: str | None
@@ -216,3 +197,49 @@ class ErrorReply(BaseModel):
     """Every error looks like this."""
 
     error: ErrorDetail
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------
+#
+# The complexity of a body is bounded before it is parsed and validated: small values take much memory once they are
+# parsed, and each wrong one may become a validation error.
+
+_STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+"""A string in JSON, or the rest of the text if the string does not end. It never backtracks."""
+
+
+class JsonRequest(Request):
+    """A request whose body is JSON in UTF-8 with at most `max_nodes` arrays, objects and members of objects."""
+
+    max_nodes: int
+
+    async def json(self) -> Any:
+        """The parsed body. Raises `ValueError` if it is not JSON."""
+        text = (await self.body()).decode("utf-8-sig")
+        if _count_nodes(text) > self.max_nodes < _count_nodes(_STRING.sub("", text)):
+            raise bad_request(
+                f"the body has more than {self.max_nodes} arrays, objects and members of objects (max_json_nodes)",
+                code="body_too_complex",
+            )
+        return json.loads(text)
+
+
+def _count_nodes(text: str) -> int:
+    return text.count("[") + text.count("{") + text.count(":")
+
+
+def json_route(limits: Limits) -> type[APIRoute]:
+    """A class of routes whose requests are `JsonRequest`s."""
+
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+            handle = super().get_route_handler()
+
+            async def handle_json(request: Request) -> Response:
+                bounded = JsonRequest(request.scope, request.receive)
+                bounded.max_nodes = limits.max_json_nodes
+                return await handle(bounded)
+
+            return handle_json
+
+    return JsonRoute

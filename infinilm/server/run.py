@@ -1,4 +1,4 @@
-"""Runs the service until it is told to stop: the engine, the HTTP server, signals."""
+"""Runs the engine and the HTTP server, and handles signals."""
 
 import asyncio
 import gc
@@ -15,21 +15,20 @@ import uvicorn
 
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.server.app import create_app
-from infinilm.server.connection import LimitedConnection
+from infinilm.server.connection import NUM_RESERVED, ConnectionPool, LimitedConnection
 from infinilm.server.messages import Ready
-from infinilm.server.pool import NUM_RESERVED, ConnectionPool
 from infinilm.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 NUM_OTHER_FILES = 128
-"""Files that the process has open besides clients' connections, and a few for connections that are closing."""
+"""Open files besides clients' connections, and a few for connections that are closing."""
 BACKLOG = 2048
-"""Connections that the kernel holds until they are accepted, which is soon: those too many are accepted too."""
+"""Connections that the kernel holds until they are accepted. Excess connections are accepted too, and refused."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on the first signal lets requests finish while it refuses new ones, and on the second ends.
+    """uvicorn's server. The first signal lets requests finish and refuses new ones, the second ends the process.
 
     SIGHUP is a first signal only: a terminal that closes may send several. Under nohup it stays ignored.
     """
@@ -41,7 +40,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM, SIGINT and SIGHUP meanwhile."""
+        """Handle SIGTERM, SIGINT and SIGHUP in the block."""
         before = signal.getsignal(signal.SIGHUP)
         with super().capture_signals():
             if before is not signal.SIG_IGN:
@@ -52,7 +51,6 @@ class Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Act on a signal."""
         loop = asyncio.get_running_loop()
         loop.call_soon_threadsafe(self._begin_drain, sig != signal.SIGHUP)
 
@@ -61,7 +59,7 @@ class Server(uvicorn.Server):
             if is_final_if_second:
                 self.should_exit = self.force_exit = True
             return
-        logger.info("finishing %d requests; once more to end at once", self._service.admission.num_jobs)
+        logger.info("finishing %d requests; once more to end at once", self._service.admission.num_requests)
         self._drain = asyncio.create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
@@ -70,7 +68,7 @@ class Server(uvicorn.Server):
 
 
 def run(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
-    """Serve until a signal ends it. `on_ready` is told the model and the address once requests are taken."""
+    """Serve until a signal. `on_ready` gets the model and the address once requests are served."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(service, on_ready))
 
@@ -93,7 +91,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Clients keep idle connections for 5 s (httpx) or 15 s (aiohttp); if we close one, it may just be taken again.
+        # Clients keep idle connections for 5 s (httpx) or 15 s (aiohttp) and may use one just as we close it.
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
         backlog=BACKLOG,
@@ -107,7 +105,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{socket.getsockname()[1]}"
     server = Server(config, service)
-    # It answers while the model is loaded, if only with the state of things.
+    # The server answers health checks while the model is loaded.
     serving = asyncio.create_task(server.serve(sockets=[socket]))
     loading = asyncio.create_task(service.start())
     try:
@@ -115,7 +113,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
         if loading.done():
             ready = loading.result()
             gc.collect()
-            gc.freeze()  # what is there stays: no later collection needs to look through it
+            gc.freeze()  # these objects stay: no later collection needs to look at them
             on_ready(ready, address)
             failing = asyncio.create_task(service.client.failed.wait())
             await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,7 +129,7 @@ async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> No
 
 
 def fit_open_files(max_connections: int) -> int:
-    """Raise the limit of open files to what the connections need; fewer connections if the system does not allow it."""
+    """Raise the limit of open files to what the connections need. Returns the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = NUM_RESERVED + NUM_OTHER_FILES
     needed = max_connections + others
@@ -153,7 +151,7 @@ def fit_open_files(max_connections: int) -> int:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed: about twice as fast."""
+    """uvloop's if it is installed: about twice as fast."""
     if sys.platform == "win32":
         return None
     try:

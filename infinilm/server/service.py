@@ -1,35 +1,131 @@
-"""All that the routes use: the engine, the tokenizer, who gets in, what is counted."""
+"""What the routes use: the engine, the tokenizer, admission control and metrics."""
 
 import asyncio
 import itertools
-import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from infinilm.config import Config
-from infinilm.errors import InvalidValueError
+from infinilm.errors import InfinilmError, InvalidValueError
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.sources import DEFAULT_MODEL, resolve
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.admission import Admission
-from infinilm.server.answers import Answer
-from infinilm.server.api_errors import ApiError, shutting_down
-from infinilm.server.calls import Call
+from infinilm.server.api_errors import ApiError, bad_request, shutting_down
 from infinilm.server.engine_client import EngineClient
-from infinilm.server.jobs import Inbox, Job
+from infinilm.server.engine_request import DeltaQueue, EngineRequest
 from infinilm.server.logs import request_id
 from infinilm.server.messages import Ready
 from infinilm.server.metrics import Metrics
-from infinilm.server.prompts import PromptMaker
 from infinilm.server.protocol import SamplingFields
+from infinilm.server.response_stream import ResponseStream
 from infinilm.server.sampling import stop_strings
 from infinilm.server.settings import ServerSettings
-from infinilm.server.tools import detect_format, supports_tools
+from infinilm.server.tool_formats import detect_format, supports_tools
+from infinilm.text.answer import Answer
 from infinilm.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+NUM_THREADS = 2
+MAX_INLINE_CHARS = 4096
+"""A shorter text is encoded faster than a thread would begin with it."""
+
+
+class PromptEncoder:
+    """Renders chat templates and encodes texts, in threads and within a time limit: the event loop must not wait."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+        timeout: float,
+        parse_special_tokens: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._parse_special_tokens = parse_special_tokens
+        self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
+        self._timeout = timeout
+        longest = max((len(token) for token in tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+        self._max_chars = max_tokens * longest
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompts")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        if not text:
+            raise bad_request(f"{param} is empty; give at least one character", param)
+        self._check_chars(text, param)
+        work = partial(self.tokenizer.encode, text, add_special_tokens)
+        token_ids = _refusing(work, param) if len(text) <= MAX_INLINE_CHARS else await self._run(work, param)
+        return self.check_ids(token_ids, param)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        """The tokens of a conversation, up to the beginning of the answer; `variables` are for its template.
+
+        Special tokens in messages are text, unless the server's settings allow them.
+        """
+        work = partial(
+            self.tokenizer.encode_chat,
+            messages,
+            parse_special_tokens=self._parse_special_tokens,
+            check_text=partial(self._check_chars, param="messages"),
+            **variables,
+        )
+        return self.check_ids(await self._run(work, "messages"), "messages")
+
+    def check_ids(self, token_ids: list[int], param: str) -> list[int]:
+        """Refuse a prompt that is empty, too long, or outside the vocabulary."""
+        if not token_ids:
+            raise bad_request(f"{param} has no tokens; give at least one", param)
+        if len(token_ids) >= self._max_tokens:
+            raise bad_request(
+                f"{param} has {len(token_ids)} tokens; this model takes {self._max_tokens} with the answer, so at most "
+                f"{self._max_tokens - 1} here",
+                param,
+                "context_length_exceeded",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            bad = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+            raise bad_request(f"{param} has the token id {bad}; ids are 0 to {self._vocab_size - 1}", param)
+        return token_ids
+
+    def _check_chars(self, text: str, param: str) -> None:
+        """Refuse a text that is too long even if all its tokens are the longest one, before any work is done."""
+        if len(text) > self._max_chars:
+            raise bad_request(
+                f"{param} has {len(text)} characters, which are more than {self._max_tokens} tokens",
+                param,
+                "context_length_exceeded",
+            )
+
+    async def _run(self, work: Callable[[], T], param: str) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(
+                loop.run_in_executor(self._threads, partial(_refusing, work, param)), self._timeout
+            )
+        except TimeoutError:
+            raise bad_request(f"{param} could not be made into tokens within {self._timeout:g} s", param) from None
+
+
+def _refusing(work: Callable[[], T], param: str) -> T:
+    """Run, and turn the package's errors into bad requests."""
+    try:
+        return work()
+    except InfinilmError as error:
+        raise bad_request(str(error), param) from error
 
 
 class Service:
@@ -49,18 +145,18 @@ class Service:
             has_tools: supports_tools(template, self.tool_format)
             for has_tools, template in ((False, tokenizer.chat_template), (True, tokenizer.tool_template))
         }
-        """Whether the chat template itself writes tools, calls and results; a request with tools may have its own."""
-        self.client = EngineClient(config.replace(model=path), settings.limits)
-        self.admission = Admission(self.client, settings.limits, has_tenants=len(settings.api_keys) > 1)
+        """Whether the chat template itself writes tools, calls and results. Requests with tools may use another one."""
+        self.admission = Admission(settings.limits, has_tenants=len(settings.api_keys) > 1)
+        self.client = EngineClient(config.replace(model=path), settings.limits, self.admission)
         self.metrics = Metrics()
         self.created = int(time.time())
         self._ids = itertools.count()
-        self._prompts: PromptMaker | None = None
+        self._prompts: PromptEncoder | None = None
 
     async def start(self) -> Ready:
-        """Load the model; returns what is known of it."""
+        """Load the model."""
         ready = await self.client.start()
-        self._prompts = PromptMaker(
+        self._prompts = PromptEncoder(
             self.tokenizer,
             max_tokens=ready.max_model_len,
             vocab_size=ready.vocab_size,
@@ -70,42 +166,39 @@ class Service:
         return ready
 
     async def stop(self) -> None:
-        """End the engine."""
         await self.client.stop()
         if self._prompts is not None:
             self._prompts.close()
 
     async def drain(self) -> None:
-        """Let nobody in any more, and wait for those within, for a while."""
-        self.admission.is_draining = True
+        """Refuse new requests, and wait for the open ones up to `drain_timeout`."""
+        self.client.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.drain_timeout
-        while self.admission.num_jobs and loop.time() < deadline:
+        while self.admission.num_requests and loop.time() < deadline:
             await asyncio.sleep(0.05)
-        self.admission.fail_all(shutting_down())
+        self.client.fail_all(shutting_down())
 
     @property
-    def prompts(self) -> PromptMaker:
-        """Makes token ids."""
+    def prompts(self) -> PromptEncoder:
         if self._prompts is None:
             raise self.client.down_error()
         return self._prompts
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         if self.client.ready is None:
             raise self.client.down_error()
         return self.client.ready.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not here."""
         if name is not None and name != self.model_name:
             raise ApiError(
                 404, f"there is no model {name!r} here; use {self.model_name!r}", param="model", code="model_not_found"
             )
 
-    def open_call(
+    def open_stream(
         self,
         request: Request,
         body: SamplingFields,
@@ -113,51 +206,50 @@ class Service:
         params: Sequence[SamplingParams],
         *,
         kept_ids: Collection[int] = (),
-    ) -> Call:
-        """A call with a job for each prompt; special tokens among `kept_ids` stay in the answers' text."""
+    ) -> ResponseStream:
+        """Make an engine request for each prompt. Special tokens among `kept_ids` stay in the answers' text."""
         user = f" of {body.user!r}" if body.user else ""
         log_as = f"{request.url.path}{user}" if self.settings.log_requests else None
-        inbox = Inbox()
-        jobs: list[Job] = []
+        output = DeltaQueue()
+        requests: list[EngineRequest] = []
         answers: list[Answer] = []
         for token_ids, each in zip(prompts, params, strict=True):
-            job = Job(
-                request_id=f"{next(self._ids)}-{request_id.get()}",  # the engine logs it too
-                prompt_token_ids=list(token_ids),
-                params=each,
-                inbox=inbox,
-                tenant=request.scope.get("tenant", ""),
-                arrival_time=request.scope["arrival_time"],
-                first_answer=len(answers),
+            first_answer = len(answers)
+            requests.append(
+                EngineRequest(
+                    request_id=f"{next(self._ids)}-{request_id.get()}",  # the engine logs it too
+                    prompt_token_ids=list(token_ids),
+                    params=each,
+                    output=output,
+                    tenant=request.scope.get("tenant", ""),
+                    arrival_time=request.scope["arrival_time"],
+                    first_answer=first_answer,
+                )
             )
-            jobs.append(job)
             answers += [
                 Answer(
-                    job.first_answer + index,
                     self.tokenizer,
+                    first_answer + index,
                     stops=stop_strings(body),
                     min_tokens=each.min_tokens,
                     kept_ids=kept_ids,
                 )
                 for index in range(each.n)
             ]
-        return Call(self.admission, self.metrics, jobs=jobs, answers=answers, inbox=inbox, log_as=log_as)
+        return ResponseStream(
+            self.client, self.metrics, requests=requests, answers=answers, output=output, log_as=log_as
+        )
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
-    """A checkpoint's tokenizer, without what reading weights takes: the HTTP process needs no torch."""
+    """A checkpoint's tokenizer, loaded without torch, which the HTTP process does not need."""
     if path.is_dir():
         return Tokenizer.from_directory(path)
     with closing(GGUFFile(path)) as file:
         return Tokenizer.from_gguf(file.metadata)
 
 
-def make_id(prefix: str) -> str:
-    """A new id for a reply."""
-    return f"{prefix}-{secrets.token_hex(12)}"
-
-
 def _name_of(model: str | Path | None, path: Path) -> str:
-    """What a model is called by those who ask for it: as it was asked for here, or as its file."""
+    """The name of a model in requests: the name that was given, or that of its file."""
     name = DEFAULT_MODEL if model is None else str(model)
     return path.name if Path(name).exists() else name

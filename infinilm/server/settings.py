@@ -1,4 +1,4 @@
-"""What can be set about the service, checked when it is made."""
+"""The settings of the service, checked when they are made."""
 
 import ipaddress
 from dataclasses import dataclass, field, fields
@@ -12,17 +12,17 @@ MIN_KEY_LENGTH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How much one client, and all together, may ask for. Times are in seconds."""
+    """Limits for one client and for all together. Times are in seconds."""
 
     max_requests: int = 1024
-    """Requests at work or waiting, over all clients. Those beyond get a 429."""
+    """Requests in progress or waiting, over all clients. Others get a 429."""
     max_total_tokens: int = 4_194_304
-    """Tokens of their prompts and of the answers they ask for. Those beyond get a 429."""
+    """Tokens of their prompts and of the answers they ask for. Others get a 429."""
     max_connections: int = 2048
     """Beyond, only `/health/live` is answered, on a few more connections."""
     max_body_bytes: int = 8 << 20
     max_total_body_bytes: int = 512 << 20
-    """Of all bodies that are being received or whose request is at work. A request beyond gets a 503."""
+    """Of all bodies that are being received or whose request is in progress. Other requests get a 503."""
     max_header_bytes: int = 32 << 10
     """Also for all trailers, chunk sizes and chunk extensions of a chunked body together."""
     max_headers: int = 128
@@ -42,17 +42,17 @@ class Limits:
     read_timeout: float = 30.0
     """For a request's headers, and again for its whole body."""
     write_timeout: float = 60.0
-    """A client that takes nothing of a response for so long is cut off."""
+    """A client that reads nothing of a response for this long is disconnected."""
     prepare_timeout: float = 5.0
     """For rendering the chat template, and making tokens of the prompt."""
     drain_timeout: float = 30.0
-    """After SIGTERM, for the requests at work."""
+    """After SIGTERM, for the requests in progress."""
     step_timeout: float = 120.0
-    """For the engine to report progress: a step, or an idle heartbeat. Else it is taken for hung, and replaced."""
+    """For the engine to report progress: a step, or a heartbeat when idle. Without one it is killed and restarted."""
     mixed_step_time: float = 0.1
-    """A step in which answers go on computes as many prompt tokens as fit into about this time, at least 16."""
+    """A step in which answers continue computes as many prompt tokens as fit into about this time, at least 16."""
     prefill_step_time: float = 0.5
-    """The same for a step of prompts only: how long a new request waits for one that is being computed."""
+    """The same for a step with prompts only: how long a new request waits for the current step."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -81,13 +81,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where to listen, for whom, and how much."""
+    """Address, API keys, model name and limits."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     model_name: str | None = None
-    """What the model is called in requests. None: by its file or directory."""
+    """The model's name in requests. None: the name of its file or directory."""
     log_requests: bool = False
     parse_special_tokens: bool = False
     """Whether special tokens in the messages of a chat become control tokens."""

@@ -8,7 +8,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class LingeringTransport:
-    """A transport whose `close` is replaced. uvicorn closes connections in several places."""
+    """A transport with another `close`: uvicorn closes connections in several places."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[asyncio.Transport], None]) -> None:
         self._transport = transport
@@ -21,13 +21,13 @@ class LingeringTransport:
             self._transport.write(data)
 
     def close(self) -> None:
-        """Close, the first time that this is called."""
+        """Close, on the first call."""
         if not self.is_closing():
             self._is_closing = True
             self._close(self._transport)
 
     def is_closing(self) -> bool:
-        """Whether nothing more is to be written."""
+        """Whether `close` was called, or the connection is lost."""
         return self._is_closing or self._transport.is_closing()
 
     def __getattr__(self, name: str) -> Any:
@@ -44,16 +44,16 @@ class Timer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the call is still to come."""
+        """Whether the call is scheduled."""
         return self._handle is not None
 
     def start(self, seconds: float) -> None:
-        """Call after this time, and not at the time set before."""
+        """Schedule the call, in place of an earlier one."""
         self.stop()
         self._handle = self._loop.call_later(seconds, self._fire)
 
     def stop(self) -> None:
-        """Don't call."""
+        """Cancel the call."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -64,7 +64,7 @@ class Timer:
 
 
 def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """The `send` for an HTTP/1.0 client, which knows no chunks: a body without a length ends with the connection."""
+    """The `send` for an HTTP/1.0 client, which reads no chunks: a body without a length ends with the connection."""
     has_length = False
 
     async def send(message: Any) -> None:

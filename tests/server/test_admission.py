@@ -1,133 +1,133 @@
 """The order in which the engine is given requests, without an engine."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.admission import NUM_LONG_AHEAD, NUM_STEPS_AHEAD, Admission
-from infinilm.server.engine_client import State
-from infinilm.server.jobs import Inbox, Job
+from infinilm.server.engine_request import DeltaQueue, EngineRequest
 from infinilm.server.settings import Limits
 
 STEP_TOKENS = 100
 
 
 class FakeClient:
-    """Takes jobs and works on none of them."""
+    """Submits requests as `EngineClient` does, to no engine."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.state = State.READY
-        self.ready = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=STEP_TOKENS)
-        self.jobs: list[Job] = []
-        self.on_start: Callable[[Job], None]
-        self.on_end: Callable[[Job], None]
+    def __init__(self, admission: Admission, max_num_seqs: int) -> None:
+        self.admission = admission
+        self.requests: list[EngineRequest] = []
+        admission.set_capacity(max_num_seqs, STEP_TOKENS)
 
-    def submit(self, job: Job) -> None:
-        job.submit_time = 0.0
-        self.jobs.append(job)
+    def enter(self, requests: list[EngineRequest]) -> None:
+        self.admission.enter(requests)
+        self._submit_ready()
 
-    def begin(self, job: Job) -> None:
-        job.first_time = 0.0
-        self.on_start(job)
+    def _submit_ready(self) -> None:
+        while (request := self.admission.pop_ready()) is not None:
+            request.submit_time = 0.0
+            self.requests.append(request)
 
-    def end(self, job: Job) -> None:
-        self.jobs.remove(job)
-        job.is_ended = True
-        self.on_end(job)
+    def begin(self, request: EngineRequest) -> None:
+        request.first_time = 0.0
+        self.admission.note_first_token(request)
+        self._submit_ready()
+
+    def end(self, request: EngineRequest) -> None:
+        self.requests.remove(request)
+        self.admission.note_end(request)
+        self._submit_ready()
 
     @property
     def tenants(self) -> str:
-        return "".join(job.tenant for job in self.jobs)
+        return "".join(request.tenant for request in self.requests)
 
 
 def make(max_num_seqs: int = 64, *, has_tenants: bool = True, **limits: int) -> tuple[Admission, FakeClient]:
-    client = FakeClient(max_num_seqs)
-    return Admission(client, Limits(**limits), has_tenants=has_tenants), client  # type: ignore[arg-type]
+    admission = Admission(Limits(**limits), has_tenants=has_tenants)
+    return admission, FakeClient(admission, max_num_seqs)
 
 
-def job(tenant: str, num_tokens: int = 10, n: int = 1) -> Job:
-    return Job(tenant, [1] * num_tokens, SamplingParams(n=n, max_tokens=5), Inbox(), tenant, 0.0)
+def make_request(tenant: str, num_tokens: int = 10, n: int = 1) -> EngineRequest:
+    return EngineRequest(tenant, [1] * num_tokens, SamplingParams(n=n, max_tokens=5), DeltaQueue(), tenant, 0.0)
 
 
 def test_long_prompts_of_one_tenant_hold_up_no_other() -> None:
-    admission, client = make()
-    admission.enter([job("a", 10_000) for _ in range(30)])
+    _, client = make()
+    client.enter([make_request("a", 10_000) for _ in range(30)])
     assert client.tenants == "a" * NUM_LONG_AHEAD
-    admission.enter([job("b", 10)])
-    admission.enter([job("c", 10_000)])
+    client.enter([make_request("b", 10)])
+    client.enter([make_request("c", 10_000)])
     assert client.tenants == "a" * NUM_LONG_AHEAD + "bc"
 
 
 def test_nor_short_ones_of_the_same_tenant() -> None:
-    admission, client = make(has_tenants=False)
-    admission.enter([job("", 10_000) for _ in range(30)])
-    admission.enter([job("", 10)])
-    assert len(client.jobs[-1].prompt_token_ids) == 10
+    _, client = make(has_tenants=False)
+    client.enter([make_request("", 10_000) for _ in range(30)])
+    client.enter([make_request("", 10)])
+    assert len(client.requests[-1].prompt_token_ids) == 10
 
 
 def test_short_prompts_of_one_tenant_hold_up_no_other() -> None:
-    admission, client = make()
-    admission.enter([job("a", 50) for _ in range(30)])
+    _, client = make()
+    client.enter([make_request("a", 50) for _ in range(30)])
     assert client.tenants == "a" * (NUM_STEPS_AHEAD * 2)
-    admission.enter([job("b", 50)])
+    client.enter([make_request("b", 50)])
     assert client.tenants[-1] == "b"
 
 
 def test_a_prompt_that_draws_its_first_token_lets_the_next_in() -> None:
     admission, client = make()
-    admission.enter([job("a", 10_000) for _ in range(NUM_LONG_AHEAD + 2)])
-    client.begin(client.jobs[0])
-    assert len(client.jobs) == NUM_LONG_AHEAD + 1
-    client.end(client.jobs[1])  # before its first token
+    client.enter([make_request("a", 10_000) for _ in range(NUM_LONG_AHEAD + 2)])
+    client.begin(client.requests[0])
+    assert len(client.requests) == NUM_LONG_AHEAD + 1
+    client.end(client.requests[1])  # before its first token
     assert admission.num_waiting == 0
-    for each in client.jobs.copy():
+    for each in client.requests.copy():
         client.end(each)
-    assert (admission.num_jobs, admission.num_tokens) == (0, 0)
+    assert (admission.num_requests, admission.num_tokens) == (0, 0)
     assert not +admission._num_ahead
     assert not admission._num_rows
 
 
 def test_tenants_take_turns() -> None:
-    admission, client = make(max_num_seqs=8, has_tenants=False)
-    admission.enter([job("a") for _ in range(12)])
-    admission.enter([job("b") for _ in range(3)])
+    _, client = make(max_num_seqs=8, has_tenants=False)
+    client.enter([make_request("a") for _ in range(12)])
+    client.enter([make_request("b") for _ in range(3)])
     assert client.tenants == "a" * 9
     for _ in range(4):
-        client.end(client.jobs[0])
+        client.end(client.requests[0])
     assert client.tenants[-4:] in {"abab", "baba"}
 
 
 def test_a_tenant_leaves_rows_to_others() -> None:
-    admission, client = make(max_num_seqs=64)
-    admission.enter([job("a") for _ in range(200)])
-    for each in client.jobs:
+    _, client = make(max_num_seqs=64)
+    client.enter([make_request("a") for _ in range(200)])
+    for each in client.requests:
         client.begin(each)
     assert client.tenants == "a" * 56
-    admission.enter([job("b") for _ in range(6)])
+    client.enter([make_request("b") for _ in range(6)])
     assert client.tenants == "a" * 56 + "b" * 6
 
 
 def test_a_single_tenant_uses_all_rows() -> None:
-    admission, client = make(max_num_seqs=64, has_tenants=False)
-    admission.enter([job("", 1) for _ in range(200)])
-    assert len(client.jobs) == 72
+    _, client = make(max_num_seqs=64, has_tenants=False)
+    client.enter([make_request("", 1) for _ in range(200)])
+    assert len(client.requests) == 72
 
 
 def test_a_request_with_many_answers_is_not_passed_for_ever() -> None:
-    admission, client = make(max_num_seqs=16, has_tenants=False)
-    admission.enter([job("a") for _ in range(10)])
-    admission.enter([job("b", n=12)])
-    admission.enter([job("c") for _ in range(10)])
+    _, client = make(max_num_seqs=16, has_tenants=False)
+    client.enter([make_request("a") for _ in range(10)])
+    client.enter([make_request("b", n=12)])
+    client.enter([make_request("c") for _ in range(10)])
     assert client.tenants == "a" * 10
     for _ in range(4):
-        client.end(client.jobs[0])
+        client.end(client.requests[0])
     assert client.tenants == "aaaaaab"
 
 
 def test_a_request_that_leaves_makes_place() -> None:
-    admission, _ = make(max_num_seqs=8, has_tenants=False)
-    jobs = [job("a", 10_000) for _ in range(20)]
-    admission.enter(jobs)
-    for each in jobs[10:]:
-        admission.leave(each)
-    assert (admission.num_waiting, admission.num_jobs) == (2, 10)
+    admission, client = make(max_num_seqs=8, has_tenants=False)
+    requests = [make_request("a", 10_000) for _ in range(20)]
+    client.enter(requests)
+    for each in requests[10:]:
+        admission.remove(each)
+    assert (admission.num_waiting, admission.num_requests) == (2, 10)

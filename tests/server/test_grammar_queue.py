@@ -12,7 +12,7 @@ from server_driver import runs
 
 from infinilm.errors import InvalidValueError
 from infinilm.sampling_params import SamplingParams
-from infinilm.server.compiling import Compiled, GrammarQueue
+from infinilm.server.grammar_queue import Compiled, GrammarQueue
 from infinilm.server.messages import Submit
 from infinilm.structured.compiler import GrammarCompiler
 from infinilm.structured.grammar_sandbox import Cancellation, TrialCancelledError, TrialTimeoutError
@@ -84,7 +84,7 @@ class Driven:
         """The first so many requests that are done."""
         while len(self.done) < count:
             assert select.select([self.queue.bell], [], [], PATIENCE_S)[0], [each.request for each in self.done]
-            self.done += self.queue.take()
+            self.done += self.queue.pop_compiled()
         return [each.request.request_id for each in self.done]
 
 

@@ -5,17 +5,17 @@ import subprocess
 import sys
 
 import pytest
+from prometheus_client import Metric
 
 from infinilm import Config, SamplingParams
 from infinilm.distributed import DistConfig
 from infinilm.engine.stats import EngineStats
 from infinilm.errors import InfinilmError
-from infinilm.outputs import RequestMetrics, TokenLogprobs
+from infinilm.framing import ChannelClosedError, FrameSocket, frame
+from infinilm.outputs import AnswerDelta, RequestMetrics, TokenLogprobs
 from infinilm.server.guard import KeyRing
 from infinilm.server.messages import (
     Abort,
-    Delta,
-    FrameReader,
     Stats,
     Stepped,
     Submit,
@@ -23,21 +23,21 @@ from infinilm.server.messages import (
     config_to_wire,
     decode_command,
     decode_report,
-    frame,
+    encode_message,
     params_from_wire,
     params_to_wire,
 )
-from infinilm.server.metrics import Histogram, Metrics
+from infinilm.server.metrics import Metrics, counter, gauge
 from infinilm.server.settings import Limits, ServerSettings
 from infinilm.structured_output import StructuredOutput
 
-DELTA = Delta(
+DELTA = AnswerDelta(
     "7",
     1,
     [5, 6],
+    [TokenLogprobs(5, -0.5, 1, {5: -0.5, 9: -2.0})],
     "stop",
     "END",
-    [TokenLogprobs(5, -0.5, 1, {5: -0.5, 9: -2.0})],
     [None, TokenLogprobs(2, -1.0, 3, {})],
     None,
     RequestMetrics(arrival_time=1.0, queue_time=0.5, num_cached_tokens=16),
@@ -47,26 +47,29 @@ DELTA = Delta(
 def test_messages_survive_the_wire_however_it_is_cut() -> None:
     ours, theirs = socket.socketpair()
     commands = [Submit("1", [1, 2, 299], {"top_k": 5}, "salt"), Abort("1"), Submit("2", list(range(5000)), {}, None)]
-    data = b"".join(map(frame, commands))
+    data = b"".join(frame(encode_message(command)) for command in commands)
     with ours, theirs:
-        reader = FrameReader(theirs)
+        reader = FrameSocket(theirs)
         found = []
         for start in range(0, len(data), 1000):
             ours.sendall(data[start : start + 1000])
-            found += [decode_command(message) for message in reader.read_all()]
+            found += [decode_command(message) for message in reader.receive_ready_frames()]
         assert found == commands
-        assert list(reader.read_all()) == []
+        assert list(reader.receive_ready_frames()) == []
         ours.sendall(data)
-        assert decode_command(reader.read_one()) == commands[0]
-        list(reader.read_all())
+        assert decode_command(reader.receive_frame()) == commands[0]
+        list(reader.receive_ready_frames())
         ours.close()
-        with pytest.raises(EOFError):
-            list(reader.read_all())
+        with pytest.raises(ChannelClosedError):
+            list(reader.receive_ready_frames())
 
 
 def test_reports_survive_the_wire() -> None:
-    for report in (Stepped([DELTA, Delta("8", 0, [1])]), Stats(EngineStats(num_steps=3, num_blocks=5))):
-        assert decode_report(frame(report)[4:]) == report
+    for report in (
+        Stepped([DELTA, AnswerDelta("8", 0, [1], None, None)]),
+        Stats(EngineStats(num_steps=3, num_blocks=5)),
+    ):
+        assert decode_report(encode_message(report)) == report
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_reports_survive_the_wire() -> None:
     ],
 )
 def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
-    sent = decode_command(frame(Submit("1", [1], params_to_wire(params), None))[4:])
+    sent = decode_command(encode_message(Submit("1", [1], params_to_wire(params), None)))
     assert params_from_wire(sent.params) == params
 
 
@@ -88,26 +91,49 @@ def test_settings_survive_the_wire() -> None:
         assert config_from_wire(config_to_wire(config)) == config
 
 
+def values_of(metrics: Metrics) -> dict[str, float]:
+    lines = metrics.write_text().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
 def test_a_histogram_counts_up_to_its_bounds() -> None:
-    histogram = Histogram((0.1, 1))
+    metrics = Metrics()
     for value in (0.05, 0.1, 0.5, 2.0):
-        histogram.observe(value)
-    assert list(histogram.lines("x")) == [
-        'x_bucket{le="0.1"} 2',
-        'x_bucket{le="1"} 3',
-        'x_bucket{le="+Inf"} 4',
-        "x_sum 2.650000",
-        "x_count 4",
-    ]
+        metrics.itl.observe(value)
+    name = "infinilm_inter_token_seconds"
+    found = {key.removeprefix(name): value for key, value in values_of(metrics).items() if key.startswith(name)}
+    assert found['_bucket{le="0.03"}'] == 0
+    assert found['_bucket{le="0.1"}'] == 2
+    assert found['_bucket{le="1.0"}'] == 3
+    assert found['_bucket{le="2.0"}'] == found['_bucket{le="+Inf"}'] == 4
+    assert (found["_sum"], found["_count"]) == (2.65, 4)
 
 
 def test_every_metric_has_help_and_a_type() -> None:
-    lines = list(Metrics().lines({"a": ("A.", 1)}, {"b_total": ("B.", 2)}))
-    assert lines[:2] == [
-        "# HELP infinilm_requests_total Requests for text, by how they ended.",
+    metrics = Metrics()
+    metrics.requests.labels("stop").inc()
+
+    class State:
+        def collect(self) -> list[Metric]:
+            return [gauge("a", "A.", 1), counter("b", "B.", 2)]
+
+    metrics.registry.register(State())
+    lines = metrics.write_text().decode().splitlines()
+    start = lines.index("# HELP infinilm_requests_total Requests for text, by how they ended.")
+    assert lines[start + 1 : start + 3] == [
         "# TYPE infinilm_requests_total counter",
+        'infinilm_requests_total{outcome="stop"} 1.0',
     ]
-    assert {"infinilm_a 1", "infinilm_b_total 2", "# TYPE infinilm_a gauge"} <= set(lines)
+    assert {"infinilm_a 1.0", "infinilm_b_total 2.0", "# TYPE infinilm_a gauge"} <= set(lines)
+    families = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert families == {line.split()[2] for line in lines if line.startswith("# HELP")}
+    assert not any("_created" in line for line in lines)
+
+
+def test_services_share_no_counters() -> None:
+    first, second = Metrics(), Metrics()
+    first.requests.labels("stop").inc()
+    assert 'infinilm_requests_total{outcome="stop"}' not in values_of(second)
 
 
 def test_keys() -> None:

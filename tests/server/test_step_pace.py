@@ -5,7 +5,7 @@ import numpy as np
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.scheduler import Scheduler
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, RowChunk, StepInput
-from infinilm.server.step_pace import FIRST_TOKENS, MIN_TOKENS, Pace, StepPace
+from infinilm.server.engine_process import FIRST_TOKENS, MIN_TOKENS, Pace, StepPace
 
 
 def settle(pace: Pace, seconds_per_token: float, num_steps: int = 30) -> int:

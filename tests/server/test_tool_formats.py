@@ -6,8 +6,17 @@ import sys
 import pytest
 
 from infinilm.errors import InvalidValueError
-from infinilm.server.tools import FORMATS, detect_format, supports_tools
-from infinilm.server.tools.formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
+from infinilm.server.tool_formats import (
+    FORMATS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PLAIN,
+    SMOLLM,
+    ToolFormat,
+    detect_format,
+    supports_tools,
+)
 
 QWEN = r"""
 {%- if tools %}
@@ -85,5 +94,8 @@ def test_markers() -> None:
 
 
 def test_it_is_text_logic_that_needs_no_torch() -> None:
-    code = "import sys, infinilm.server.tools; print('torch' in sys.modules or 'fastapi' in sys.modules)"
+    code = (
+        "import sys, infinilm.server.tool_parser, infinilm.server.tool_request; "
+        "print('torch' in sys.modules or 'fastapi' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -12,8 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tiny_tokenizer import build_tokenizer
 
 from infinilm.errors import InvalidValueError
-from infinilm.server.tools import ToolFormat, call_grammar, parse_answer
-from infinilm.server.tools.formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM
+from infinilm.server.tool_formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
+from infinilm.server.tool_parser import parse_answer
+from infinilm.server.tool_request import call_grammar
 
 FORMATS = [HERMES, SMOLLM, LLAMA, MISTRAL]
 EOS = 1

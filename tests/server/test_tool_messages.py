@@ -8,8 +8,9 @@ import pytest
 
 from infinilm.errors import InvalidValueError
 from infinilm.loading.checkpoint import open_checkpoint
-from infinilm.server.tools import detect_format, parse_answer, prepare_messages, supports_tools
-from infinilm.server.tools.formats import HERMES, LLAMA, MISTRAL, SMOLLM
+from infinilm.server.tool_formats import HERMES, LLAMA, MISTRAL, SMOLLM, detect_format, supports_tools
+from infinilm.server.tool_parser import parse_answer
+from infinilm.server.tool_request import prepare_messages
 from infinilm.text.chat_template import ChatTemplate
 
 WEATHER = {

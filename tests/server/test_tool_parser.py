@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinilm.errors import InvalidValueError
-from infinilm.server.tools import (
-    FORMATS,
+from infinilm.server.tool_formats import FORMATS, HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
+from infinilm.server.tool_parser import (
     ArgumentsDelta,
     ContentDelta,
     Event,
     ToolCallParser,
     ToolCallStart,
-    ToolFormat,
     add_up,
     parse_answer,
 )
-from infinilm.server.tools.formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM
 
 NAMES = ["f", "get_weather", "Größe"]
 PARSED = [HERMES, SMOLLM, LLAMA, MISTRAL]

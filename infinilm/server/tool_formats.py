@@ -1,4 +1,4 @@
-"""How models write tool calls, as data, and which of the ways a chat template asks for."""
+"""The formats in which models write tool calls, and which of them a chat template uses."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from infinilm.checks import check_choice
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way to write calls: `{"name": …, "arguments": {…}}` objects, and what stands around them."""
+    """A way to write calls: `{"name": …, "arguments": {…}}` objects between markers."""
 
     name: str
     opening: str
@@ -18,7 +18,7 @@ class ToolFormat:
     closing: str
     """The marker behind them; empty if there is none."""
     layout: tuple[str, str, str]
-    """What a model is told to write before the first call, between two, and after the last; markers included."""
+    """The text before the first call, between two, and after the last, including markers."""
     arguments_key: str = "arguments"
     may_be_bare: bool = False
     """Whether an answer may begin with a call, without the opening marker."""
@@ -29,15 +29,15 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that must reach the parser even where the tokenizer has special tokens for them."""
+        """The texts that must reach the parser, even if they are special tokens."""
         return tuple(marker for marker in (self.opening, self.closing) if marker)
 
     def write_call(self, name: str, arguments: str) -> str:
-        """Write one call, without what stands around it; `arguments` is JSON."""
+        """Write one call without markers; `arguments` is JSON."""
         return f'{{"name": {json.dumps(name)}, "{self.arguments_key}": {arguments}}}'
 
     def write_answer(self, calls: Sequence[str]) -> str:
-        """Write calls (see `write_call`) as the model should: an answer to learn from."""
+        """Write calls (see `write_call`) with markers, as an example for the model."""
         before, between, after = self.layout
         return before + between.join(calls) + after
 
@@ -80,7 +80,7 @@ _TOOLS_VARIABLE = re.compile(r"(?<![\w.])tools\b(?!\s*=[^=])")
 def detect_format(chat_template: str | None, override: str | None = None) -> ToolFormat:
     """Return the format for a model with this chat template, or the one that `override` names.
 
-    Where the template gives no known format away, it is Hermes: `prepare_messages` then describes it to the model.
+    If the template shows no known format, it is Hermes: `prepare_messages` then describes it to the model.
     """
     if override is not None:
         check_choice("tool_call_parser", override, tuple(FORMATS))
@@ -95,7 +95,7 @@ def detect_format(chat_template: str | None, override: str | None = None) -> Too
 def supports_tools(chat_template: str | None, tool_format: ToolFormat) -> bool:
     """Whether the template itself tells the model about `tools`, and in this format.
 
-    A template that reads `tools` but asks for calls in a way unknown here is no help: they could not be parsed.
+    A template that reads `tools` but asks for calls in an unknown format does not count: they could not be parsed.
     """
     template = chat_template or ""
     code = " ".join(_TEMPLATE_CODE.findall(template))

@@ -1,4 +1,4 @@
-"""One HTTP request for text: its jobs, its answers, and when it must be over."""
+"""The output of one HTTP request for text: its engine requests, its answers, and its time limit."""
 
 import asyncio
 import logging
@@ -6,50 +6,50 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infinilm.outputs import RequestMetrics
-from infinilm.server.admission import Admission
-from infinilm.server.answers import Answer
+from infinilm.outputs import AnswerDelta, RequestMetrics
 from infinilm.server.api_errors import ApiError
-from infinilm.server.jobs import Inbox, Job, now
-from infinilm.server.messages import Delta
+from infinilm.server.engine_client import EngineClient
+from infinilm.server.engine_request import DeltaQueue, EngineRequest, now
 from infinilm.server.metrics import Metrics
+from infinilm.text.answer import Answer
 
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Any]]
 CLIENT_GONE = 499
+OUTCOMES = {CLIENT_GONE: "disconnected", 408: "timeout", 504: "timeout", 400: "invalid"}
 
 
 @dataclass(slots=True)
-class News:
-    """What is new about an answer."""
+class Chunk:
+    """What one delta adds to an answer."""
 
     answer: Answer
     text: str
-    delta: Delta
-    """What the text was made of."""
+    delta: AnswerDelta
+    """The tokens of the text."""
     is_end: bool
-    """Whether the answer ends with it."""
+    """Whether the answer ends with this chunk."""
 
 
-class Call:
-    """Follows the jobs of one HTTP request. Whatever happens, `close` leaves nothing behind in the engine."""
+class ResponseStream:
+    """Reads the output of the engine requests of one HTTP request. `close` ends what has not ended in the engine."""
 
     def __init__(
         self,
-        admission: Admission,
+        client: EngineClient,
         metrics: Metrics,
         *,
-        jobs: Sequence[Job],
+        requests: Sequence[EngineRequest],
         answers: Sequence[Answer],
-        inbox: Inbox,
+        output: DeltaQueue,
         log_as: str | None = None,
     ) -> None:
-        self.jobs = list(jobs)
+        self.requests = list(requests)
         self.answers = list(answers)
-        self._admission = admission
+        self._client = client
         self._metrics = metrics
-        self._inbox = inbox
+        self._output = output
         self._log_as = log_as
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -58,12 +58,12 @@ class Call:
         self._is_closed = False
 
     async def begin(self, receive: Receive, *, timeout: float | None, max_timeout: float) -> None:
-        """Get in line, and wait for the first news. If that is an error, raise it: nothing was sent yet.
+        """Submit the requests and wait for the first output. Errors up to here are raised before anything is sent.
 
-        `timeout` is what the request itself asks for, `max_timeout` what the server allows.
+        `timeout` is the client's, `max_timeout` the server's.
         """
         try:
-            self._admission.enter(self.jobs)
+            self._client.enter(self.requests)
         except ApiError as error:
             self._outcome = "rejected" if error.status == 429 else "unavailable"
             self.close()
@@ -74,46 +74,50 @@ class Call:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._fail, expired)
         self._watch = asyncio.create_task(self._watch_client(receive))
         try:
-            await self._inbox.wait()
+            await self._output.wait()
             self._raise_error()
         except BaseException as error:
             self._note_failure(error)
             self.close()
             raise
 
-    async def read(self) -> list[News]:
-        """What came since the last time; waits if that is nothing."""
-        news: list[News] = []
+    async def read_chunks(self) -> list[Chunk]:
+        """The output since the last call; waits if there is none."""
+        chunks: list[Chunk] = []
         try:
-            items = await self._inbox.take()
+            items = await self._output.read_all()
             self._raise_error()
         except BaseException as error:
             self._note_failure(error)
             raise
-        for job, delta in items:
+        for request, delta in items:
             assert delta is not None
-            answer = self.answers[job.first_answer + delta.index]
+            answer = self.answers[request.first_answer + delta.index]
             if answer.is_done:
                 continue
             self._metrics.num_output_tokens += len(delta.token_ids)
-            text = answer.take(delta)
+            if delta.logprobs is not None:
+                answer.logprobs += delta.logprobs
+            text = answer.append(delta.token_ids, delta.finish_reason, delta.stop_reason)
             is_end = answer.finish_reason is not None
-            news.append(News(answer, text, delta, is_end))
+            chunks.append(Chunk(answer, text, delta, is_end))
             if is_end and delta.finish_reason is None:
-                self.end_early(job, delta.index)
-        return news
+                self._client.cancel(request, delta.index)
+        return chunks
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has ended all jobs, and all of it was read."""
-        return self._inbox.is_empty and all(job.is_ended for job in self.jobs)
+        """Whether the engine has ended all requests and all output was read."""
+        return self._output.is_empty and all(request.is_ended for request in self.requests)
 
-    def end_early(self, job: Job, index: int) -> None:
-        """End an answer that is done though the engine would go on with it: it knows neither stop strings nor calls."""
-        self._admission.leave_answer(job, index)
+    def end_answer(self, answer: Answer) -> None:
+        """End an answer that is complete, though the engine would continue it."""
+        answer.finish_reason = "stop"
+        request = next(each for each in reversed(self.requests) if each.first_answer <= answer.index)
+        self._client.cancel(request, answer.index - request.first_answer)
 
     def close(self) -> None:
-        """End what has not ended, and count."""
+        """End what has not ended, and count the request."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -124,17 +128,17 @@ class Call:
         if self.is_over and all(answer.is_done for answer in self.answers):
             self._outcome = "length" if any(a.finish_reason == "length" for a in self.answers) else "stop"
         if self._has_entered:
-            for job in self.jobs:
-                self._admission.leave(job)
+            for request in self.requests:
+                self._client.cancel(request)
         self._count()
         if self._log_as is not None:
             usage, timings = self.usage(), self.timings()
             logger.info("%s: %s; %s; %s", self._log_as, self._outcome, _listed(usage), _listed(timings))
 
     def _raise_error(self) -> None:
-        for job in self.jobs:
-            if job.error is not None:
-                raise job.error
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -142,22 +146,21 @@ class Call:
         self._fail(ApiError(CLIENT_GONE, "the client is gone"))
 
     def _fail(self, error: ApiError) -> None:
-        for job in self.jobs:
-            job.fail(error)
-            self._admission.leave(job)
+        for request in self.requests:
+            request.fail(error)
+            self._client.cancel(request)
 
     def _note_failure(self, error: BaseException) -> None:
-        outcomes = {CLIENT_GONE: "disconnected", 408: "timeout", 504: "timeout", 400: "invalid"}
         if isinstance(error, ApiError):
-            self._outcome = outcomes.get(error.status, "error")
+            self._outcome = OUTCOMES.get(error.status, "error")
         elif isinstance(error, asyncio.CancelledError):
             self._outcome = "cancelled"
 
     # --- numbers ----------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, Any]:
-        """Tokens, as OpenAI counts them."""
-        num_prompt_tokens = sum(len(job.prompt_token_ids) for job in self.jobs)
+        """Numbers of tokens, as OpenAI counts them."""
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
         num_output_tokens = sum(answer.num_tokens for answer in self.answers)
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -167,11 +170,11 @@ class Call:
         }
 
     def timings(self) -> dict[str, Any]:
-        """Seconds, from the request's arrival here; of several prompts, the means."""
-        per_job = [_timings(job) for job in self.jobs]
-        means = {name: _mean([each[name] for each in per_job]) for name in ("queue_s", "ttft_s", "itl_s")}
-        last = max((job.last_time for job in self.jobs if job.last_time is not None), default=None)
-        elapsed = last - self.jobs[0].arrival_time if last is not None else None
+        """Seconds since the request's arrival; the means over several prompts."""
+        per_request = [_timings(request) for request in self.requests]
+        means = {name: _mean([each[name] for each in per_request]) for name in ("queue_s", "ttft_s", "itl_s")}
+        last = max((request.last_time for request in self.requests if request.last_time is not None), default=None)
+        elapsed = last - self.requests[0].arrival_time if last is not None else None
         num_tokens = sum(answer.num_tokens for answer in self.answers)
         return {
             **means,
@@ -180,33 +183,33 @@ class Call:
         }
 
     def _num_cached_tokens(self) -> int:
-        return sum(job.metrics.num_cached_tokens for job in self.jobs if job.metrics is not None)
+        return sum(request.metrics.num_cached_tokens for request in self.requests if request.metrics is not None)
 
     def _count(self) -> None:
         metrics = self._metrics
-        metrics.outcomes[self._outcome] += 1
+        metrics.requests.labels(self._outcome).inc()
         metrics.num_cached_tokens += self._num_cached_tokens()
-        for job in self.jobs:
-            if job.submit_time is None:
+        for request in self.requests:
+            if request.submit_time is None:
                 continue
-            metrics.num_prompt_tokens += len(job.prompt_token_ids)
-            timings = _timings(job)
+            metrics.num_prompt_tokens += len(request.prompt_token_ids)
+            timings = _timings(request)
             for histogram, name in ((metrics.queue_time, "queue_s"), (metrics.ttft, "ttft_s"), (metrics.itl, "itl_s")):
                 if (value := timings[name]) is not None:
                     histogram.observe(value)
-            metrics.duration.observe(now() - job.arrival_time)
+            metrics.duration.observe(now() - request.arrival_time)
 
 
-def _timings(job: Job) -> dict[str, float | None]:
-    first, last = job.first_time, job.last_time
+def _timings(request: EngineRequest) -> dict[str, float | None]:
+    first, last = request.first_time, request.last_time
     queue = itl = None
-    if job.submit_time is not None:
-        waited = (job.metrics or RequestMetrics()).queue_time
-        queue = job.submit_time - job.arrival_time + (waited or 0.0)
-    num_gaps = job.num_output_tokens - job.params.n
+    if request.submit_time is not None:
+        waited = (request.metrics or RequestMetrics()).queue_time
+        queue = request.submit_time - request.arrival_time + (waited or 0.0)
+    num_gaps = request.num_output_tokens - request.params.n
     if first is not None and last is not None and num_gaps > 0:
-        itl = (last - first) * job.params.n / num_gaps
-    return {"queue_s": queue, "ttft_s": None if first is None else first - job.arrival_time, "itl_s": itl}
+        itl = (last - first) * request.params.n / num_gaps
+    return {"queue_s": queue, "ttft_s": None if first is None else first - request.arrival_time, "itl_s": itl}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

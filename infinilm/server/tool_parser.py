@@ -1,26 +1,27 @@
-"""Find tool calls in an answer while it is being written.
+"""Finds tool calls in an answer while it is generated.
 
-However the answer is cut into pieces, the same calls and content come out. What is what:
+The result does not depend on how the answer is cut into pieces. The rules:
 
 - A call begins where an opening marker is followed by an object (or a list of objects) with a known function's name and
-  an object of arguments. Until all of that is there the text is held back; if it does not come, the text is content.
+  an object of arguments. Until all of that is read the text is held back; if it does not follow, the text is content.
 - A call that has begun stays a call. Its arguments are passed on exactly as written, as long as they are JSON. Where
-  they break off (the answer was cut short, or the JSON is wrong) the call ends, and whatever follows is read as it
-  would be after any other call.
-- White space in front of a call, and at the end of an answer with calls, is layout: neither call nor content.
-- All other text is content, unchanged, markers that introduce nothing included.
+  they break off (the answer was cut short, or the JSON is wrong) the call ends, and the text after it is read as after
+  any other call.
+- White space before a call, and at the end of an answer with calls, is layout: neither call nor content.
+- All other text is content, unchanged, including markers that introduce no call.
 """
 
 import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from infinilm.errors import InvalidValueError
-from infinilm.server.tools.events import ArgumentsDelta, ContentDelta, Event, ParsedAnswer, ToolCallStart, add_up
-from infinilm.server.tools.formats import ToolFormat
-from infinilm.server.tools.json_scanner import JsonScanner
+from infinilm.server.json_scanner import JsonScanner
+from infinilm.server.tool_formats import ToolFormat
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -28,15 +29,73 @@ _ID_CHARS = string.ascii_letters + string.digits
 _ID_LENGTH = 9  # Mistral's templates insist on this length
 
 
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The beginning of a call; `index` counts the calls of an answer."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the arguments of the last call."""
+
+    index: int
+    text: str
+
+
+Event: TypeAlias = ContentDelta | ToolCallStart | ArgumentsDelta
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call; `arguments` is the model's text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    content: str
+    calls: list[ToolCall]
+
+
+def add_up(events: Iterable[Event]) -> ParsedAnswer:
+    """Put the events of one answer together."""
+    content: list[str] = []
+    starts: list[ToolCallStart] = []
+    arguments: list[list[str]] = []
+    for event in events:
+        match event:
+            case ContentDelta():
+                content.append(event.text)
+            case ToolCallStart():
+                starts.append(event)
+                arguments.append([])
+            case ArgumentsDelta():
+                arguments[event.index].append(event.text)
+    calls = [ToolCall(start.id, start.name, "".join(texts)) for start, texts in zip(starts, arguments, strict=True)]
+    return ParsedAnswer("".join(content), calls)
+
+
 class ToolCallParser:
-    """Turns one answer's text, fed in pieces, into events; no text makes it raise."""
+    """Turns one answer's text, fed in pieces, into events. No text makes it raise."""
 
     def __init__(
         self, tool_format: ToolFormat, names: Collection[str] | None = None, *, is_parallel: bool = True
     ) -> None:
         """Look for calls of the functions `names` (None: of any).
 
-        Unless `is_parallel`, and the format is too, the answer ends with its first call: what follows is dropped.
+        Unless both `is_parallel` and the format's are true, the answer ends with its first call; later text is dropped.
         """
         self._format = tool_format
         self._names = None if names is None else frozenset(names)
@@ -48,12 +107,12 @@ class ToolCallParser:
         self._events: list[Event] = []
         self._reading = self._read_answer() if tool_format.is_parsed else self._read_unparsed()
         self.num_calls = 0
-        """How many calls have begun."""
+        """Calls that have begun."""
         self.is_done = False
-        """Whether the answer is complete, whatever the model would go on to write: it need not go on."""
+        """Whether the answer is complete: further text would be dropped."""
 
     def feed(self, text: str) -> list[Event]:
-        """Take the next piece; return what is now certain."""
+        """Parse the next piece. Returns the events that no later text can change."""
         if self._source.is_finished:
             raise InvalidValueError("this parser has finished its answer; make a new one for the next")
         if self.is_done:
@@ -62,7 +121,7 @@ class ToolCallParser:
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """Return what was held back: the answer is over."""
+        """End the answer. Returns the events that were held back."""
         self._source.is_finished = True
         return self._advance()
 
@@ -72,12 +131,12 @@ class ToolCallParser:
         events, self._events = self._events, []
         return events
 
-    # The readers take text from the source, and pause (`yield`) where there is none yet.
+    # The readers consume text of the source, and pause (`yield`) when there is none yet.
 
     def _read_unparsed(self) -> Generator[None, None, None]:
         while (yield from self._has_more()):
             self._source.pos = len(self._source.text)
-            self._content.append(self._source.take())
+            self._content.append(self._source.cut())
 
     def _read_answer(self) -> Generator[None, None, None]:
         source = self._source
@@ -86,7 +145,7 @@ class ToolCallParser:
             end = _end_of_match(self._plain_text, source.text, source.pos)
             if end > source.pos and not may_be_bare:
                 source.pos = end
-                self._content.append(source.take())
+                self._content.append(source.cut())
             elif not ((yield from self._read_opening(may_be_bare)) and (yield from self._read_calls())):
                 source.rewind()
                 yield from self._read_character()
@@ -99,35 +158,35 @@ class ToolCallParser:
             self._source.pos += 1
         elif self.num_calls:
             return
-        self._content.append(self._source.take())
+        self._content.append(self._source.cut())
 
     def _read_opening(self, may_be_bare: bool) -> Generator[None, None, bool]:
         yield from self._skip_space()
         if may_be_bare and (yield from self._is_next("{")):
             return True
-        return (yield from self._take_all(self._format.opening))
+        return (yield from self._accept_all(self._format.opening))
 
     def _read_calls(self) -> Generator[None, None, bool]:
         """Read the calls behind an opening marker, and the closing one; False if there is no call."""
         source = self._source
         num_before = self.num_calls
         yield from self._skip_space()
-        in_list = yield from self._take("[")
+        in_list = yield from self._accept("[")
         while (yield from self._read_call()):
             if self._is_single:
                 self.is_done = True
                 return True
             yield from self._skip_space()
-            if in_list and (yield from self._take("]")):
+            if in_list and (yield from self._accept("]")):
                 source.mark()
                 break
-            if not (yield from self._take(",") if in_list else self._is_next("{")):
+            if not (yield from self._accept(",") if in_list else self._is_next("{")):
                 break
         source.rewind()
         if self.num_calls == num_before:
             return False
         yield from self._skip_space()
-        if self._format.closing and (yield from self._take_all(self._format.closing)):
+        if self._format.closing and (yield from self._accept_all(self._format.closing)):
             source.mark()
         source.rewind()
         return True
@@ -135,7 +194,7 @@ class ToolCallParser:
     def _read_call(self) -> Generator[None, None, bool]:
         """Read an object that is a call, and move the mark behind it; False if it is none."""
         yield from self._skip_space()
-        head = (yield from self._read_head()) if (yield from self._take("{")) else None
+        head = (yield from self._read_head()) if (yield from self._accept("{")) else None
         if head is None:
             return False
         name, arguments = head
@@ -148,7 +207,7 @@ class ToolCallParser:
         return True
 
     def _read_head(self) -> Generator[None, None, tuple[str, str] | None]:
-        """Read a call up to where it is certain to be one; return its name, and its arguments if they came first."""
+        """Read an object until it is certain to be a call. Returns its name, and its arguments if they came first."""
         name: str | None = None
         arguments: list[str] = []
         while (key := (yield from self._read_key())) is not None:
@@ -167,18 +226,18 @@ class ToolCallParser:
                 break
             if name is not None and arguments:
                 return name, "".join(arguments)
-            if not (yield from self._take_separator()):
+            if not (yield from self._accept_separator()):
                 break
         return None
 
     def _read_tail(self) -> Generator[None, None, None]:
-        """Read what a call holds behind its arguments, which is of no interest; nothing if it is broken."""
+        """Skip the rest of a call after its arguments; skip nothing if it is not valid."""
         source = self._source
-        while (yield from self._take_separator()):
+        while (yield from self._accept_separator()):
             if (yield from self._read_key()) is None or not (yield from self._read_value(_ignore)):
                 source.rewind()
                 return
-        if (yield from self._take("}")):
+        if (yield from self._accept("}")):
             source.mark()
         source.rewind()
 
@@ -187,7 +246,7 @@ class ToolCallParser:
         yield from self._skip_space()
         key = yield from self._read_string()
         yield from self._skip_space()
-        has_colon = yield from self._take(":")
+        has_colon = yield from self._accept(":")
         yield from self._skip_space()
         return key if has_colon else None
 
@@ -199,7 +258,7 @@ class ToolCallParser:
         return str(json.loads("".join(pieces))) if is_whole else None
 
     def _read_value(self, pass_on: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Read a JSON value, passing on its text as it comes; False if it breaks off."""
+        """Read a JSON value and pass on its text piece by piece. Returns False if it breaks off."""
         source = self._source
         scanner = JsonScanner()
         while not scanner.is_done and (yield from self._has_more()):
@@ -211,17 +270,17 @@ class ToolCallParser:
                 break
         return scanner.is_done
 
-    def _take_separator(self) -> Generator[None, None, bool]:
+    def _accept_separator(self) -> Generator[None, None, bool]:
         yield from self._skip_space()
-        return (yield from self._take(","))
+        return (yield from self._accept(","))
 
-    def _take_all(self, chars: str) -> Generator[None, None, bool]:
+    def _accept_all(self, chars: str) -> Generator[None, None, bool]:
         for char in chars:
-            if not (yield from self._take(char)):
+            if not (yield from self._accept(char)):
                 return False
         return True
 
-    def _take(self, char: str) -> Generator[None, None, bool]:
+    def _accept(self, char: str) -> Generator[None, None, bool]:
         is_next = yield from self._is_next(char)
         self._source.pos += is_next
         return is_next
@@ -246,7 +305,7 @@ class ToolCallParser:
         return True
 
     def _is_known(self, name: str) -> bool:
-        # Escapes can spell what is no text at all (half a surrogate pair), which no reply could carry.
+        # Escapes can spell half a surrogate pair, which no reply can hold.
         return name in self._names if self._names is not None else name.isprintable() and name != ""
 
     def _start_call(self, name: str) -> None:
@@ -274,11 +333,11 @@ def parse_answer(
 
 
 class _Source:
-    """Text that comes in pieces, with a position to read from and a mark to go back to.
+    """Text in pieces, with a position to read from and a mark to return to.
 
         earlier pieces | text: ... mark ... pos ...
 
-    What lies before the mark is forgotten; the mark may be at the beginning of the earlier pieces.
+    Text before the mark is dropped; the mark may be at the beginning of the earlier pieces.
     """
 
     def __init__(self) -> None:
@@ -295,19 +354,19 @@ class _Source:
         self.text, self.pos, self._mark = text, 0, 0
 
     def mark(self) -> None:
-        """Put the mark where the position is."""
+        """Move the mark to the position."""
         self._earlier.clear()
         self._mark = self.pos
 
     def rewind(self) -> None:
-        """Go back to the mark."""
+        """Move the position to the mark."""
         if self._earlier:
             self.text = "".join([*self._earlier, self.text])
             self._earlier.clear()
         self.pos = self._mark
 
-    def take(self) -> str:
-        """Return the text from the mark to the position, and move the mark behind it."""
+    def cut(self) -> str:
+        """Return the text from the mark to the position, and move the mark to the position."""
         taken = "".join([*self._earlier, self.text[self._mark : self.pos]])
         self.mark()
         return taken
@@ -319,4 +378,4 @@ def _end_of_match(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 
 def _ignore(_: str) -> None:
-    """Do nothing with a value's text."""
+    pass

@@ -1,4 +1,4 @@
-"""Follow one JSON value through text that comes in pieces."""
+"""Reads one JSON value from text in pieces."""
 
 import re
 
@@ -9,13 +9,13 @@ _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
 
 # Numbers may end in these states, at the first character that does not continue them.
 _ENDS_OF_NUMBERS = frozenset({"zero", "integer", "fraction", "exponent"})
-# Where a step depends on what the value is part of, it is one of these instead of a state.
+# If a step depends on the enclosing value, it is one of these instead of a state.
 _OPEN, _CLOSE, _SEPARATE = "(open)", "(close)", "(separate)"
 _START_STRING, _END_STRING, _END_VALUE = "(start string)", "(end string)", "(end value)"
 
 
 def _steps() -> dict[str, dict[str, str]]:
-    """Return what each state makes of each character; a character that is not there breaks the value."""
+    """Return the next state by state and character. Any other character breaks the value."""
     value = dict.fromkeys("{[", _OPEN) | dict.fromkeys("123456789", "integer")
     value |= {'"': _START_STRING, "-": "minus", "0": "zero", "t": "t", "f": "f", "n": "n"}
     steps = {
@@ -52,7 +52,7 @@ _STEPS = _steps()
 
 
 class JsonScanner:
-    """Reads one value of RFC 8259 JSON, of any depth, looking at each character once and keeping none."""
+    """Reads one value of RFC 8259 JSON, of any depth. It reads each character once and keeps none."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -76,14 +76,14 @@ class JsonScanner:
             char = text[pos]
             if self._state in _ENDS_OF_NUMBERS and char not in _STEPS[self._state]:
                 self._end_value()
-            elif self._take(char):
+            elif self._advance(char):
                 pos += 1
             else:
                 break
         return pos
 
-    def _take(self, char: str) -> bool:
-        """Take the next character; False if it breaks the value."""
+    def _advance(self, char: str) -> bool:
+        """Advance by one character. Returns False if it breaks the value."""
         step = _STEPS[self._state].get(char)
         if step is None or (step == _CLOSE and self._expected_closings[-1] != char):
             return False

@@ -1,0 +1,303 @@
+"""What a request says about tools, and what follows for its prompt and its grammar."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infinilm.checks import check_choice
+from infinilm.errors import InvalidValueError
+from infinilm.server.tool_formats import HERMES, ToolFormat
+
+_CHOICES = ("none", "auto", "required")
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+# JSON as `json.dumps` and the templates' `tojson` write it. With free white space a model may write nothing else.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class FunctionTool:
+    name: str
+    parameters: dict[str, Any]
+    """The JSON schema of its arguments, an object's."""
+    definition: dict[str, Any]
+    """The tool as chat templates expect it."""
+    is_strict: bool
+    """Whether arguments must follow the schema even if the model may choose not to call."""
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """A request's checked `tools`, `tool_choice` and `parallel_tool_calls`."""
+
+    tools: tuple[FunctionTool, ...]
+    """The tools in the prompt: none if the model must not call any."""
+    is_required: bool
+    """Whether the model must call one."""
+    forced_name: str | None
+    """The function that it must call, if the request names one."""
+    is_parallel: bool
+    """Whether one answer may hold several calls."""
+
+    @property
+    def callable_tools(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools if self.forced_name in (None, tool.name)]
+
+    @property
+    def names(self) -> list[str]:
+        return [tool.name for tool in self.callable_tools]
+
+
+def check_tool_request(
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool | None = None,
+) -> ToolRequest:
+    """Check that three fields of a request, each of its documented type or None, are consistent."""
+    if tools is not None and not tools:
+        raise InvalidValueError("tools is empty; give at least one tool, or leave it out")
+    checked = tuple(_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or ()))
+    names = [tool.name for tool in checked]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InvalidValueError(f"tools has two functions with the name {repeated!r}; names must be unique")
+    for field, value in {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}.items():
+        if not checked and value not in (None, "none"):
+            raise InvalidValueError(f"{field} needs tools; give tools, or leave it out")
+    if isinstance(tool_choice, Mapping):
+        forced_name = tool_choice["function"]["name"]
+        if forced_name not in names:
+            raise InvalidValueError(f"tool_choice names the function {forced_name!r}, which is not among the tools")
+        return ToolRequest(checked, is_required=True, forced_name=forced_name, is_parallel=False)
+    if tool_choice is not None:
+        check_choice("tool_choice", tool_choice, _CHOICES)
+    return ToolRequest(
+        () if tool_choice == "none" else checked,
+        is_required=tool_choice == "required",
+        forced_name=None,
+        is_parallel=parallel_tool_calls is not False,
+    )
+
+
+def _check_tool(tool: Mapping[str, Any], path: str) -> FunctionTool:
+    function = tool["function"]
+    parameters = function.get("parameters")
+    parameters = dict(_NO_PARAMETERS if parameters is None else parameters)
+    if parameters.get("type", "object") != "object":
+        raise InvalidValueError(
+            f"{path}['function']['parameters']['type'] is {parameters['type']!r}; arguments are an object"
+        )
+    shown = {"name": function["name"], "description": function.get("description"), "parameters": parameters}
+    return FunctionTool(
+        name=function["name"],
+        parameters={"type": "object", **parameters},
+        definition={"type": "function", "function": {key: value for key, value in shown.items() if value is not None}},
+        is_strict=bool(function.get("strict")),
+    )
+
+
+def to_json(value: object, field: str, ensure_ascii: bool = False) -> str:
+    """Write a part of the request's `field` as JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    except RecursionError:
+        raise InvalidValueError(f"{field} is nested too deeply") from None
+
+
+# --- the prompt -----------------------------------------------------------------------------------------------
+
+
+def prepare_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    template_supports_tools: bool = True,
+    *,
+    parallel_tool_calls: bool | None = None,
+    tool_format: ToolFormat = HERMES,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the messages and the keyword arguments for `Tokenizer.apply_chat_template`.
+
+    Arguments of earlier calls become objects, as templates expect, and results are given their function's name.
+    Tools are left out of the prompt if `tool_choice` is "none"; otherwise the prompt is the same for every choice, so
+    that requests share their cached beginning; `call_grammar` and `ToolCallParser` enforce the choice.
+
+    For a template without tools everything is written as text: a section of the system message describes the tools
+    and, in `tool_format`, how to call them; calls are part of the assistant's text; results are the user's text
+    within `<tool_response>` tags.
+    """
+    request = check_tool_request(tools, tool_choice, parallel_tool_calls)
+    prepared = _parse_calls(messages)
+    if template_supports_tools:
+        return prepared, {"tools": [tool.definition for tool in request.tools]} if request.tools else {}
+    written = _write_out(prepared, tool_format)
+    if request.tools:
+        may_repeat = parallel_tool_calls is not False and tool_format.is_parallel
+        _add_to_system_message(written, _describe_tools(request.tools, tool_format, may_repeat))
+    return written, {}
+
+
+def _parse_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copy the messages, with the arguments of calls parsed and their results named."""
+    parsed: list[dict[str, Any]] = []
+    names_by_id: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        copy = dict(message)
+        calls = copy.pop("tool_calls", None)  # templates test for the key
+        if calls:
+            if copy["role"] != "assistant":
+                raise InvalidValueError(f"{path} has tool_calls; only messages of the assistant can")
+            copy["tool_calls"] = [
+                _parse_call(call, f"{path}['tool_calls'][{position}]") for position, call in enumerate(calls)
+            ]
+            names_by_id |= {call["id"]: call["function"]["name"] for call in copy["tool_calls"]}
+        if copy["role"] == "tool":
+            call_id = copy.get("tool_call_id")
+            if call_id not in names_by_id:
+                raise InvalidValueError(f"{path}['tool_call_id'] is {call_id!r}, which is no earlier tool call's id")
+            copy["name"] = copy.get("name") or names_by_id[call_id]
+        parsed.append(copy)
+    return parsed
+
+
+def _parse_call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"], parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(f"{path}['function']['arguments'] is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise InvalidValueError(f"{path}['function']['arguments'] must hold an object, not {type(arguments).__name__}")
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _write_out(messages: Sequence[dict[str, Any]], tool_format: ToolFormat) -> list[dict[str, Any]]:
+    """Turn calls and results into text. Successive results become one message, because turns may have to alternate."""
+    written: list[dict[str, Any]] = []
+    is_behind_result = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            result = [_part("<tool_response>"), *_parts(message), _part("</tool_response>")]
+            if is_behind_result:
+                written[-1]["content"] += result
+            else:
+                written.append({"role": "user", "content": result})
+        elif "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            calls = [tool_format.write_call(each["name"], to_json(each["arguments"], "messages")) for each in functions]
+            written.append({"role": "assistant", "content": [*_parts(message), _part(tool_format.write_answer(calls))]})
+        else:
+            written.append(message)
+        is_behind_result = is_result
+    return written
+
+
+def _add_to_system_message(messages: list[dict[str, Any]], section: str) -> None:
+    if messages and messages[0]["role"] == "system":
+        messages[0] = {**messages[0], "content": [*_parts(messages[0]), _part("\n" + section)]}
+    else:
+        messages.insert(0, {"role": "system", "content": section})
+
+
+def _describe_tools(tools: Sequence[FunctionTool], tool_format: ToolFormat, may_repeat: bool) -> str:
+    example = tool_format.write_call("<function name>", "<object with the arguments>")
+    return "\n".join(
+        [
+            "# Tools",
+            "",
+            "You can call these functions:",
+            "<tools>",
+            *(to_json(tool.definition, "tools") for tool in tools),
+            "</tools>",
+            "",
+            "To call a function, write its name and an object with its arguments in exactly this form:",
+            tool_format.write_answer([example]),
+            "You can make several calls in one answer." if may_repeat else "Make at most one call in an answer.",
+            "Results will be given to you within <tool_response></tool_response> tags.",
+        ]
+    )
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    """Return a message's content as a list of parts, which reach templates joined by newlines."""
+    content = message.get("content") or []
+    return [_part(content)] if isinstance(content, str) else list(content)
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+# --- the grammar ----------------------------------------------------------------------------------------------
+
+
+def call_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool | None = None,
+    *,
+    special_tokens: Mapping[str, int] | None = None,
+) -> str | None:
+    """Return the Lark grammar (in llguidance's dialect) that an answer must follow; None if there is none.
+
+    "required" and a named function: the answer is calls only. "auto": there is none, unless a function is `strict`;
+    then the answer is any text in which every call is valid. `special_tokens` are the ids of those markers of the
+    format that are special tokens, which a grammar must name by id.
+    """
+    request = check_tool_request(tools, tool_choice, parallel_tool_calls)
+    if not request.is_required and not any(tool.is_strict for tool in request.tools):
+        return None
+    if not tool_format.is_parsed:
+        raise InvalidValueError(
+            f"tool_call_parser={tool_format.name!r} leaves calls in the text, so they cannot be required or strict; "
+            f"start the server with another one, or ask for neither"
+        )
+    ids = special_tokens or {}
+    before, between, after = (_literal(text, ids) for text in tool_format.layout)
+    is_parallel = request.is_parallel and tool_format.is_parallel
+    calls = f"call ({between} call)*" if is_parallel else "call"
+    if request.is_required:
+        rules = [f"start: {before} {calls} {after}"]
+    else:
+        opening = tool_format.opening
+        behind_opening = _literal(tool_format.layout[0].removeprefix(opening), ids)
+        rules = [
+            f"start: (opening {behind_opening} {calls} {after}){'*' if is_parallel else '?'} TEXT",
+            # A marker counts even if the model spells it out; lazy: from its first occurrence.
+            f"opening: spelled_out{f' | TEXT <[{ids[opening]}]>' if opening in ids else ''}",
+            f'spelled_out[lazy]: TEXT "{opening}"',
+            r"TEXT: /(.|\n)*/",
+        ]
+        if tool_format.may_be_bare:
+            rules[0] += f" | {calls}"
+            rules[-1] = r"TEXT: /[ \t\n\r]*([^{ \t\n\r](.|\n)*)?/"
+    rules.append("call: " + " | ".join(_call(tool, tool_format) for tool in request.callable_tools))
+    return "\n".join(rules) + "\n"
+
+
+def _call(tool: FunctionTool, tool_format: ToolFormat) -> str:
+    # The schema is complete by itself, so that its references resolve. If llguidance can't enforce part of it, that is
+    # an error only for a strict function.
+    head, tail = tool_format.write_call(tool.name, "\0").split("\0")
+    schema = {**tool.parameters, "x-guidance": {**_SPACING, "lenient": not tool.is_strict}}
+    return f"{_quote(head)} %json {to_json(schema, 'tools', ensure_ascii=True)} {_quote(tail)}"
+
+
+def _literal(text: str, special_tokens: Mapping[str, int]) -> str:
+    """Return the grammar's terms for a text, special tokens by their ids."""
+    if not special_tokens:
+        return _quote(text)
+    parts = re.split(f"({'|'.join(map(re.escape, special_tokens))})", text)
+    return " ".join(f"<[{special_tokens[part]}]>" if part in special_tokens else _quote(part) for part in parts)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text) if text else ""
