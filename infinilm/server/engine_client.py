@@ -298,8 +298,6 @@ class EngineClient:
         if request is None:
             return
         is_first = request.first_time is None
-        if delta.error is not None:
-            request.fail(ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error"))
         request.append_delta(delta, time)
         if is_first and request.first_time is not None:
             self._admission.note_first_token(request)

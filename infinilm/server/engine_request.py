@@ -30,7 +30,11 @@ class DeltaQueue:
     async def read_all(self) -> "list[tuple[EngineRequest, AnswerDelta | None]]":
         """Remove and return all items; wait if there is none."""
         if not self._items:
-            await self.wait()
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
         items, self._items = self._items, []
         return items
 
@@ -41,12 +45,8 @@ class DeltaQueue:
 
     async def wait(self) -> None:
         """Wait until there is something to read."""
-        if not self._items:
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
-            try:
-                await waiter
-            finally:
-                self._waiter = None
+        items = await self.read_all()
+        self._items = items + self._items
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +88,13 @@ class EngineRequest:
                 self.first_time = time
             self.last_time = time
             self.num_output_tokens += num_tokens
-        if delta.metrics is not None:
-            self.metrics = delta.metrics
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.num_open -= 1
+            self.metrics = delta.metrics
+            if delta.error is not None:
+                self.fail(ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error"))
         self.output.put(self, delta)
 
     def fail(self, error: ApiError) -> None:

@@ -94,6 +94,8 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
+    """A tool call of an earlier turn."""
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -127,6 +129,8 @@ class NamedFunction(Strict):
 
 
 class NamedTool(Strict):
+    """The one tool to call."""
+
     type: Literal["function"]
     function: NamedFunction
 
@@ -194,7 +198,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorReply(BaseModel):
-    """Every error looks like this."""
+    """The form of all errors."""
 
     error: ErrorDetail
 

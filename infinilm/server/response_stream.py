@@ -92,17 +92,18 @@ class ResponseStream:
             raise
         for request, delta in items:
             assert delta is not None
-            answer = self.answers[request.first_answer + delta.index]
-            if answer.is_done:
+            _, index, token_ids, logprobs, finish_reason, stop_reason, _, _, _ = delta
+            answer = self.answers[request.first_answer + index]
+            if answer.finish_reason is not None:
                 continue
-            self._metrics.num_output_tokens += len(delta.token_ids)
-            if delta.logprobs is not None:
-                answer.logprobs += delta.logprobs
-            text = answer.append(delta.token_ids, delta.finish_reason, delta.stop_reason)
+            self._metrics.num_output_tokens += len(token_ids)
+            if logprobs is not None:
+                answer.logprobs += logprobs
+            text = answer.append(token_ids, finish_reason, stop_reason)
             is_end = answer.finish_reason is not None
             chunks.append(Chunk(answer, text, delta, is_end))
-            if is_end and delta.finish_reason is None:
-                self._client.cancel(request, delta.index)
+            if is_end and finish_reason is None:
+                self._client.cancel(request, index)
         return chunks
 
     @property

@@ -26,8 +26,6 @@ _SAME_NAMES = (
     "repetition_penalty",
 )
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-
-
 _GUIDES = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
