@@ -20,7 +20,14 @@ from infinilm.interrupts import interrupts_allowed, interrupts_held
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 ENGINE_FILES = ("/infinilm/", "/contextlib.py", "/subprocess.py")
-PEER_FILES = ("/infinilm/engine/peers.py", "/infinilm/executor/worker_group.py", "/subprocess.py")
+PEER_FILES = (
+    "/infinilm/executor/worker_group.py",
+    "/infinilm/executor/worker_processes.py",
+    "/infinilm/distributed/channel.py",
+    "/infinilm/framing.py",
+    "/infinilm/processes.py",
+    "/subprocess.py",
+)
 
 
 @pytest.fixture(scope="module")
