@@ -51,7 +51,6 @@ class Peer:
         self._channel.hang_up()
 
     def close(self) -> None:
-        """Tell the process to end."""
         self.send(Command.STOP, Message())
         self._channel.close()
 
@@ -84,7 +83,6 @@ class Peers:
             Thread(target=self._watch, name="infinilm-watch", daemon=True).start()
 
     def receive(self) -> list[Message]:
-        """Wait for all replies."""
         for peer in list(self.all):
             try:
                 peer.receive()
@@ -95,7 +93,6 @@ class Peers:
         return [peer.reply for peer in self.all]
 
     def check(self) -> None:
-        """Raise if a rank has died."""
         if self.is_fork:
             raise EngineError(
                 f"the engine's ranks belong to process {self._owner}, and this is a fork of it; make an engine here"
@@ -107,7 +104,6 @@ class Peers:
             raise WorkerDiedError(self.failure)
 
     def kill(self) -> None:
-        """Kill all processes."""
         for peer in list(self.all):
             peer.kill()
 

@@ -8,10 +8,17 @@ from starlette.responses import Response
 
 from infinilm.errors import InfinilmError
 from infinilm.server.api_errors import bad_request
-from infinilm.server.protocol import ChatRequest, Message
+from infinilm.server.protocol import (
+    ChatRequest,
+    Message,
+    as_bad_request,
+    check_limits,
+    check_size,
+    find_structure,
+    make_params,
+)
 from infinilm.server.replies import Reply, chat_logprobs, encode, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
-from infinilm.server.sampling import as_bad_request, check_limits, check_size, find_structure, make_params
 from infinilm.server.service import Service
 from infinilm.server.tool_parser import ArgumentsDelta, ContentDelta, Event, ToolCallParser, ToolCallStart, add_up
 from infinilm.server.tool_request import ToolRequest, call_grammar, check_tool_request, prepare_messages
@@ -26,7 +33,6 @@ _OWN_NAMES = {"self", "messages", "tools", "add_generation_prompt", "special_tok
 
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
-    """Answer a request."""
     _check(service, body)
     plan = ToolPlan(service, body)
     token_ids = await encode_chat(service, body.messages, plan, body.chat_template_kwargs)
@@ -173,7 +179,6 @@ class ChatReply(Reply):
         return chat_logprobs(positions[:-1] if is_cut else positions, self._tokenizer)
 
     def keep(self, chunks: list[Chunk]) -> None:
-        """Keep content and calls."""
         for each in chunks:
             self._found[each.answer.index] += self._parse(each)
 
@@ -196,7 +201,6 @@ class ChatReply(Reply):
         }
 
     def write(self, chunks: list[Chunk]) -> bytes:
-        """The events for chunks."""
         written: list[bytes] = []
         for each in chunks:
             answer = each.answer

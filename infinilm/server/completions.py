@@ -8,10 +8,9 @@ from starlette.responses import Response
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.api_errors import bad_request
 from infinilm.server.engine_request import EngineRequest
-from infinilm.server.protocol import CompletionRequest
+from infinilm.server.protocol import CompletionRequest, check_limits, check_size, find_structure, make_params
 from infinilm.server.replies import CompletionLogprobs, Reply, encode, join_lists, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
-from infinilm.server.sampling import check_limits, check_size, find_structure, make_params
 from infinilm.server.service import Service
 from infinilm.text.answer import Answer
 
@@ -19,7 +18,6 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """Answer a request."""
     _check(service, body)
     prompts = await _encode_prompts(service, body)
     params = [_params(service, body, len(token_ids)) for token_ids in prompts]
@@ -124,14 +122,12 @@ class CompletionReply(Reply):
         return join_lists([*parts, lists.describe_next(new, [each.token_id for each in new])])
 
     def keep(self, chunks: list[Chunk]) -> None:
-        """Keep log-probabilities; the answers keep the text."""
         if self._wants_logprobs:
             for each in self._ready(chunks):
                 parts = self._parts[each.answer.index]
                 parts.append(self._new_logprobs(each, is_first=not parts))
 
     def whole(self) -> dict[str, Any]:
-        """The body."""
         self.keep([])
         return super().whole()
 
@@ -145,7 +141,6 @@ class CompletionReply(Reply):
         }
 
     def write(self, chunks: list[Chunk]) -> bytes:
-        """The events for chunks."""
         written: list[bytes] = []
         for each in self._ready(chunks):
             answer = each.answer
@@ -163,5 +158,4 @@ class CompletionReply(Reply):
         return b"".join(written)
 
     def end(self) -> bytes:
-        """The events that were held back, and the last ones."""
         return self.write([]) + super().end()

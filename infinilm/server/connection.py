@@ -1,6 +1,7 @@
 """A client's connection: uvicorn's, with limits on size, number and time, and a close that lets the client read."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Any
 
@@ -11,7 +12,6 @@ from infinilm.server.api_errors import ApiError, bad_request, body_too_large, un
 from infinilm.server.logs import choose_request_id
 from infinilm.server.metrics import Metrics
 from infinilm.server.settings import Limits
-from infinilm.server.transport import LingeringTransport, Timer, unframed_send
 
 CUT = "infinilm.cut"
 """A function in `scope["extensions"]` that drops the connection at once, with all unsent data."""
@@ -22,7 +22,6 @@ CHUNK_OVERHEAD_BYTES = 16
 """For the framing of one chunk: its size in hexadecimal, two line ends, and a few bytes more."""
 MAX_LINGER_BYTES = 64 << 20
 """How much of a refused request is read and discarded, so that the client gets to read the response."""
-
 NUM_RESERVED = 32
 """Connections beyond `max_connections`, for when all of those are busy. Only `/health/live` is answered on them."""
 
@@ -49,14 +48,7 @@ class LimitedConnection(HttpToolsProtocol):
     and again for the whole body.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        limits: Limits,
-        metrics: Metrics,
-        pool: "ConnectionPool",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, limits: Limits, metrics: Metrics, pool: "ConnectionPool", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._metrics = metrics
@@ -78,13 +70,11 @@ class LimitedConnection(HttpToolsProtocol):
     # --- the transport --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to wait for a request."""
         super().connection_made(LingeringTransport(transport, self._close))  # type: ignore[arg-type]
         self._read_timer.start(self._limits.read_timeout)
         self._pool.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._read_timer.stop()
         self._write_timer.stop()
         self._pool.remove(self)
@@ -95,7 +85,6 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse data, or discard it."""
         if self._phase is Phase.DISCARDED:
             self._num_discarded_bytes += len(data)
             if self._num_discarded_bytes > MAX_LINGER_BYTES:
@@ -115,18 +104,15 @@ class LimitedConnection(HttpToolsProtocol):
             self._refuse(self._headers_too_large())
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as the response is written."""
         super().pause_writing()
         self._watch_progress()
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._write_timer.stop()
 
     def shutdown(self) -> None:
-        """Close once the current response is sent."""
         if self._phase is Phase.IDLE or self._open_cycles():
             super().shutdown()
         else:
@@ -177,7 +163,6 @@ class LimitedConnection(HttpToolsProtocol):
     # --- the parser -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         super().on_message_begin()
         if len(self.pipeline) >= MAX_PIPELINED:
             raise RefusedError
@@ -215,7 +200,6 @@ class LimitedConnection(HttpToolsProtocol):
             self.cycle.send = unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
 
     def on_body(self, body: bytes) -> None:
-        """Pass a piece of the body on."""
         self._num_overhead_bytes -= len(body) + CHUNK_OVERHEAD_BYTES
         self._num_body_bytes += len(body)
         if self._num_body_bytes > self._limits.max_body_bytes:
@@ -225,7 +209,6 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
         if self.parser.should_upgrade():
             return
         self._phase = Phase.IDLE
@@ -351,11 +334,9 @@ class ConnectionPool:
         return not is_reserved
 
     def note_idle(self, connection: LimitedConnection) -> None:
-        """Mark a connection as idle."""
         self._idle[connection] = None
 
     def remove(self, connection: LimitedConnection) -> None:
-        """Remove a closed connection."""
         self._idle.pop(connection, None)
         self._reserved.pop(connection, None)
 
@@ -365,3 +346,71 @@ class ConnectionPool:
             connection.transport.abort()
             return True
         return False
+
+
+class LingeringTransport:
+    """A transport with another `close`: uvicorn closes connections in several places."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[asyncio.Transport], None]) -> None:
+        self._transport = transport
+        self._close = close
+        self._is_closing = False
+
+    def write(self, data: bytes) -> None:
+        if not self._is_closing:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if not self.is_closing():
+            self._is_closing = True
+            self._close(self._transport)
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class Timer:
+    """Calls a function once, unless it is stopped or started again before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._loop = loop
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._handle is not None
+
+    def start(self, seconds: float) -> None:
+        """Schedule the call, in place of an earlier one."""
+        self.stop()
+        self._handle = self._loop.call_later(seconds, self._fire)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        self._callback()
+
+
+def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """The `send` for an HTTP/1.0 client, which reads no chunks: a body without a length ends with the connection."""
+    has_length = False
+
+    async def send(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await RequestResponseCycle.send(cycle, message)
+
+    return send

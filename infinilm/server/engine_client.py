@@ -58,7 +58,6 @@ class EngineHandle:
 
     @classmethod
     async def start(cls) -> Self:
-        """Start the process."""
         process = ChildProcess("infinilm.server.engine_process", output="echo", socket_buffer_bytes=SOCKET_BUFFER_BYTES)
         process.socket.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=process.socket, limit=SOCKET_BUFFER_BYTES)
@@ -85,8 +84,6 @@ class EngineHandle:
 
 
 class State(StrEnum):
-    """Of the engine."""
-
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"

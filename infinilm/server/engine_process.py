@@ -181,7 +181,6 @@ class EngineLoop:
 
 
 def send_report(frames: FrameSocket, report: Report) -> None:
-    """Send a report to the HTTP process."""
     frames.send_frame(encode_message(report))
 
 

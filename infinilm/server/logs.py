@@ -54,24 +54,19 @@ class QueuedStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The encoding, for libraries."""
         return "utf-8"
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """How characters are encoded that can't be, for libraries."""
         return "backslashreplace"
 
     def writable(self) -> bool:
-        """Always."""
         return True
 
     def isatty(self) -> bool:
-        """Whether the file is a terminal."""
         return os.isatty(self._fd)
 
     def fileno(self) -> int:
-        """The file descriptor."""
         return self._fd
 
     def write(self, text: str) -> int:
@@ -143,7 +138,6 @@ class LogFormatter(logging.Formatter):
         return f"{record.asctime} {record.levelname} {record.name} [{request_id.get()}] {message}"
 
     def usesTime(self) -> bool:  # noqa: N802 (logging's name)
-        """Always."""
         return True
 
 

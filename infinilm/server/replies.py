@@ -56,7 +56,7 @@ class Reply(ABC):
 
     @abstractmethod
     def keep(self, chunks: list[Chunk]) -> None:
-        """Keep what `whole` needs."""
+        """Keep the parts of chunks that `whole` needs."""
 
     @abstractmethod
     def write(self, chunks: list[Chunk]) -> bytes:
@@ -131,7 +131,7 @@ async def respond(
 
 
 class EventStream(Response):
-    """A reply in events. One write sends all that is new, however much that is.
+    """A reply in events. One write sends all new output.
 
     A slow reader gets larger pieces; only a few numbers per token are held for it. The connection is closed when the
     reader takes nothing for `write_timeout` seconds.
@@ -210,5 +210,4 @@ class CompletionLogprobs:
 
 
 def join_lists(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join lists of successive tokens."""
     return {name: [item for part in parts for item in part[name]] for name in parts[0]}

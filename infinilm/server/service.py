@@ -24,9 +24,8 @@ from infinilm.server.engine_request import DeltaQueue, EngineRequest
 from infinilm.server.logs import request_id
 from infinilm.server.messages import Ready
 from infinilm.server.metrics import Metrics
-from infinilm.server.protocol import SamplingFields
+from infinilm.server.protocol import SamplingFields, stop_strings
 from infinilm.server.response_stream import ResponseStream
-from infinilm.server.sampling import stop_strings
 from infinilm.server.settings import ServerSettings
 from infinilm.server.tool_formats import detect_format, supports_tools
 from infinilm.text.answer import Answer

@@ -70,7 +70,6 @@ class ParsedAnswer:
 
 
 def add_up(events: Iterable[Event]) -> ParsedAnswer:
-    """Put the events of one answer together."""
     content: list[str] = []
     starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
@@ -107,7 +106,6 @@ class ToolCallParser:
         self._events: list[Event] = []
         self._reading = self._read_answer() if tool_format.is_parsed else self._read_unparsed()
         self.num_calls = 0
-        """Calls that have begun."""
         self.is_done = False
         """Whether the answer is complete: further text would be dropped."""
 
@@ -354,12 +352,10 @@ class _Source:
         self.text, self.pos, self._mark = text, 0, 0
 
     def mark(self) -> None:
-        """Move the mark to the position."""
         self._earlier.clear()
         self._mark = self.pos
 
     def rewind(self) -> None:
-        """Move the position to the mark."""
         if self._earlier:
             self.text = "".join([*self._earlier, self.text])
             self._earlier.clear()
