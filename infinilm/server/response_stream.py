@@ -97,9 +97,12 @@ class ResponseStream:
             if answer.finish_reason is not None:
                 continue
             self._metrics.num_output_tokens += len(token_ids)
+            text = answer.append(token_ids, finish_reason, stop_reason)
             if logprobs is not None:
                 answer.logprobs += logprobs
-            text = answer.append(token_ids, finish_reason, stop_reason)
+                if num_dropped := len(answer.logprobs) - answer.num_tokens:  # tokens after a stop string
+                    del answer.logprobs[-num_dropped:]
+                    delta = delta._replace(logprobs=logprobs[:-num_dropped])  # noqa: PLW2901
             is_end = answer.finish_reason is not None
             chunks.append(Chunk(answer, text, delta, is_end))
             if is_end and finish_reason is None:

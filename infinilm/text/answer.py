@@ -51,18 +51,8 @@ class Answer:
 
         Tokens after the one that completes a stop string are dropped.
         """
-        if self._stops is None or len(token_ids) < 2:
-            return self._append(token_ids, finish_reason, stop_reason)
-        pieces: list[str] = []
-        for token_id in token_ids[:-1]:
-            pieces.append(self._append([token_id], None, None))
-            if self.finish_reason is not None:
-                return "".join(pieces)
-        return "".join(pieces) + self._append(token_ids[-1:], finish_reason, stop_reason)
-
-    def _append(
-        self, token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None
-    ) -> str:
+        if len(token_ids) > 1 and self._stops is not None:
+            return self._append_singly(token_ids, finish_reason, stop_reason)
         self.num_tokens += len(token_ids)
         if finish_reason == "stop" and token_ids:
             self.ends_with_token = True
@@ -75,6 +65,16 @@ class Answer:
             piece = self._cut(piece, self._stops)
         self.text += piece
         return piece
+
+    def _append_singly(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None, stop_reason: int | str | None
+    ) -> str:
+        pieces: list[str] = []
+        for token_id in token_ids[:-1]:
+            pieces.append(self.append([token_id]))
+            if self.finish_reason is not None:
+                return "".join(pieces)
+        return "".join(pieces) + self.append(token_ids[-1:], finish_reason, stop_reason)
 
     def _cut(self, piece: str, stops: StopStrings) -> str:
         """Hold back text that may become a stop string, and end the answer at one."""

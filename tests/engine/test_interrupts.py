@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 ENGINE_FILES = ("/infinilm/", "/contextlib.py", "/subprocess.py")
 PEER_FILES = (
-    "/infinilm/executor/worker_group.py",
+    "/infinilm/executor/processes.py",
     "/infinilm/executor/worker_processes.py",
     "/infinilm/distributed/channel.py",
     "/infinilm/framing.py",
