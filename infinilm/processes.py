@@ -58,11 +58,9 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         with interrupts_held():  # an interrupt in `poll` can leave the lock in `Popen` locked for ever
             return self._process.poll() is not None
 
