@@ -33,7 +33,7 @@ class Chunk:
 
 
 class ResponseStream:
-    """Reads the output of the engine requests of one HTTP request. `close` ends what has not ended in the engine."""
+    """Reads the output of the engine requests of one HTTP request. `close` cancels those that have not ended."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ResponseStream:
         self._client.cancel(request, answer.index - request.first_answer)
 
     def close(self) -> None:
-        """End what has not ended, and count the request."""
+        """Cancel engine requests that have not ended, and count the HTTP request."""
         if self._is_closed:
             return
         self._is_closed = True

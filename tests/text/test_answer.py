@@ -1,6 +1,5 @@
 """Answers built from tokens: text, stop strings and ends, however many tokens a step brings."""
 
-
 import pytest
 from tiny_tokenizer import save_tokenizer
 
