@@ -48,7 +48,7 @@ def test_steps_with_and_without_answers_have_a_pace_each() -> None:
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS, FIRST_TOKENS)
     chunks = [RowChunk(0, 0, [1] * FIRST_TOKENS, samples=False)]
     one = np.array([1])
-    none = BlockUpdates(one[:0], one[:0], one[:0])
+    none = BlockUpdates(one[:0], one[:0], one[:0], one[:0])
     pace.note(StepInput([], [], none, DecodeRows.none(), chunks), 0.25)
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS, 2 * FIRST_TOKENS)
     pace.note(StepInput([], [], none, DecodeRows(one, one, one.reshape(1, 1)), chunks), 0.2)
