@@ -24,13 +24,12 @@ import numpy as np
 import numpy.typing as npt
 from cpu_texts import read_texts
 
+from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess
+from benchmarks.llamacpp.peer import LlamaCpp
+from benchmarks.llamacpp.side_by_side import count_cores
 from infinilm import LLM
 from infinilm.attention import HostBatch
-from infinilm.bench.engine_process import LLAMA_CPP, OURS, EngineProcess
-from infinilm.bench.llamacpp_peer import LlamaCpp
-from infinilm.bench.measure import describe_machine
-from infinilm.bench.side_by_side import count_cores
-from infinilm.bench.workloads import Workload
+from infinilm.bench.measure import Workload, describe_machine
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, make_table
 from infinilm.executor.rank_worker import ForwardInput

@@ -20,10 +20,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from infinilm.bench.engine_process import LLAMA_CPP, OURS, EngineProcess
-from infinilm.bench.measure import describe_machine
-from infinilm.bench.side_by_side import ENGINES, Setup, count_cores, run_by_turns
-from infinilm.bench.workloads import Workload
+from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess
+from benchmarks.llamacpp.side_by_side import ENGINES, Setup, count_cores, run_by_turns
+from infinilm.bench.measure import Workload, describe_machine
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, format_rate, make_table
 from infinilm.loading.sources import resolve

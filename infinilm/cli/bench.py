@@ -1,16 +1,19 @@
-"""`infinilm bench`: how fast a workload is, here and in another engine."""
+"""`infinilm bench`: how fast a workload is, here and in another engine.
+
+`bench --peer llama.cpp` and `bench serve` are in `benchmarks/`, which is not part of the wheel.
+"""
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from infinilm.cli.answering import open_engine
-from infinilm.cli.bench_llamacpp import compare_with_llamacpp, make_comparison
 from infinilm.cli.display import NONE, console, format_rate, format_seconds, make_table, note
 from infinilm.cli.options import takes_config, takes_sizes
 from infinilm.config import Config
@@ -20,9 +23,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from infinilm import LLM
-    from infinilm.bench.measure import Run, Summary
+    from infinilm.bench.measure import Run, Summary, Workload
     from infinilm.bench.transformers_peer import TransformersPeer
-    from infinilm.bench.workloads import Workload
 
 DEFAULT_WORKLOADS = ("single", "batch", "prefill")
 PEERS = ("transformers", "llama.cpp")
@@ -75,8 +77,9 @@ def bench(
     if peer == "llama.cpp":
         if workloads or sizes:
             raise InvalidValueError(f"--peer {peer} has work of its own; leave out --workload and sizes of workloads")
-        found, report = compare_with_llamacpp(config, threads, repeat)
-        _write(report, json_file, [make_comparison(found.figures()), ""])
+        side_by_side = import_benchmark("llamacpp.side_by_side", f"--peer {peer}")
+        found, report = side_by_side.compare_with_llamacpp(config, threads, repeat)
+        _write(report, json_file, [side_by_side.make_comparison(found.figures()), ""])
         return
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
     _set_threads(threads)
@@ -87,6 +90,25 @@ def bench(
         results = [_measure(engine, other, workload, repeat) for workload in chosen]
         report = _report(engine, other, results, repeat)
     _write(report, json_file, [part for result in results for part in _show(result)])
+
+
+def bench_serve(context: typer.Context) -> None:
+    """Measure how a server answers under load: ours, or any other with OpenAI's API."""
+    command = import_benchmark("serve.command", "bench serve")
+    raise typer.Exit(command.app(args=context.args, prog_name=context.command_path, standalone_mode=False) or 0)
+
+
+def import_benchmark(name: str, command: str) -> Any:
+    """A module of `benchmarks/`, for a command that needs it."""
+    try:
+        return import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("benchmarks"):
+            raise
+        raise InvalidValueError(
+            f"{command} is part of the source checkout, not of the wheel; clone InfiniLM's repository and "
+            "install it there with: pip install -e ."
+        ) from None
 
 
 def _set_threads(number: int | None) -> None:
@@ -136,7 +158,7 @@ class Result:
 
 
 def _choose(names: list[str], sizes: dict[str, Any]) -> list["Workload"]:
-    from infinilm.bench.workloads import WORKLOADS
+    from infinilm.bench.measure import WORKLOADS
 
     if unknown := [name for name in names if name not in WORKLOADS]:
         raise InvalidValueError(f"workload={unknown[0]!r} is unknown; use one of {', '.join(WORKLOADS)}")

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Annotated, cast
@@ -10,12 +9,12 @@ from typing import Annotated, cast
 import typer
 
 from infinilm import __version__
-from infinilm.cli.bench import bench
-from infinilm.cli.bench_serve import bench_serve
+from infinilm.cli.bench import bench, bench_serve
 from infinilm.cli.chat import chat
 from infinilm.cli.display import print_error
 from infinilm.cli.generate import generate
 from infinilm.cli.info import info
+from infinilm.cli.options import help_of
 from infinilm.cli.pull import pull
 from infinilm.cli.serve import serve
 from infinilm.cli.verify import verify
@@ -28,18 +27,18 @@ EXIT_INTERRUPTED = 130
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
-def _help_of(command: Callable[..., None]) -> str:
-    """A command's docstring with its paragraphs in one line each: they are as wide as the screen then."""
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 for _command in (generate, chat, serve, info, pull, verify):
-    app.command(help=_help_of(_command))(_command)
+    app.command(help=help_of(_command))(_command)
 _bench_app = typer.Typer(subcommand_metavar="[COMMAND]")
-_bench_app.callback(invoke_without_command=True, help=_help_of(bench))(bench)
-_bench_app.command("serve", help=_help_of(bench_serve))(bench_serve)
+_bench_app.callback(invoke_without_command=True, help=help_of(bench))(bench)
+_bench_app.command(
+    "serve",
+    help=help_of(bench_serve),
+    # Options, --help included, are parsed by the command's own parser in benchmarks/.
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(bench_serve)
 app.add_typer(_bench_app, name="bench")
 
 

@@ -129,3 +129,9 @@ def expand(
         return expanded
 
     return decorate
+
+
+def help_of(command: Command) -> str:
+    """A command's docstring with each paragraph on one line, which the terminal's width wraps."""
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -13,7 +13,7 @@ from infinilm.cli.options import ModelArgument, takes_config
 from infinilm.config import Config
 
 if TYPE_CHECKING:
-    from infinilm.bench.agreement import Agreement
+    from infinilm.bench.transformers_peer import Agreement
 
 # Numbers of half the width round so coarsely that likely tokens change places.
 TOLERANCES = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 1.0}
@@ -42,8 +42,7 @@ def verify(
 
     Ends with exit code 1 if a difference is beyond the tolerance.
     """
-    from infinilm.bench.agreement import compare
-    from infinilm.bench.transformers_peer import TransformersPeer
+    from infinilm.bench.transformers_peer import TransformersPeer, compare
 
     with open_engine(config.replace(model=model, quantization=config.quantization or "none")) as engine:
         path = Path(str(engine.config.model))

@@ -1,4 +1,4 @@
-"""The scripts in bench/ for CPUs: what they count, and a picture of it."""
+"""The scripts in benchmarks/ for CPUs: what they count, and a picture of it."""
 
 import math
 from importlib import import_module
@@ -10,7 +10,7 @@ import pytest
 
 from infinilm import LLM
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from infinilm.structured.compiler import GrammarCompiler
 from infinilm.text.tokenizer import Tokenizer
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "benchmarks"
 SCHEMAS = {
     "point": {"type": "object", "properties": {"x": {"type": "boolean"}}, "additionalProperties": False},
     "old": {"$schema": "http://json-schema.org/draft-03/schema#", "type": "string"},

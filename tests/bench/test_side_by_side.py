@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from infinilm.bench.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death
-from infinilm.bench.llamacpp_peer import LlamaCpp
-from infinilm.bench.measure import Run
-from infinilm.bench.side_by_side import WORKS, Comparison, Setup, Works, compare, run_by_turns
-from infinilm.bench.workloads import Workload
-from infinilm.cli.bench_llamacpp import make_comparison, make_setup
+from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death
+from benchmarks.llamacpp.peer import LlamaCpp
+from benchmarks.llamacpp.side_by_side import (
+    WORKS,
+    Comparison,
+    Setup,
+    Works,
+    compare,
+    make_comparison,
+    make_setup,
+    run_by_turns,
+)
+from infinilm.bench.measure import Run, Workload
 from infinilm.cli.main import run as run_cli
 from infinilm.config import Config
 from infinilm.errors import EngineError, InvalidValueError

@@ -1,4 +1,4 @@
-"""The scripts in bench/, run as a user would."""
+"""The scripts in benchmarks/, run as a user would."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from infinilm.models import LlamaConfig
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

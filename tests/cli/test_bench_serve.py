@@ -34,7 +34,7 @@ from scripted_server import (
     whole,
 )
 
-from infinilm.bench.serve_work import Work
+from benchmarks.serve.work import Work
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import CHAT, COMPLETION, DONE, END, STREAM, chunk, event, token, usage
 
-from infinilm.bench.serve_client import Measured
-from infinilm.bench.serve_events import INTERRUPTED, EventReader, Trace
-from infinilm.bench.serve_figures import Errors, Figures, find_rates
-from infinilm.bench.serve_http import BUFFER_BYTES, Connection, Endpoint, split_chunks
-from infinilm.bench.serve_work import Limits, Load, Work
+from benchmarks.serve.client import Measured
+from benchmarks.serve.events import INTERRUPTED, EventReader, Trace
+from benchmarks.serve.figures import Errors, Figures, find_rates
+from benchmarks.serve.http_connection import BUFFER_BYTES, Connection, Endpoint, split_chunks
+from benchmarks.serve.work import Limits, Load, Work
 from infinilm.errors import InvalidValueError
 
 # --- reading replies ----------------------------------------------------------------------------------------

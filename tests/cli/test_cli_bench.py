@@ -8,10 +8,8 @@ from checkpoints import make_reference, save
 from cli_driver import Cli
 
 from infinilm import LLM
-from infinilm.bench.agreement import PROMPTS, QUESTIONS
-from infinilm.bench.measure import Run, Summary, run_engine
-from infinilm.bench.transformers_peer import TransformersPeer
-from infinilm.bench.workloads import WORKLOADS, Workload
+from infinilm.bench.measure import WORKLOADS, Run, Summary, Workload, run_engine
+from infinilm.bench.transformers_peer import PROMPTS, QUESTIONS, TransformersPeer
 from infinilm.loading.checkpoint import open_checkpoint
 
 

@@ -104,3 +104,33 @@ def test_a_reader_that_leaves_early_is_no_error(tiny_dir: Path) -> None:
     assert done.stdout == '{"prompt": "a", "pro'
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def run_without_benchmarks(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command line where `benchmarks` can't be imported, as with a wheel."""
+    code = "import sys; sys.modules['benchmarks'] = None; from infinilm.cli.main import main; main(sys.argv[1:])"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["bench", "serve", "--streams", "4"], "bench serve"),
+        (["bench", "serve", "--help"], "bench serve"),
+        (["bench", "--peer", "llama.cpp"], "--peer llama.cpp"),
+    ],
+)
+def test_a_wheel_says_that_benchmarks_need_the_checkout(args: list[str], command: str) -> None:
+    done = run_without_benchmarks(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: {command} is part of the source checkout, not of the wheel; "
+        "clone InfiniLM's repository and install it there with: pip install -e .\n"
+    )
+
+
+@pytest.mark.parametrize("args", [["--help"], ["bench", "--help"]])
+def test_help_needs_no_benchmarks(args: list[str]) -> None:
+    done = run_without_benchmarks(*args)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bench" in done.stdout

@@ -5,8 +5,7 @@ import torch
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from infinilm import LLM, SamplingParams
-from infinilm.bench.agreement import compare
-from infinilm.bench.transformers_peer import TransformersPeer
+from infinilm.bench.transformers_peer import TransformersPeer, compare
 
 PROMPTS = ["The capital of France is", "def fib(n):", "日本の首都は", "Emoji: 🙂🚀 and then", "1, 1, 2, 3, 5, 8,"]
 

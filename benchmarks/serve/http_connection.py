@@ -21,7 +21,7 @@ class Reader(Protocol):
         """The reply's head has come."""
         ...
 
-    def take(self, data: bytes, now: float) -> None:
+    def feed(self, data: bytes, now: float) -> None:
         """A piece of its body has come, at that time of `perf_counter`."""
         ...
 
@@ -186,7 +186,7 @@ class Connection(asyncio.BufferedProtocol):
             self._num_left -= len(body)
             is_last = self._num_left == 0
         if body:
-            reader.take(body, now)
+            reader.feed(body, now)
         if is_last and self._done is not None and not self._done.done():
             self._can_reuse = self._can_reuse and not self._unread
             self._done.set_result(None)
@@ -239,7 +239,7 @@ class BodyReader:
         """The reply's head has come."""
         self.status = status
 
-    def take(self, data: bytes, now: float) -> None:  # noqa: ARG002 (nothing is timed)
+    def feed(self, data: bytes, now: float) -> None:  # noqa: ARG002 (nothing is timed)
         """A piece of its body has come."""
         self.body += data
 

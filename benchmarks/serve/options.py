@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infinilm.bench.serve_work import Limits, Load, Work
+from benchmarks.serve.work import Limits, Load, Work
 from infinilm.checks import check_real
 from infinilm.cli.options import Command, expand
 from infinilm.errors import InvalidTypeError, InvalidValueError

@@ -5,15 +5,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from infinilm.bench.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death, environment
-from infinilm.bench.measure import Run, Summary
-from infinilm.bench.workloads import Workload
-from infinilm.errors import EngineError
+from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death, environment
+from benchmarks.llamacpp.peer import check_installed
+from infinilm.bench.measure import Run, Summary, Workload, describe_machine
+from infinilm.cli.display import format_rate, make_table, note
+from infinilm.config import Config
+from infinilm.errors import EngineError, InvalidValueError
+from infinilm.loading.sources import resolve
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ENGINES = (OURS, LLAMA_CPP)
 FIRST_PROMPT = "The capital of France is"
@@ -165,14 +172,14 @@ def run_by_turns(
     """Run a workload by turns, so that what else happens on the machine hits all engines alike: runs by engine."""
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     if warm_up:
-        _take_turns(engines, replace(workload, output_len=min(workload.output_len, 4)), repeat)
+        _run_each_once(engines, replace(workload, output_len=min(workload.output_len, 4)), repeat)
     for number in range(repeat):
-        for name, run in _take_turns(engines, workload, number).items():
+        for name, run in _run_each_once(engines, workload, number).items():
             runs[name].append(run)
     return runs
 
 
-def _take_turns(engines: Sequence[EngineProcess], workload: Workload, number: int) -> dict[str, Run]:
+def _run_each_once(engines: Sequence[EngineProcess], workload: Workload, number: int) -> dict[str, Run]:
     """Each engine once, all with the same prompts: those with this number."""
     prompts = workload.prompts(engines[0].vocab_size, number)
     runs = {}
@@ -205,3 +212,53 @@ def time_to_output(engine: str, setup: Setup) -> float:
 def count_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compare_with_llamacpp(config: Config, num_threads: int | None, repeat: int) -> tuple[Comparison, dict[str, Any]]:
+    """Measure both engines: what was found, and the report of it."""
+    check_installed()
+    setup = make_setup(config, num_threads)
+    found = compare(setup, repeat, note)
+    report = {
+        "model": Path(setup.settings["model"]).name,
+        "device": "cpu",
+        "machine": describe_machine() | {"num_threads": setup.num_threads},
+        "versions": found.versions,
+        "repeat": repeat,
+        "figures": [asdict(figure) | {"ratio": figure.ratio} for figure in found.figures()],
+        "workloads": [
+            {**asdict(work), "engines": {name: asdict(found.summary(work, name)) for name in found.versions}}
+            for work in (found.works.decode, found.works.prefill, found.works.streams)
+        ],
+        "peak_bytes": found.peak_bytes,
+        "start_seconds": found.start_seconds,
+    }
+    return found, report
+
+
+def make_setup(config: Config, num_threads: int | None) -> Setup:
+    """How both engines are to be started; None: with as many threads as cores."""
+    path = resolve(config.model)
+    if path.suffix != ".gguf":
+        raise InvalidValueError(f"--peer llama.cpp: {path} is not a .gguf file, and llama.cpp reads nothing else")
+    if config.device == "cuda":
+        raise InvalidValueError("--peer llama.cpp compares on the CPU; leave out --device cuda")
+    config = config.replace(model=str(path), device="cpu")
+    settings = {item.name: getattr(config, item.name) for item in fields(config)}
+    changed = {item.name: settings[item.name] for item in fields(config) if settings[item.name] != item.default}
+    return Setup(changed, num_threads or count_cores())
+
+
+def make_comparison(figures: Sequence[Figure]) -> "Table":
+    """A line for each figure, ours next to theirs."""
+    table = make_table("", "", "infinilm", "llama.cpp", "ratio", "better", left=2)
+    for figure in figures:
+        values = [figure.ours, figure.theirs]
+        table.add_row(
+            figure.name,
+            figure.unit,
+            *(f"{value:.2f}" if figure.unit == "s" else format_rate(value) for value in values),
+            f"{figure.ratio:.2f}×",
+            "more" if figure.is_more_better else "less",
+        )
+    return table

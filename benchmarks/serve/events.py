@@ -90,7 +90,7 @@ class EventReader:
         """The reply's head has come."""
         self._status, self._content_type = status, content_type
 
-    def take(self, data: bytes, now: float) -> None:
+    def feed(self, data: bytes, now: float) -> None:
         """A piece of the body has come."""
         trace = self._trace
         trace.end = now

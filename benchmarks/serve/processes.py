@@ -16,10 +16,10 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
-from infinilm.bench.serve_client import LoadRun, Measured, Plan
-from infinilm.bench.serve_events import Trace
-from infinilm.bench.serve_http import Endpoint
-from infinilm.bench.serve_work import Load, Work
+from benchmarks.serve.client import LoadRun, Measured, Plan
+from benchmarks.serve.events import Trace
+from benchmarks.serve.http_connection import Endpoint
+from benchmarks.serve.work import Load, Work
 from infinilm.errors import EngineError
 
 LEAD_SECONDS = 0.05
@@ -57,14 +57,14 @@ async def _measure_shared(plan: Plan, num_processes: int) -> Measured:
 
     try:
         for share, process in enumerate(processes):
-            _tell(process, {"plan": asdict(plan), "share": share, "num_shares": num_processes})
+            _write_line(process, {"plan": asdict(plan), "share": share, "num_shares": num_processes})
         for process in processes:
-            await _hear(process)
+            await _read_line(process)
         _on_interrupt(stop)
         begin = perf_counter() + LEAD_SECONDS
         for process in processes:
-            _tell(process, begin)
-        parts = [_decode(await _hear(process)) for process in processes]
+            _write_line(process, begin)
+        parts = [_decode(await _read_line(process)) for process in processes]
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
@@ -82,19 +82,19 @@ async def _start_process() -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "infinilm.bench.serve_processes",
+        "benchmarks.serve.processes",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for this process
     )
 
 
-def _tell(process: asyncio.subprocess.Process, message: Any) -> None:
+def _write_line(process: asyncio.subprocess.Process, message: Any) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
-async def _hear(process: asyncio.subprocess.Process) -> Any:
+async def _read_line(process: asyncio.subprocess.Process) -> Any:
     """The next line; it may be a very long one."""
     assert process.stdout is not None
     pieces = []
@@ -126,7 +126,7 @@ def _decode(message: dict[str, Any]) -> Measured:
     return Measured(**message | {"traces": traces})
 
 
-async def _take_part() -> None:
+async def _run_share() -> None:
     """Be one of the further processes."""
     loop = asyncio.get_running_loop()
     stdin = asyncio.StreamReader(limit=1 << 30)
@@ -159,4 +159,4 @@ async def _take_part() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_take_part())
+    asyncio.run(_run_share())

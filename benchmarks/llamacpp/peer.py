@@ -15,8 +15,7 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from infinilm.bench.measure import Run
-from infinilm.bench.workloads import Workload
+from infinilm.bench.measure import Run, Workload
 from infinilm.errors import EngineError
 
 PACKAGE = "llama-cpp-python"

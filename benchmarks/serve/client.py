@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from time import perf_counter, process_time
 
-from infinilm.bench.serve_events import INTERRUPTED, EventReader, Trace
-from infinilm.bench.serve_http import BodyReader, Connection, Connector, Endpoint, Reader
-from infinilm.bench.serve_work import Load, Work
+from benchmarks.serve.events import INTERRUPTED, EventReader, Trace
+from benchmarks.serve.http_connection import BodyReader, Connection, Connector, Endpoint, Reader
+from benchmarks.serve.work import Load, Work
 
 LOOK_SECONDS = 1.0
 """How often the client looks at its own cost."""
@@ -121,7 +121,7 @@ class Stock:
         while len(self._made) < size:
             self._add()
 
-    def take(self) -> tuple[int, bytes]:
+    def pop(self) -> tuple[int, bytes]:
         """The next request and its number."""
         if not self._made:
             self._add()
@@ -214,7 +214,7 @@ class LoadRun:
         """One stream of a closed loop."""
         load = self._plan.load
         while load.seconds is None or self.seconds < load.seconds:
-            index, request = self._stock.take()
+            index, request = self._stock.pop()
             if load.requests is not None and index >= load.requests:
                 return
             trace = Trace(index, perf_counter())
@@ -226,7 +226,7 @@ class LoadRun:
         """An open loop: no answer is waited for."""
         plan = self._plan
         for offset in islice(plan.load.arrivals(plan.work.seed), self._share, None, self._num_shares):
-            index, request = self._stock.take()
+            index, request = self._stock.pop()
             trace = Trace(index, perf_counter())
             if offset:
                 await asyncio.sleep(max(0.0, self._begin + offset - perf_counter()))

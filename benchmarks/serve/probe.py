@@ -5,8 +5,8 @@ import json
 import os
 from dataclasses import replace
 
-from infinilm.bench.serve_client import Client, Plan
-from infinilm.bench.serve_events import Trace, describe_error
+from benchmarks.serve.client import Client, Plan
+from benchmarks.serve.events import Trace, describe_error
 from infinilm.errors import EngineError
 
 PROBE_TIMEOUT = 120.0

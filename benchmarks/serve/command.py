@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infinilm.bench.serve_work import Limits, Load, Work
+from benchmarks.serve.options import takes_limits, takes_load, takes_work
+from benchmarks.serve.work import Limits, Load, Work
 from infinilm.cli.bench import write_json
-from infinilm.cli.bench_serve_options import takes_limits, takes_load, takes_work
 from infinilm.cli.display import (
     console,
     format_rate,
@@ -24,18 +24,21 @@ from infinilm.cli.display import (
     note,
     print_error,
 )
+from infinilm.cli.options import help_of
 from infinilm.cli.serve import KEY_VARIABLE
 from infinilm.errors import EngineError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from infinilm.bench.serve_client import LoadRun, Measured, Plan
-    from infinilm.bench.serve_figures import Figures
+    from benchmarks.serve.client import LoadRun, Measured, Plan
+    from benchmarks.serve.figures import Figures
 
 EXIT_UNANSWERED = 1
 BUSY_SHARE = 0.8
 """A client that takes more of a core may be what limits the figures."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @takes_limits()
@@ -75,12 +78,12 @@ def bench_serve(
     Requests are sent by --streams, --rate or --burst, and the streamed answers timed. Prompts are new in each run: none
     is in the server's prefix cache. Ctrl-C shows what was measured so far.
     """
-    from infinilm.bench.serve_client import Plan
-    from infinilm.bench.serve_figures import Figures
-    from infinilm.bench.serve_http import Endpoint
+    from benchmarks.serve.client import Plan
+    from benchmarks.serve.figures import Figures
+    from benchmarks.serve.http_connection import Endpoint
 
     if plot_file is not None:
-        from infinilm.bench.serve_plot import check_plot
+        from benchmarks.serve.figures import check_plot
 
         check_plot(plot_file)
     key = api_key or next(iter(os.environ.get(KEY_VARIABLE, "").split()), None)
@@ -96,7 +99,7 @@ def bench_serve(
     if json_file != "-":
         console().print(*_show(plan, figures), sep="\n")
     if plot_file is not None and figures.num_answered:
-        from infinilm.bench.serve_plot import plot
+        from benchmarks.serve.figures import plot
 
         plot(measured, _title(plan), plot_file)
     if measured.is_interrupted:
@@ -106,9 +109,12 @@ def bench_serve(
         raise typer.Exit(EXIT_UNANSWERED)
 
 
+app.command(help=help_of(bench_serve))(bench_serve)
+
+
 async def _measure(plan: "Plan", warmup: int, processes: int) -> "tuple[Plan, Measured]":
-    from infinilm.bench.serve_probe import probe
-    from infinilm.bench.serve_processes import measure
+    from benchmarks.serve.probe import probe
+    from benchmarks.serve.processes import measure
 
     plan, remarks = await probe(plan, warmup)
     for remark in remarks:
@@ -143,8 +149,8 @@ def _title(plan: "Plan") -> str:
 
 
 def _report(plan: "Plan", measured: "Measured", figures: "Figures", processes: int) -> dict[str, Any]:
+    from benchmarks.serve.figures import describe_requests
     from infinilm import __version__
-    from infinilm.bench.serve_figures import describe_requests
 
     work = asdict(plan.work)
     texts = work.pop("texts")

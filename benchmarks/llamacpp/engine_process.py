@@ -15,8 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
 
-from infinilm.bench.measure import Run
-from infinilm.bench.workloads import Workload
+from infinilm.bench.measure import Run, Workload
 from infinilm.errors import EngineError, InfinilmError
 
 OURS = "infinilm"
@@ -34,7 +33,7 @@ class EngineProcess:
         """The most memory that was resident up to the last run's end. None where the system does not tell."""
         self._errors = TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "infinilm.bench.engine_process", name, json.dumps(settings), str(num_threads)],
+            [sys.executable, "-m", "benchmarks.llamacpp.engine_process", name, json.dumps(settings), str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -100,7 +99,7 @@ def environment(num_threads: int) -> dict[str, str]:
 def describe_death(name: str, code: int, errors: str) -> str:
     """Why an engine's process is gone, by its exit code and what it left on stderr."""
     if code == -signal.SIGILL and name == LLAMA_CPP:
-        from infinilm.bench.llamacpp_peer import PACKAGE, REMEDY
+        from benchmarks.llamacpp.peer import PACKAGE, REMEDY
 
         return f"{PACKAGE} died of an illegal instruction: it was built for another CPU than this one is; {REMEDY}"
     last = errors.strip().rpartition("\n")[2]
@@ -134,7 +133,7 @@ def main(name: str, settings: dict[str, Any], num_threads: int) -> None:
 def _load(name: str, settings: dict[str, Any], num_threads: int) -> tuple[Runner, str, int, int]:
     """What runs a workload, the engine's version, its vocabulary's size and the longest text it takes."""
     if name == LLAMA_CPP:
-        from infinilm.bench.llamacpp_peer import LlamaCpp
+        from benchmarks.llamacpp.peer import LlamaCpp
 
         peer = LlamaCpp(Path(settings["model"]), num_threads=num_threads)
         return peer.run, peer.version, peer.vocab_size, peer.max_len
