@@ -255,11 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = profile_workload(llm, arguments.workload, arguments.scale)
         else:
             report = profile_step(
-                llm,
-                rows=arguments.rows,
-                context=arguments.context,
-                is_shared=arguments.shared,
-                steps=arguments.steps,
+                llm, rows=arguments.rows, context=arguments.context, is_shared=arguments.shared, steps=arguments.steps
             )
     write_json(arguments.json, {"model": arguments.model, "machine": describe_machine(), **report})
 

@@ -14,16 +14,7 @@ import typer
 from benchmarks.serve.options import takes_limits, takes_load, takes_work
 from benchmarks.serve.work import Limits, Load, Work
 from infinilm.cli.bench import write_json
-from infinilm.cli.display import (
-    console,
-    format_rate,
-    format_seconds,
-    head,
-    make_facts,
-    make_table,
-    note,
-    print_error,
-)
+from infinilm.cli.display import console, format_rate, format_seconds, head, make_facts, make_table, note, print_error
 from infinilm.cli.options import help_of
 from infinilm.cli.serve import KEY_VARIABLE
 from infinilm.errors import EngineError

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """So many prompts of one length, each answered with one number of tokens, whatever they are."""
+    """Prompts of one length, each answered with the same number of tokens."""
 
     name: str
     num_prompts: int
     input_len: int
     output_len: int
     shared_prefix_len: int = 0
-    """How many tokens at their beginning all prompts have in common."""
+    """Leading tokens that all prompts share."""
     concurrency: int = 0
     """Requests at a time. 0: all at once."""
 
@@ -47,14 +47,10 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """Requests at a time."""
         return min(self.concurrency or self.num_prompts, self.num_prompts)
 
     def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
-        """Token ids that look random, the same on every machine, and others in each repeat.
-
-        Nothing of an earlier repeat is in the prefix cache.
-        """
+        """Pseudo-random token ids, the same on every machine, different in each repeat: the prefix cache never hits."""
         random = Random(f"{self.name}/{repeat}")
         prefix = random.choices(range(vocab_size), k=self.shared_prefix_len)
         own_len = self.input_len - self.shared_prefix_len
@@ -78,7 +74,6 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
         )
     }
 )
-"""The ready-made ones; `custom` is a beginning for one's own."""
 
 
 @dataclass(slots=True)
@@ -88,19 +83,18 @@ class Run:
     seconds: float = 0.0
     num_prefill_tokens: int = 0
     prefill_seconds: float = 0.0
-    """Of the steps that computed prompts, whatever else they computed."""
+    """Of the steps that computed prompt tokens."""
     num_decode_tokens: int = 0
     decode_seconds: float = 0.0
     """Of all other steps."""
     ttfts: list[float] = field(default_factory=list)
-    """From the moment a request was handed over until its first token."""
+    """From `add_request` to the first token."""
     gaps: list[float] = field(default_factory=list)
     """Between two tokens of a request."""
     token_ids: list[list[int]] = field(default_factory=list)
-    """What was generated for each prompt, in order."""
+    """The answer to each prompt, in order."""
 
     def add_step(self, seconds: float, num_prefill_tokens: int, num_drawn: int) -> None:
-        """Count a step."""
         if num_prefill_tokens:
             self.num_prefill_tokens += num_prefill_tokens
             self.prefill_seconds += seconds
@@ -111,14 +105,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What several runs come to: medians of rates, percentiles over all tokens. None: there is nothing to say."""
+    """Several runs of one workload: medians of rates, percentiles over all tokens. None: not measured."""
 
     prefill_per_second: float | None
-    """Prompt tokens per second."""
     decode_per_second: float | None
-    """Generated tokens per second, over all requests, while no prompt is computed."""
+    """Over all requests, in steps without prompt tokens."""
     output_per_second: float
-    """Generated tokens per second of the whole run."""
+    """Of the whole run."""
     ttft_p50: float
     ttft_p99: float
     itl_p50: float | None
@@ -126,7 +119,6 @@ class Summary:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> "Summary":
-        """Sum up runs of one workload."""
         ttfts = [ttft for run in runs for ttft in run.ttfts]
         gaps = [gap for run in runs for gap in run.gaps]
         return cls(
@@ -185,7 +177,6 @@ def run_engine(engine: "LLMEngine", workload: Workload, prompts: Sequence[Sequen
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures depend on besides the engine."""
     import os
     import platform
     from pathlib import Path

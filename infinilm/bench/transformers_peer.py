@@ -21,7 +21,7 @@ from infinilm.outputs import RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
 NUM_TOP = 20
-"""Most likely tokens compared at each position, besides the one that is there."""
+"""Most likely tokens compared at each position, besides the actual one."""
 MAX_EXAMPLES = 5
 
 PROMPTS = (
@@ -111,7 +111,7 @@ class TransformersPeer:
 
 
 class _Clock:
-    """Asked after each token whether to stop: never, but it is a good moment to look at the time."""
+    """A stopping criterion that never stops, and records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -122,7 +122,7 @@ class _Clock:
 
 
 def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
-    """Transformers' model with the weights as we decode them: its own reader of GGUF needs more packages."""
+    """transformers' model with the weights as we decode them: its own GGUF reader needs more packages."""
     import transformers
 
     checkpoint = open_checkpoint(path)
@@ -139,7 +139,7 @@ def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers from writing bars and advice between our lines."""
+    """Silence transformers' progress bars and warnings."""
     logging = transformers.utils.logging
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -154,34 +154,33 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Agreement:
-    """What the comparison found."""
+    """The result of a comparison."""
 
     tie_width: float
-    """Two tokens whose log-probabilities are no further apart may come out in either order."""
+    """Tokens whose log-probabilities differ by no more than this may come out in either order."""
     num_prompts: int = 0
     num_tokens: int = 0
     """Greedy tokens compared."""
     num_equal: int = 0
     num_ties: int = 0
-    """Tokens that differ, but whose log-probabilities are within `tie_width`."""
+    """Tokens that differ, with log-probabilities within `tie_width`."""
     num_wrong: int = 0
     num_logprobs: int = 0
     max_prompt_difference: float = 0.0
     max_output_difference: float = 0.0
     examples: list[str] = field(default_factory=list)
-    """The first tokens that differ, ties or not."""
+    """The first tokens that differ, ties included."""
 
     @property
     def max_difference(self) -> float:
-        """The largest difference of two log-probabilities."""
         return max(self.max_prompt_difference, self.max_output_difference)
 
 
 def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int, tie_width: float) -> Agreement:
-    """Generate greedily, then let the peer read prompt and answer and hold its numbers against ours.
+    """Generate greedily, then compare our tokens and log-probabilities with those the peer computes for the same text.
 
-    Given the same tokens so far the peer's most likely token must be ours, so a text that agrees at every
-    position is also what the peer would have generated.
+    Given the same tokens so far, the peer's most likely token must be ours. So a text that agrees at every position is
+    also the text that the peer would have generated.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
     found = Agreement(tie_width)
@@ -191,7 +190,7 @@ def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int, tie_w
 
 
 def _prompts(engine: LLMEngine, max_tokens: int) -> list[list[int]]:
-    """Texts as they are and as a chat; random token ids if the checkpoint knows no text."""
+    """Texts as they are and as chats; random token ids if the checkpoint has no tokenizer."""
     tokenizer = engine.tokenizer
     limit = max(1, engine.max_model_len - max_tokens)
     if tokenizer is None:

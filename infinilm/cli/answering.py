@@ -1,4 +1,4 @@
-"""An engine, and one answer of it, piece by piece, that Ctrl-C can stop."""
+"""Opens an engine and streams one answer that Ctrl-C can stop."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(config: Config) -> "LLM":
-    """Load the model. One that can't be found is an error before anything slow begins."""
+    """Load the model. A model that can't be found is reported before torch is imported."""
     from infinilm.loading.sources import resolve
 
     path = resolve(config.model)
@@ -24,7 +24,7 @@ def open_engine(config: Config) -> "LLM":
 
 
 class CtrlC:
-    """Within it, the first Ctrl-C only sets `was_pressed`, so that no step is cut in half; a second one raises."""
+    """Inside it the first Ctrl-C only sets `was_pressed`, so that no step is interrupted; a second one raises."""
 
     def __init__(self) -> None:
         self.was_pressed = False
@@ -43,7 +43,7 @@ class CtrlC:
 
 
 def stream_answer(engine: "LLM", prompt: str | Sequence[int], sampling: SamplingParams) -> Iterator[RequestOutput]:
-    """The request's output each time it has news; the finished one is the last. Ctrl-C aborts the request."""
+    """The request's output after each step that changed it; the last one is finished. Ctrl-C aborts the request."""
     with CtrlC() as ctrl_c:
         request_id = engine.add_request(prompt, sampling)
         try:

@@ -99,7 +99,6 @@ def bench_serve(context: typer.Context) -> None:
 
 
 def import_benchmark(name: str, command: str) -> Any:
-    """A module of `benchmarks/`, for a command that needs it."""
     try:
         return import_module(f"benchmarks.{name}")
     except ModuleNotFoundError as error:
@@ -119,7 +118,7 @@ def _set_threads(number: int | None) -> None:
 
 
 def _write(report: dict[str, Any], json_file: str | None, tables: Sequence["RenderableType"]) -> None:
-    """Into a file if there is one, and onto the screen unless that is the file."""
+    """Write the report to the file, if any, and print the tables unless the file is stdout."""
     if json_file is not None:
         write_json(report, json_file)
     if json_file != "-":
@@ -130,7 +129,7 @@ def _write(report: dict[str, Any], json_file: str | None, tables: Sequence["Rend
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Before a subcommand they would be ignored."""
+    """Options before a subcommand would be ignored."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
@@ -140,19 +139,16 @@ def _refuse_options(context: typer.Context) -> None:
 
 @dataclass
 class Result:
-    """The runs of one workload, by engine."""
-
     workload: "Workload"
     runs: dict[str, list["Run"]] = field(default_factory=dict)
 
     def summaries(self) -> "dict[str, Summary]":
-        """The runs of each engine, summed up."""
         from infinilm.bench.measure import Summary
 
         return {engine: Summary.of(runs) for engine, runs in self.runs.items()}
 
     def num_equal(self) -> tuple[int, int]:
-        """How many answers of the engines are the same, of how many."""
+        """The number of answers that both engines gave alike, and the number of answers."""
         first, second = ([ids for run in runs for ids in run.token_ids] for runs in self.runs.values())
         return sum(a == b for a, b in zip(first, second, strict=True)), len(first)
 
@@ -177,7 +173,7 @@ def _load_peer(engine: "LLM") -> "TransformersPeer":
 
 
 def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workload", repeat: int) -> Result:
-    """Warm up, then run by turns, so that what else happens on the machine hits both alike."""
+    """Warm up, then run both engines in turns, so that other load on the machine affects both alike."""
     from infinilm.bench.measure import run_engine
 
     result = Result(workload, {name: [] for name in (OURS, *([other.name] if other else []))})
@@ -221,7 +217,7 @@ def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Resul
 
 
 def write_json(report: dict[str, Any], file: str) -> None:
-    """Write a report into a file; `-` is stdout."""
+    """Write a report to a file; `-` is stdout."""
     text = json.dumps(report, indent=2) + "\n"
     if file == "-":
         sys.stdout.write(text)
@@ -245,7 +241,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _show(result: Result) -> Iterator["RenderableType"]:
-    """A workload's name and a table with a line for each engine and, if there are two, their ratio."""
+    """The workload's name, and a table with a line per engine and the ratio of two."""
     from rich.text import Text
 
     summaries = result.summaries()
@@ -273,7 +269,7 @@ def _cells(summary: "Summary") -> list[str]:
 
 
 def _ratios(ours: "Summary", theirs: "Summary") -> list[str]:
-    """How many times as fast we are: of rates ours to theirs, of times theirs to ours."""
+    """How many times as fast we are: rates as ours over theirs, times as theirs over ours."""
     pairs = [
         (ours.prefill_per_second, theirs.prefill_per_second),
         (ours.decode_per_second, theirs.decode_per_second),

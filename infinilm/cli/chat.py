@@ -45,8 +45,6 @@ def chat(
 
 
 class Chat:
-    """A conversation with a model and how to go on with it."""
-
     def __init__(self, engine: "LLM", sampling: SamplingParams, conversation: Conversation) -> None:
         self.engine = engine
         self.sampling = sampling
@@ -55,7 +53,6 @@ class Chat:
         self.is_over = False
 
     def run(self) -> None:
-        """Read messages and answer them until there are no more."""
         is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         if is_interactive:
             import readline  # noqa: F401 (its import gives `input` editing and history)
@@ -81,7 +78,6 @@ class Chat:
                 note(f"error: {error}")
 
     def take(self, message: str) -> None:
-        """Follow a command, or answer."""
         if message.startswith("/"):
             name, _, argument = message[1:].partition(" ")
             find_command(name).run(self, argument.strip())
@@ -89,7 +85,7 @@ class Chat:
             self.answer(message)
 
     def answer(self, message: str) -> None:
-        """Answer a message. One that could not be answered at all is forgotten."""
+        """Answer a message. A message that gets no answer is removed from the conversation."""
         self.conversation.say("user", message)
         output: RequestOutput | None = None
         try:
@@ -107,7 +103,7 @@ class Chat:
             self._tell_end(output)
 
     def _make_prompt(self) -> list[int]:
-        """The conversation's token ids, after dropping what leaves no room for an answer."""
+        """The conversation's token ids, after dropping the oldest turns that leave no space for an answer."""
         limit = self.engine.max_model_len
         room = min(self.sampling.max_tokens, limit // 4)
 
@@ -132,7 +128,7 @@ class Chat:
 
 
 def read_message(read_line: Callable[[str], str], *, is_interactive: bool) -> str:
-    """Read one message: a line, lines joined by backslashes at their ends, or all between two fences."""
+    """Read one message: a line, lines joined by trailing backslashes, or everything between two fences."""
     first, more = ("\001\033[1;36m\002›\001\033[0m\002 ", "  ") if is_interactive else ("", "")
     line = read_line(first)
     if line.strip().startswith(FENCE):

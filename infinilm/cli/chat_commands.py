@@ -1,4 +1,4 @@
-"""What can be typed in a chat after a slash."""
+"""The slash commands of a chat."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,14 +17,13 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class ChatCommand:
-    """A command: how it is called, what it does, and its function of the chat and, if it takes one, the argument."""
+    """A command. `act` takes the chat and, if `usage` shows one, the argument."""
 
     usage: str
     help: str
     act: Callable[..., None]
 
     def run(self, chat: "Chat", argument: str) -> None:
-        """Do it. A command whose usage is one word takes nothing after it."""
         if " " in self.usage:
             self.act(chat, argument)
         elif argument:
@@ -34,7 +33,6 @@ class ChatCommand:
 
 
 def find_command(name: str) -> ChatCommand:
-    """The command of this name, without the slash."""
     if name not in COMMANDS:
         raise InvalidValueError(f"there is no command /{name}; /help lists them (a space before / makes it a message)")
     return COMMANDS[name]

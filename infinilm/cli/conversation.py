@@ -1,4 +1,4 @@
-"""What was said in a chat: kept, shortened, saved and loaded."""
+"""The messages of a chat: kept, shortened, saved and loaded."""
 
 import json
 from collections.abc import Callable
@@ -12,29 +12,25 @@ ROLES = ("system", "user", "assistant")
 
 
 class Conversation:
-    """A system message, if any, and turns: what the user said and what was answered."""
+    """A system message, if any, and the turns of user and assistant."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
         self.turns: list[Message] = []
-        """Messages of the user and the assistant, in order."""
 
     @property
     def messages(self) -> list[Message]:
-        """All messages, as chat templates take them."""
         opening = [{"role": "system", "content": self.system}] if self.system is not None else []
         return [*opening, *self.turns]
 
     def say(self, role: str, content: str) -> None:
-        """Add a message."""
         self.turns.append({"role": role, "content": content})
 
     def take_back(self) -> None:
-        """Forget the last message."""
         self.turns.pop()
 
     def shorten(self, fits: Callable[[list[Message]], bool]) -> int:
-        """Drop the oldest questions with their answers until the rest fits. Returns how many were dropped.
+        """Drop the oldest questions with their answers until the rest fits; returns how many were dropped.
 
         The system message and the last question always stay.
         """
@@ -48,7 +44,6 @@ class Conversation:
         return num_dropped
 
     def save(self, file: Path) -> None:
-        """Write all messages as JSON."""
         try:
             text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2)
             file.write_text(text + "\n", encoding="utf-8")

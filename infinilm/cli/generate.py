@@ -31,8 +31,7 @@ STDIN = "-"
 def generate(
     *,
     prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="Texts to go on from; - is stdin.", show_default=False),
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to go on from; - is stdin.", show_default=False)
     ] = None,
     files: Annotated[
         list[Path] | None,
@@ -83,7 +82,7 @@ def generate(
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path], *, lines: bool) -> list[str]:
-    """The prompts of arguments, then of files; stdin where a dash stands, or if there is nothing else."""
+    """The prompts of arguments, then of files; a dash, or no prompt at all, means stdin."""
     if not prompts and not files:
         if sys.stdin.isatty():
             raise InvalidValueError("there is no prompt; give one as an argument, with --file, or through a pipe")
@@ -97,7 +96,7 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path], *, lines: bool) 
 
 
 def _read(file: Path, lines: bool) -> list[str]:
-    """A file's prompts. The newline at its end is the file's, not the prompt's."""
+    """A file's prompts. The newline at the end of a file does not belong to a prompt."""
     name = "stdin" if str(file) == STDIN else str(file)
     try:
         text = sys.stdin.read() if str(file) == STDIN else file.read_text(encoding="utf-8")
@@ -121,7 +120,7 @@ def _answer_all(engine: "LLM", prompts: list[str] | list[list[int]], sampling: S
 
 
 def _stream(engine: "LLM", prompt: str | list[int], sampling: SamplingParams) -> RequestOutput:
-    """Show one answer as it comes, and its times on stderr."""
+    """Print one answer as it is generated, and its times to stderr."""
     for output in stream_answer(engine, prompt, sampling):
         write_text(output.outputs[0].new_text)
     write_text("\n")
@@ -134,7 +133,7 @@ def _stream(engine: "LLM", prompt: str | list[int], sampling: SamplingParams) ->
 
 
 def _show(texts: list[str], outputs: list[RequestOutput], seconds: float) -> None:
-    """Each prompt and its answers, then the times of all."""
+    """Print each prompt and its answers, then a table of times."""
     from rich.rule import Rule
     from rich.text import Text
 

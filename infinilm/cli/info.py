@@ -1,4 +1,4 @@
-"""`infinilm info`: a model's shape, and what it takes to run it."""
+"""`infinilm info`: a model's shape and memory needs."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def info(
-    model: ModelArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    model: ModelArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False
 ) -> None:
     """Show what a model is and whether it fits. Reads headers only."""
     from infinilm.loading.sources import resolve
@@ -83,6 +82,6 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
 
 
 def _sequences(num_tokens: int, context: int) -> str:
-    """So many sequences of full length; or one, shorter."""
+    """How many sequences of full length fit, or how long a single one may be."""
     num_full = num_tokens // context
     return f"{num_full} × {context:,}" if num_full else f"1 × {num_tokens:,}" if num_tokens else ""

@@ -1,4 +1,4 @@
-"""The `infinilm` command: its subcommands, and how it ends when something goes wrong."""
+"""The `infinilm` command: its subcommands and exit codes."""
 
 import os
 import sys
@@ -44,8 +44,6 @@ app.add_typer(_bench_app, name="bench")
 
 @dataclass
 class Settings:
-    """What is said before the subcommand."""
-
     debug: bool = False
 
 
@@ -70,7 +68,6 @@ def start(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and end the process with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows few characters is no reason to fail
@@ -96,7 +93,7 @@ def run(args: list[str] | None = None) -> int:
 
 
 def _describe(error: BaseException) -> str:
-    """The error in a line; for a mistake on the command line, with the help that shows how to do it."""
+    """The error as one line; for a usage error, with the command that prints the help."""
     context = getattr(error, "ctx", None)
     message = error.format_message() if isinstance(error, _UsageError) else str(error)
     return f"{message.rstrip('.')}; see '{context.command_path} --help'" if context else message

@@ -1,4 +1,4 @@
-"""What a checkpoint's headers tell of a model, and what it would take to run it here."""
+"""What a checkpoint's headers say about a model, and the memory it needs here."""
 
 import json
 import math
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from infinilm.text.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16")
-"""The types whose needs are compared …"""
+"""Types whose memory needs are compared …"""
 QUANTIZED = "quantised"
-"""… with those of weights that stay as they are stored, where they can."""
+"""… with those of weights kept as they are stored."""
 
 
 def collect_facts(path: Path) -> dict[str, Any]:
-    """Everything `infinilm info` says, as plain values. No weights are read."""
+    """Everything that `infinilm info` prints, as plain values. Reads no weights."""
     from infinilm.loading.checkpoint import open_checkpoint
     from infinilm.models import LlamaConfig
 
@@ -57,13 +57,12 @@ def collect_facts(path: Path) -> dict[str, Any]:
 
 
 def size_on_disk(path: Path) -> int:
-    """The size of a file, or of the weights in a directory."""
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
 
 
 def count_stored_types(path: Path) -> dict[str, int]:
-    """How many numbers are stored in each type, most first."""
+    """How many numbers are stored in each type, most frequent first."""
     counts: Counter[str] = Counter()
     if path.is_dir():
         for file in path.glob("*.safetensors"):
@@ -87,7 +86,6 @@ def _safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def find_license(path: Path) -> str | None:
-    """The licence that a model's files name, if they do."""
     from infinilm.loading.sources import ALIASES
 
     for source in ALIASES.values():
@@ -112,7 +110,7 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
 
 
 def _memory_needs(checkpoint: "Checkpoint", model_config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
-    """By type: bytes of the weights, of a token and a full context in the cache, and how many tokens fit here."""
+    """By type: bytes of the weights, of one token and of a full context in the cache, and how many tokens fit here."""
     import torch
 
     from infinilm.distributed import DistConfig

@@ -1,7 +1,7 @@
-"""Options that several commands share, and what they are made into.
+"""Command-line options shared by several commands.
 
-A command has a parameter such as `config: Config`; a decorator puts options on the command line in its place.
-Which values are good is decided by the classes made of them, not here.
+A command has a parameter such as `config: Config`; a decorator replaces it by options. The classes built from the
+options check their values.
 """
 
 import inspect
@@ -78,13 +78,13 @@ _SIZE_OPTIONS = {
 
 
 def takes_config(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """Give a command the engine's options, except some, in place of its parameter `config`."""
+    """Replace a command's parameter `config` by the engine's options, except `without`."""
     options = {name: (kind, None) for name, kind in _ENGINE_OPTIONS.items() if name not in without}
     return expand("config", options, _make_config)
 
 
 def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Give a command the sampling options, except some, in place of its parameter `sampling`."""
+    """Replace a command's parameter `sampling` by the sampling options, except `without`."""
     usual = {field.name: field.default for field in fields(SamplingParams)} | {"stop": None} | defaults
     options = {name: (kind, usual[name]) for name, kind in _SAMPLING_OPTIONS.items() if name not in without}
     return expand("sampling", options, _make_sampling)
@@ -100,7 +100,7 @@ def _make_sampling(stop: list[str] | None = None, **settings: Any) -> SamplingPa
 
 
 def takes_sizes() -> Callable[[Command], Command]:
-    """Give a command the options that change a workload's sizes, in place of its parameter `sizes`."""
+    """Replace a command's parameter `sizes` by the options that change a workload's sizes."""
     return expand("sizes", {name: (kind, None) for name, kind in _SIZE_OPTIONS.items()}, _drop_none)
 
 
@@ -111,7 +111,7 @@ def _drop_none(**values: Any) -> dict[str, Any]:
 def expand(
     parameter: str, options: Mapping[str, tuple[Any, Any]], build: Callable[..., Any]
 ) -> Callable[[Command], Command]:
-    """Replace a command's `parameter` by `options` (type and default by name), from which it is built."""
+    """Replace a command's `parameter` by `options` (type and default by name), whose values `build` turns into it."""
 
     def decorate(command: Command) -> Command:
         @wraps(command)

@@ -1,4 +1,4 @@
-"""`infinilm pull`: fetch a model before it is needed."""
+"""`infinilm pull`: downloads a model."""
 
 from typing import Annotated
 

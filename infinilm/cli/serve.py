@@ -59,8 +59,7 @@ def serve(
     limit: LimitPairs = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False,
     parse_special_tokens: Annotated[
-        bool,
-        typer.Option("--parse-special-tokens", help="Let messages hold control tokens. Only for trusted clients."),
+        bool, typer.Option("--parse-special-tokens", help="Let messages hold control tokens. Only for trusted clients.")
     ] = False,
     config: Config,
 ) -> None:
@@ -108,7 +107,6 @@ def _check_installed() -> None:
 
 
 def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
-    """All keys: from the command line, a file, and the environment."""
     keys = list(given)
     if file is not None:
         try:

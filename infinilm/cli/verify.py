@@ -1,4 +1,4 @@
-"""`infinilm verify`: our numbers held against transformers'."""
+"""`infinilm verify`: compares our results with those of transformers."""
 
 import json
 from dataclasses import asdict

@@ -23,14 +23,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     early = launches_early(gate_up.device)
     _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-        gate_up,
-        out,
-        size,
-        gate_up.stride(0),
-        BLOCK=_BLOCK,
-        EARLY=early,
-        num_warps=_WARPS,
-        launch_pdl=early,
+        gate_up, out, size, gate_up.stride(0), BLOCK=_BLOCK, EARLY=early, num_warps=_WARPS, launch_pdl=early
     )
     return out
 

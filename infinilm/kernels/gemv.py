@@ -52,12 +52,7 @@ class Tile(NamedTuple):
 
 
 def gemv(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    tile: Tile | None = None,
+    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
     """`x` `[M, in]` times `weight` `[out, in]`, plus `bias` `[out]` and `residual` `[M, out]`: `[M, out]`, contiguous.
 

@@ -123,12 +123,7 @@ def _scan(
     first = blocks[:, None] * _BLOCK + tl.arange(0, _SCAN_WIDTH)[None, :]
     token_ids = (first, first + _SCAN_WIDTH, first + 2 * _SCAN_WIDTH, first + 3 * _SCAN_WIDTH)
     # The same for all rows, so it is done once.
-    parts = (
-        _token_part(token_ids[0]),
-        _token_part(token_ids[1]),
-        _token_part(token_ids[2]),
-        _token_part(token_ids[3]),
-    )
+    parts = (_token_part(token_ids[0]), _token_part(token_ids[1]), _token_part(token_ids[2]), _token_part(token_ids[3]))
     for member in range(rows_each):
         index = tl.program_id(1) * rows_each + member
         row = tl.load(rows + index, mask=index < num_rows, other=-1)

@@ -1,4 +1,4 @@
-"""What the engine sees of a model on disk, whatever the format."""
+"""The checkpoint interface that the engine uses, for every file format."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,47 +18,43 @@ class Checkpoint(Protocol):
 
     path: Path
     config: dict[str, Any]
-    """`config.json`, or the same made from GGUF metadata."""
+    """`config.json`, or its equivalent from GGUF metadata."""
     generation_config: dict[str, Any]
-    """`generation_config.json`, or the same made from GGUF metadata; empty if there is none."""
+    """`generation_config.json`, or its equivalent from GGUF metadata; empty if there is none."""
     num_bytes: int
-    """What the tensors take on disk."""
+    """Size of the tensors on disk."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape in the order of the file, read from the headers only."""
+        """Shapes by tensor name in file order, from the headers alone."""
         ...
 
     def formats(self) -> Mapping[str, str]:
-        """The type in which each tensor is stored, as its file calls it: `BF16`, `Q4_K`."""
+        """The stored type of each tensor, as its file calls it: `BF16`, `Q4_K`."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor in the type it is stored in; quantised ones come as float32."""
+        """Read a tensor in its stored type; quantised ones as float32."""
         ...
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
-        """Fill `target`, of any type and device, with the tensor, without a second whole copy.
+        """Fill `target`, of any type and device, with the tensor, without a second full copy.
 
-        With `starts`, only the piece of the tensor is read that begins there, one number for each
-        dimension, and has the shape of `target`. Several threads may call this at once.
+        With `starts`, one index per dimension, only the part that begins there and has the shape of `target` is read.
+        Thread-safe.
         """
         ...
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        """The piece of a matrix that begins at `starts` and has this `shape`, some rows at a time.
+        """The part of a matrix that begins at `starts` and has this `shape`, some rows at a time.
 
-        They come in GGML's blocks of `format`: as they are stored, or quantised on the way, which only
-        `QUANTIZERS` can be. Several threads may call this at once.
+        Rows come in GGML blocks of `format`: as stored, or quantised while reading, which only `QUANTIZERS` can do.
+        Thread-safe.
         """
         ...
 
-    def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has none."""
-        ...
+    def tokenizer(self) -> Tokenizer | None: ...
 
-    def close(self) -> None:
-        """Let go of the files; nothing can be read afterwards."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -81,7 +77,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether the file claims to be GGUF, by its name or its first bytes."""
     if path.suffix == ".gguf":
         return True
     try:

@@ -1,8 +1,8 @@
-"""Turn GGUF's block formats into float32, bit for bit as the `gguf` package does.
+"""Decodes GGUF's block formats to float32, bit for bit as the `gguf` package does.
 
-A quantised row is a run of blocks, each a few small integers with one or two float16 scales. Every
-decoder below takes `blocks` (uint8 `[n, block_bytes]`) and fills `out` (float32 `[n, block_elements]`).
-Products and sums are rounded one after the other, never fused, so results do not depend on the machine.
+A quantised row is a run of blocks, each a few small integers with one or two float16 scales. Every decoder below takes
+`blocks` (uint8 `[n, block_bytes]`) and fills `out` (float32 `[n, block_elements]`). Products and sums are rounded
+separately, never fused, so results do not depend on the machine.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ def stored_dtype(ggml_type: GGMLType) -> torch.dtype:
 
 
 def dequantize(raw: Tensor, ggml_type: GGMLType, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
-    """Decode `raw` (uint8, whole blocks in row order, any shape) into a tensor of `shape`.
+    """Decode `raw` (uint8, whole blocks in row order, any shape) into a tensor of `shape` and of `stored_dtype`.
 
-    The result has the type of `stored_dtype`. A given `out` (contiguous, of that type and shape) is
-    filled and returned. Temporaries take about as much memory as the result: pass big tensors in slices.
+    A given `out` (contiguous, of that type and shape) is filled and returned. Temporaries take about as much memory as
+    the result: pass large tensors in slices.
     """
     num_elements = torch.Size(shape).numel()
     num_blocks, rest = divmod(num_elements, ggml_type.block_elements)

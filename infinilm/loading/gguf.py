@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: its metadata and where each tensor lies.
+"""Reads the header of a GGUF file: its metadata and the location of each tensor.
 
 A GGUF file is, from its start (all little-endian)::
 
@@ -8,9 +8,9 @@ A GGUF file is, from its start (all little-endian)::
     padding up to a multiple of `general.alignment`
     tensor data; the offsets above count from here
 
-Nothing in the header is believed before it is checked against the size of the file, so a damaged or
-malicious file ends in a `CheckpointError`: it cannot crash the process or make it allocate more than a
-small multiple of the header that is really there.
+Every number in the header is checked against the size of the file before it is used. So a damaged or malicious file
+ends in a `CheckpointError`: it cannot crash the process or make it allocate more than a small multiple of the header's
+size.
 """
 
 import itertools
@@ -55,7 +55,7 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GGMLType:
-    """How numbers are stored: in blocks of `block_elements` numbers that take `block_bytes` bytes."""
+    """A storage type: blocks of `block_elements` numbers in `block_bytes` bytes."""
 
     name: str
     block_elements: int
@@ -75,7 +75,7 @@ GGML_TYPES: dict[int, GGMLType] = {
     14: GGMLType("Q6_K", 256, 210),
     30: GGMLType("BF16", 1, 2),
 }
-"""The types that can be read, by their number in the file."""
+"""Supported types, by their number in the file."""
 
 # Known but not readable; here only so that the error can call them by name.
 _OTHER_TYPES = {
@@ -97,10 +97,7 @@ class GGUFTensorInfo:
 
 
 class GGUFFile:
-    """A GGUF file, mapped into memory: `metadata` by key and `tensors` by name, in the header's order.
-
-    Numbers in the metadata are Python numbers, arrays are lists.
-    """
+    """A GGUF file, mapped into memory: `metadata` by key and `tensors` by name, in the header's order."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -117,7 +114,7 @@ class GGUFFile:
     def read_blocks(
         self, tensor: GGUFTensorInfo, starts: Sequence[int], counts: Sequence[int]
     ) -> npt.NDArray[np.uint8]:
-        """Copy a piece of the tensor, whose last dimension is counted in blocks: `[*counts, block_bytes]`."""
+        """Copy a part of the tensor, whose last dimension is counted in blocks: `[*counts, block_bytes]`."""
         block = tensor.ggml_type
         sizes = (*tensor.shape[:-1], tensor.shape[-1] // block.block_elements)
         if not all(0 <= at < at + count <= size for at, count, size in zip(starts, counts, sizes, strict=True)):
@@ -132,14 +129,13 @@ class GGUFFile:
         return copy
 
     def _drop_pages(self, first: int, last: int) -> None:
-        """Give the pages of these bytes back, or a model's whole file would stay in resident memory."""
+        """Release the pages of these bytes; otherwise the whole file would stay in resident memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first, last = max(0, first - _PAGES_AROUND), min(last + _PAGES_AROUND, len(self._map))
             page = first - first % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
 
     def close(self) -> None:
-        """Unmap the file; `metadata` and `tensors` stay readable."""
         self._map.close()
 
 
@@ -154,7 +150,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class _HeaderReader:
-    """Walks the header from its start; every read is checked against the end of the file first."""
+    """Reads the header from its start; every read is checked against the end of the file first."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -164,7 +160,7 @@ class _HeaderReader:
         self._position = 4
 
     def counts(self) -> tuple[int, int]:
-        """Check the version; the number of tensors and of metadata pairs."""
+        """Check the version; returns the number of tensors and of metadata pairs."""
         version = self._integer(4, "the version")
         if version not in (2, 3):
             if int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3):
@@ -173,7 +169,6 @@ class _HeaderReader:
         return self._integer(8, "the number of tensors"), self._integer(8, "the number of metadata pairs")
 
     def metadata(self, num_pairs: int) -> dict[str, Any]:
-        """Read all metadata pairs."""
         # 8 bytes for the key's length, 1 for a key, 4 for the type, 1 for a value
         self._check_count(num_pairs, 14, "metadata pairs")
         pairs: dict[str, Any] = {}
@@ -186,7 +181,6 @@ class _HeaderReader:
         return pairs
 
     def tensors(self, num_tensors: int, metadata: dict[str, Any]) -> dict[str, GGUFTensorInfo]:
-        """Read all tensor descriptions, and place them in the file."""
         alignment = self._alignment(metadata)
         # 8 bytes for the name's length, 1 for a name, 4 + 8 for one dim, 4 for the type, 8 for the offset
         self._check_count(num_tensors, 33, "tensors")
@@ -280,7 +274,7 @@ class _HeaderReader:
         return list(map(bool, values))
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """Read an array of strings; vocabularies come this way, so the loop is kept bare."""
+        """Read an array of strings. Vocabularies are stored this way, so the loop is optimised."""
         self._check_count(count, 8, f"strings in {what}")
         data, end, read_u64 = self._data, self._end, _U64.unpack_from
         position = self._position

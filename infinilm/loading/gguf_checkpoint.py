@@ -1,4 +1,4 @@
-"""A GGUF file seen as a Hugging Face checkpoint: its names, its config, its row order."""
+"""A GGUF file as a Hugging Face checkpoint: tensor names, config and row order are converted."""
 
 import math
 import re
@@ -62,22 +62,18 @@ class GGUFCheckpoint:
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape, in the order of the file."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def formats(self) -> Mapping[str, str]:
-        """The type in which each tensor is stored."""
         return {name: tensor.ggml_type.name for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor: float16 and bfloat16 as stored, all else as float32."""
         tensor = self._tensor(name)
         target = torch.empty(tensor.shape, dtype=stored_dtype(tensor.ggml_type))
         self.read_into(name, target)
         return target
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
-        """Decode one tensor, or the piece of it that begins at `starts`, into `target`, slice by slice."""
         tensor = self._tensor(name)
         starts = locate_piece(self.path, name, tensor.shape, target.shape, starts)
         if not target.numel():
@@ -92,7 +88,6 @@ class GGUFCheckpoint:
             self._fill(target[offset : offset + step], tensor, (starts[0] + offset, *starts[1:]), head_dim)
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        """Rows of a matrix's piece in blocks of `format`: the file's own, or quantised on the way."""
         tensor = self._tensor(name)
         starts = locate_piece(self.path, name, tensor.shape, shape, starts)
         num_rows, num_columns = shape
@@ -114,11 +109,9 @@ class GGUFCheckpoint:
             yield torch.from_numpy(raw).flatten(1), places if head_dim is None else _unpermuted(places, head_dim)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that the metadata describes."""
         return Tokenizer.from_gguf(self._file.metadata)
 
     def close(self) -> None:
-        """Unmap the file."""
         self._file.close()
 
     def _tensor(self, name: str) -> GGUFTensorInfo:
@@ -128,7 +121,7 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}") from None
 
     def _find_permutation(self, name: str, first_row: int, num_rows: int) -> int | None:
-        """The size of the heads inside which rows change places, see `_unpermute`; None if they don't."""
+        """The size of the heads inside which rows are permuted, see `_unpermute`; None if they are not."""
         if not self._has_permuted_rows or not (".q_proj." in name or ".k_proj." in name):
             return None
         head_dim: int = self.config["head_dim"]
@@ -140,7 +133,7 @@ class GGUFCheckpoint:
         return head_dim
 
     def _fill(self, part: Tensor, tensor: GGUFTensorInfo, starts: tuple[int, ...], head_dim: int | None) -> None:
-        """Fill `part` with what begins at `starts`; with `head_dim` the rows of heads are put in order."""
+        """Fill `part` with the values from `starts` on; with `head_dim` the rows of each head are reordered."""
         block = tensor.ggml_type
         first, num_blocks = _covering_blocks(block, starts[-1], part.shape[-1])
         raw = torch.from_numpy(self._file.read_blocks(tensor, (*starts[:-1], first), (*part.shape[:-1], num_blocks)))
@@ -167,20 +160,19 @@ def _can_decode_into(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -
 def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
     """Put the rows of q or k (`[heads · head_dim, …]`) into Hugging Face's order.
 
-    Rotary embedding turns pairs of rows. GGUF's llama keeps the two of a pair next to each other (0, 1),
-    (2, 3), …; Hugging Face keeps all first ones before all second ones: (0, half), (1, half + 1), …
+    Rotary embedding rotates pairs of rows. GGUF's llama stores the two rows of a pair next to each other: (0, 1), (2,
+    3), …; Hugging Face stores all first ones before all second ones: (0, half), (1, half + 1), …
     """
     return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _unpermuted(rows: Tensor, head_dim: int) -> Tensor:
-    """Where `_unpermute` puts the given rows."""
+    """The indices to which `_unpermute` moves the given rows."""
     pair, half = rows % head_dim // 2, rows % 2
     return rows - rows % head_dim + half * (head_dim // 2) + pair
 
 
 def _name_tensors(file: GGUFFile) -> dict[str, GGUFTensorInfo]:
-    """The tensors to load, by Hugging Face's names."""
     tensors: dict[str, GGUFTensorInfo] = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS:
@@ -193,7 +185,7 @@ def _name_tensors(file: GGUFFile) -> dict[str, GGUFTensorInfo]:
 
 
 def _hf_name(name: str) -> str:
-    """Hugging Face's name for a tensor. An unknown one keeps its own, so that strict loading lists it."""
+    """Hugging Face's name for a tensor. An unknown tensor keeps its name, so that strict loading reports it."""
     if match := LAYER_PATTERN.fullmatch(name):
         layer, part, kind = match.groups()
         if part in _LAYER_NAMES:

@@ -9,9 +9,9 @@ from infinilm.errors import CheckpointError
 def locate_piece(
     file: Path, name: str, shape: Sequence[int], piece_shape: Sequence[int], starts: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Where the piece begins in each dimension; an error unless it lies inside the tensor of `shape`.
+    """The start of a part of a tensor in each dimension; an error unless it lies inside the tensor of `shape`.
 
-    Without `starts` the piece must be the whole tensor.
+    Without `starts` the part must be the whole tensor.
     """
     if starts is None:
         if tuple(piece_shape) != tuple(shape):

@@ -1,6 +1,6 @@
-"""Quantise plain matrices while they are read, to the blocks that GGUF files are made of.
+"""Quantises float matrices while they are read, to GGUF's blocks.
 
-A block is 32 numbers of a row. `Q8_0` keeps them as 8-bit multiples of a scale, `Q4_1` as 4-bit steps from a minimum.
+A block is 32 numbers of a row. `Q8_0` stores them as 8-bit multiples of a scale, `Q4_1` as 4-bit steps from a minimum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from infinilm.errors import InvalidValueError
 
 BLOCK = 32
 PackedRows = tuple[Tensor, Tensor]
-"""Rows in GGML's blocks, uint8 `[n, bytes of a row]`, and their places in the piece they belong to, int64 `[n]`."""
+"""Rows in GGML blocks, uint8 `[n, bytes of a row]`, and their indices in the part they belong to, int64 `[n]`."""
 
 # Matrices are quantised in slices of about this many numbers, few enough for the caches.
 _SLICE_ELEMENTS = 2**18
@@ -27,7 +27,7 @@ class _Reader(Protocol):
 def quantize_rows(
     reader: _Reader, name: str, format: str, starts: Sequence[int], shape: Sequence[int], *, granule: int = 1
 ) -> Iterator[PackedRows]:
-    """Read a piece of a matrix, see `Checkpoint.read_packed`, a multiple of `granule` rows at a time."""
+    """Read a part of a matrix, see `Checkpoint.read_packed`, a multiple of `granule` rows at a time."""
     num_rows, num_columns = shape
     step = max(1, _SLICE_ELEMENTS // (num_columns * granule)) * granule
     for offset in range(0, num_rows, step):
@@ -38,7 +38,7 @@ def quantize_rows(
 
 
 def quantize(values: Tensor, format: str) -> Tensor:
-    """Rows `[n, columns]` float32 in GGML's blocks of `format`: uint8 `[n, bytes of a row]`."""
+    """Rows `[n, columns]` float32 in GGML blocks of `format`: uint8 `[n, bytes of a row]`."""
     if format not in QUANTIZERS:
         raise InvalidValueError(f"format={format!r} can't be made of floats; use one of {', '.join(QUANTIZERS)}")
     num_rows, num_columns = values.shape
@@ -57,8 +57,8 @@ def _q8_0(x: Tensor) -> Tensor:
 def _q4_1(x: Tensor) -> Tensor:
     """Blocks `[n, 32]` as scale f16, minimum f16 and 16 bytes of quants; value = scale · q + minimum.
 
-    Numbers are rounded to the nearest of 16 steps between the least and the greatest of a block; then, in turns, the
-    steps are fitted to the numbers by least squares and the numbers rounded to the nearest step. The best is kept.
+    Numbers are rounded to the nearest of 16 steps between a block's least and greatest. Then scale and minimum are
+    fitted to the quants by least squares and numbers rounded again, `_FIT_ROUNDS` times. The best result is kept.
     """
     low, high = x.aminmax(dim=1, keepdim=True)
     scale, minimum = ((high - low) / 15).half(), low.half()
@@ -101,4 +101,3 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 QUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _q8_0, "Q4_1": _q4_1}
-"""The formats that matrices can be quantised to."""

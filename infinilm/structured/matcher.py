@@ -15,33 +15,28 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.int32]
-"""A bit for each token: token t is bit t % 32 of item t // 32."""
+"""One bit per token: token t is bit t % 32 of item t // 32."""
 
 ALLOWANCE_S = 0.5
-"""Processor time that a request's answers may take for their grammar, beyond …"""
+"""CPU time that a request's grammar may take, beyond …"""
 ALLOWANCE_PER_TOKEN_S = 0.005
 """… this for each token. Most take a hundredth of it."""
 
 _MAX_REASON_CHARS = 500
 _EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")
-"""Lines of the grammar that is complained about, and marks below them."""
+"""Lines that quote the grammar, and marks below them."""
 
 
 class CompiledGrammar:
-    """A grammar for the answers of one request; what it was compiled to is shared with other requests."""
+    """A grammar for the answers of one request; the compiled form is shared with other requests."""
 
     def __init__(
-        self,
-        start: "LLMatcher",
-        vocabulary: Vocabulary,
-        real_tokens: Mask,
-        field: str,
-        on_failure: Callable[[], None],
+        self, start: "LLMatcher", vocabulary: Vocabulary, real_tokens: Mask, field: str, on_failure: Callable[[], None]
     ) -> None:
-        """Take what was compiled, before its first token.
+        """`start` is the compiled grammar before its first token.
 
-        `real_tokens` are all tokens but the empty ones; `field` is the name of what was asked for. `on_failure` is
-        called when an answer can't go on.
+        `real_tokens` are all tokens but the empty ones; `field` names the kind of structure. `on_failure` is called
+        when an answer can't continue.
         """
         self._start = start
         self._on_failure = on_failure
@@ -67,13 +62,13 @@ class CompiledGrammar:
         return matcher
 
     def spend(self, seconds: float) -> None:
-        """Take the time for one token off what the request may use."""
+        """Subtract the time for one token from the request's allowance."""
         self._left_s = min(self._left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - seconds
         if self._left_s < 0:
             raise self.error(f"following it takes too long ({seconds * 1000:.0f} ms for the last token)")
 
     def error(self, reason: str) -> InvalidValueError:
-        """What to tell the sender of a request whose answer can't go on."""
+        """The error for a request whose answer can't continue."""
         self._on_failure()
         return InvalidValueError(f"structured: the answer can't go on with this {self._field}: {readable(reason)}")
 
@@ -81,8 +76,8 @@ class CompiledGrammar:
 class GrammarMatcher:
     """Follows one answer. See `infinilm.structured_output.TokenMatcher`.
 
-    Stop ids are none of the grammar's business: they are allowed where the answer is complete, and nowhere else.
-    Special ones may also stand at the end of the grammar itself, since they leave nothing behind in the text.
+    Stop ids are not part of the grammar: they are allowed where the answer is complete, and nowhere else. Special stop
+    ids may also end the grammar itself, since they add no text.
     """
 
     def __init__(
@@ -110,13 +105,12 @@ class GrammarMatcher:
         self._spent_s = 0.0
 
     def replay(self, output_ids: Iterable[int]) -> None:
-        """Take in an answer's beginning, once more."""
+        """Advance through the beginning of an answer again."""
         for token_id in output_ids:
             self.advance(token_id)
         self._spent_s = 0.0  # it was paid for the first time
 
     def advance(self, token_id: int) -> None:
-        """See `TokenMatcher`."""
         self._num_tokens += 1
         if token_id in self._stop_ids:
             self._has_ended = True
@@ -127,7 +121,6 @@ class GrammarMatcher:
         self._spent_s += thread_time() - start_s
 
     def fill(self, mask: Mask) -> None:
-        """See `TokenMatcher`."""
         if self._has_ended:  # what comes now is thrown away, but something has to be drawn
             mask[:] = self._stop_tokens
             return
@@ -156,7 +149,7 @@ class GrammarMatcher:
             raise self._grammar.error("it is not complete, and no token is left but one of stop_token_ids")
 
     def _completes(self, stop_id: int) -> bool:
-        """Whether the grammar asks for this token, and for nothing behind it."""
+        """Whether the grammar requires this token, and nothing after it."""
         if not self._allowed[stop_id // 32] >> stop_id % 32 & 1:
             return False
         after = self._matcher.deep_copy()
@@ -164,14 +157,13 @@ class GrammarMatcher:
 
 
 def token_mask(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """The mask of these tokens, [ceil(vocab_size / 32)]."""
     is_in = np.zeros(_num_items(vocab_size) * 32, dtype=np.bool_)
     is_in[list(token_ids)] = True
     return np.packbits(is_in, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 def readable(reason: str) -> str:
-    """What llguidance says about a grammar, without what is for its own developers."""
+    """llguidance's message about a grammar, without the parts for its own developers."""
     lines = reason.partition("\n<")[0].splitlines()
     reason = " ".join(line.strip() for line in lines if not _EXCERPT.fullmatch(line))
     if reason.startswith("NoExtension"):

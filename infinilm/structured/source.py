@@ -1,4 +1,4 @@
-"""The text of a grammar, as llguidance takes it, for each way to ask for structured output."""
+"""The grammar text for llguidance, for each kind of structured output."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from infinilm.errors import InvalidValueError
 from infinilm.structured_output import StructuredOutput
 
 JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
-"""Between the parts of a JSON text: enough to indent it, not enough to go on with it for ever."""
+"""Whitespace between the parts of a JSON text: enough to indent it, and bounded."""
 
 _UNHEARD_ATTRIBUTE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(temperature|stop)[ \t]*=", re.MULTILINE)
 
 
 def grammar_text(structured: StructuredOutput, drops_first_space: bool) -> str:
-    """The grammar of what is asked for, as JSON; behind a space if the tokenizer drops the first one."""
+    """The grammar as JSON; it begins with a space if the tokenizer drops the first one."""
     grammar = _grammar(structured)
     if not drops_first_space:
         return json.dumps({"grammars": [grammar]})
@@ -53,5 +53,5 @@ def _regex_grammar(regex: str) -> dict[str, Any]:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression for one text; no character of it can be taken for syntax."""
+    """A regular expression that matches exactly this text."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)

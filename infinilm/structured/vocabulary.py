@@ -1,4 +1,4 @@
-"""A model's tokens as bytes, and the tokenizer that llguidance makes of them."""
+"""A model's tokens as bytes, and llguidance's tokenizer for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ _MARK_OF_SPECIALS = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What each token id of a model adds to a text."""
+    """The bytes that each token id adds to a text."""
 
     tokens: Sequence[bytes]
-    """By token id, as many as the model has logits; empty for ids that stand for nothing."""
+    """By token id, one per logit; empty for ids without a token."""
     special_ids: frozenset[int]
-    """Tokens that are no text, though `tokens` has their names."""
+    """Tokens that add no text, although `tokens` holds their names."""
     drops_first_space: bool
-    """Whether a text's first space is lost in decoding, as with SentencePiece."""
+    """Whether decoding drops a text's first space, as SentencePiece does."""
 
     @classmethod
     def of(cls, tokenizer: "Tokenizer", vocab_size: int) -> "Vocabulary":
-        """Spell out the tokens as the detokenizer does, so that what a grammar sees is what a reader gets."""
+        """Spell tokens as the detokenizer does, so that the grammar sees the text that the user gets."""
         special_ids = frozenset(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         for token_id, token in enumerate(tokens):
@@ -39,9 +39,8 @@ class Vocabulary:
     def lltokenizer(self, tokenizer: "Tokenizer | None" = None) -> "LLTokenizer":
         """Build llguidance's tokenizer.
 
-        Text that a grammar leaves no choice about is spelled as `tokenizer` would; None: by the longest tokens.
-        There is one token more than the model has, which ends texts and is never drawn: where an answer may end is
-        for the request's own stop ids to say.
+        Text that a grammar forces is encoded by `tokenizer`, or if that is None by the longest tokens. There is one
+        token more than the model has, which ends texts and is never drawn: a request's own stop ids end an answer.
         """
         from llguidance import LLTokenizer
 
@@ -53,7 +52,7 @@ class Vocabulary:
 
 
 class _TokenSource:
-    """What llguidance asks a tokenizer for."""
+    """The interface that llguidance expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -69,7 +68,7 @@ class _TokenSource:
 
 
 class Speller:
-    """Encodes pieces of a text as the model's tokenizer would in the middle of one, byte for byte."""
+    """Encodes parts of a text as the model's tokenizer would in the middle of one, byte for byte."""
 
     def __init__(self, tokenizer: "Tokenizer", vocabulary: Vocabulary, fallback: Encode) -> None:
         self._encode = tokenizer.encode
@@ -79,7 +78,6 @@ class Speller:
         self._anchors = [(anchor, self._encode(anchor, add_special_tokens=False)) for anchor in ("", "\n")]
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of `text`, which is what they decode to."""
         for anchor, anchor_ids in self._anchors:
             ids = self._encode(anchor + text, add_special_tokens=False)
             rest = ids[len(anchor_ids) :]

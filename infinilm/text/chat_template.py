@@ -42,8 +42,8 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`; a template that is too long or does not compile is a `CheckpointError`.
 
-        Rendering is broken off after `max_seconds`. `mark` changes the literals that may be part of the rendered text
-        (see `ControlTokens`).
+        Rendering stops after `max_seconds`. `mark` changes the literals that may be part of the rendered text (see
+        `ControlTokens`).
         """
         if len(source) > MAX_TEMPLATE_CHARS:
             raise CheckpointError(
@@ -114,12 +114,12 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _clean(self, value: Any) -> Any:
-        """Where literals are marked, no other text may hold marks."""
+        """If literals are marked, no other text may hold marks."""
         return scrub(value) if self._is_marked else value
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, failing at once where it would render nothing, and with bounded products."""
+    """Jinja's sandbox, with errors instead of empty output for refused attributes, and with bounded products."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -133,7 +133,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Return about how many bits a power of integers has, or items a repeated sequence; otherwise 0."""
+    """About how many bits a power of integers has, or items a repeated sequence; otherwise 0."""
     if operator == "**":
         return left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
     for sequence, count in ((left, right), (right, left)):
@@ -143,7 +143,7 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its body is simply rendered."""
+    """`{% generation %}` marks the model's output, for training; here its body is rendered as is."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -157,10 +157,7 @@ def _make_environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
-        raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
-        dict=_make_dict,
-        namespace=_make_namespace,
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict, namespace=_make_namespace
     )
     del environment.globals["lipsum"]  # it writes as much text as it is asked for
     return environment
@@ -198,14 +195,14 @@ def _make_namespace(*args: Any, **kwargs: Any) -> Namespace:
 
 
 def _refuse_private_names(syntax: nodes.Template) -> None:
-    """Refuse `{% set ns._x = ... %}`: a namespace answers Python's own lookups from what is stored in it."""
+    """Refuse `{% set ns._x = ... %}`: a namespace resolves Python's own lookups from its items."""
     for node in syntax.find_all(nodes.NSRef):
         if node.attr.startswith("_"):
             raise SecurityError(f"a namespace may not hold the private name {node.attr!r}")
 
 
 def _add_time_checks(syntax: nodes.Template) -> None:
-    """Have the template look at the clock wherever it may go in circles: in each round of a loop, in each macro."""
+    """Check the time in each iteration of a loop and in each macro, so that rendering always ends."""
     for node in syntax.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
         check = nodes.Call(nodes.Name(_TIME_CHECK, "load"), [], [], None, None)
@@ -216,7 +213,7 @@ _NEEDLE_METHODS = {
     *("count", "endswith", "find", "get", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace"),
     *("rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "startswith", "strip", "trim"),
 }
-"""Methods and filters whose first argument is looked for and not written."""
+"""Methods and filters whose first argument is searched for and not rendered."""
 _TESTING_FILTERS = {"select", "reject", "selectattr", "rejectattr", "map", "groupby", "sort", "unique"}
 
 
@@ -236,7 +233,7 @@ def _mark_literals(node: nodes.Node, mark: Callable[[str], str]) -> None:
 
 
 def _compared_nodes(node: nodes.Node) -> Sequence[nodes.Node]:
-    """Children of `node` whose text decides something and is not rendered."""
+    """Children of `node` whose text is compared and not rendered."""
     if isinstance(node, nodes.If | nodes.CondExpr):
         return [node.test]
     if isinstance(node, nodes.For):
@@ -261,7 +258,7 @@ def _time_check(max_seconds: float) -> Callable[[], None]:
 
 
 def _describe(error: Exception) -> str:
-    """Return the template's own message as it is; other errors with their type."""
+    """The template's own message unchanged; other errors with their type."""
     if isinstance(error, TemplateError):
         return error.message or type(error).__name__
     return f"{type(error).__name__}: {error}"
@@ -326,7 +323,7 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (
 
 
 def _plain(value: Any, path: str, depth: int = 0) -> Any:
-    """Copy JSON-like data into exact built-in types, so that a template meets no methods but theirs."""
+    """Copy JSON-like data into exact built-in types, so that a template can call no other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > _MAX_DEPTH:

@@ -20,7 +20,7 @@ from tokenizers import AddedToken
 from infinilm.errors import InvalidValueError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Unicode noncharacters: code points that no text needs."""
+"""Unicode noncharacters, which no text needs."""
 _REPLACED = {ord(OPEN): "\ufffd", ord(CLOSE): "\ufffd"}
 
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
@@ -36,7 +36,6 @@ def scrub(value: Any) -> Any:
 
 
 def without_marks(marked: str) -> str:
-    """Return the plain text of a marked one."""
     return marked.replace(OPEN, "").replace(CLOSE, "")
 
 
@@ -71,7 +70,7 @@ class ControlTokens:
         self._forbidden = frozenset(token_id for text, token_id in control.items() if text != unknown)
 
     def mark(self, literal: str) -> str:
-        """Mark the control tokens, whole or in part, in a literal of a template."""
+        """Mark the control tokens, complete or partial, in a literal of a template."""
         literal = scrub(literal)
         if self._pattern is None or not literal:
             return literal
@@ -94,7 +93,7 @@ class ControlTokens:
         return self._ids_of(self._post_process(encoding, None, add_special_tokens))
 
     def _mark_ending(self, text: str) -> str:
-        """Put `CLOSE` behind the end of a control token that `text` begins with."""
+        """Put `CLOSE` after the end of a control token that `text` begins with."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             if text[:size] in self._endings:
                 return f"{text[:size]}{CLOSE}{text[size:]}"
@@ -108,7 +107,7 @@ class ControlTokens:
         return text
 
     def _number_tokens(self, marked: str) -> str:
-        """Write the ids of control tokens between their marks, and drop all other marks."""
+        """Replace control tokens between marks by their ids, and drop all other marks."""
         first, *parts = marked.split(OPEN)
         pieces = [first.replace(CLOSE, "")]
         for part in parts:
@@ -134,7 +133,7 @@ class ControlTokens:
         return ids
 
     def _spell(self, token: str) -> list[int]:
-        """Write a token in single characters."""
+        """Encode a token character by character."""
         ids = [part.id for character in token for part in self._encoder.model.tokenize(character)]
         if not self._forbidden.isdisjoint(ids):
             raise InvalidValueError(
@@ -144,12 +143,12 @@ class ControlTokens:
 
 
 def _numbered(token_id: int) -> str:
-    """How the encoder knows a control token."""
+    """A control token as the encoder spells it."""
     return f"{OPEN}{token_id}{CLOSE}"
 
 
 def _make_encoder(backend: tokenizers.Tokenizer, control_ids: set[int]) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-    """Make a tokenizer that knows control tokens by number; and the ids for those that it gives to added tokens."""
+    """A tokenizer that knows control tokens by number, and the original ids of its added tokens."""
     encoder = tokenizers.Tokenizer(backend.model)  # the vocabulary is shared, not copied
     if backend.normalizer is not None:
         encoder.normalizer = backend.normalizer

@@ -1,4 +1,4 @@
-"""Turn a stream of token ids into text piece by piece, and watch that text for stop strings."""
+"""Turns a stream of token ids into text incrementally, and detects stop strings in it."""
 
 import codecs
 from collections.abc import Collection, Sequence
@@ -8,11 +8,11 @@ from infinilm.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Decodes ids as they come.
+    """Decodes ids incrementally.
 
-    However the ids are cut into feeds, the pieces add up to `tokenizer.decode(ids, skip_special_tokens)`, and
-    text once returned never changes: the bytes of an unfinished character are held back. Special tokens among
-    `kept_ids` are never skipped.
+    However the ids are split into calls, the pieces add up to `tokenizer.decode(ids, skip_special_tokens)`, and
+    returned text never changes: the bytes of an unfinished character are held back. Special tokens among `kept_ids` are
+    never skipped.
     """
 
     def __init__(
@@ -24,16 +24,16 @@ class Detokenizer:
         )
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Take the next ids; return the text that is now final."""
+        """Decode the next ids; return the text that is now final."""
         return self._stream.feed(ids)
 
     def finish(self) -> str:
-        """Return the rest of the text and start over."""
+        """Return the rest of the text and reset."""
         return self._stream.finish()
 
 
 class _ByteStream:
-    """For byte-level tokenizers: every token is a string of bytes, and the text is their UTF-8 decoding."""
+    """For byte-level tokenizers: every token is a byte string, and the text is the UTF-8 decoding of all."""
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -101,7 +101,7 @@ class _WindowStream:
     def _keep_context(self) -> None:
         """Shrink the window to its last token that is not empty: only that one is a first token to decoders.
 
-        One empty token behind it stays, because it separates runs of byte tokens.
+        One empty token after it stays, because it separates runs of byte tokens.
         """
         start = len(self._window) - 1
         while start > 0 and not self._tokenizer.content(self._window[start]):
@@ -111,9 +111,9 @@ class _WindowStream:
 
 
 class StopStrings:
-    """Watches text for stop strings, across the borders of its pieces.
+    """Detects stop strings in text that arrives in pieces.
 
-    The match that starts earliest counts. Text that may still turn out to belong to a match is held back.
+    The match that starts earliest counts. Text that may still become part of a match is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -129,10 +129,10 @@ class StopStrings:
         self._max_held_chars = max(map(len, self._stops), default=1) - 1
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was met."""
+        """The stop string that was found."""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Take the next piece; return the text that can be shown, and whether a stop string ended it."""
+        """Add the next piece; return the text that can be shown, and whether a stop string ended it."""
         if self.matched is not None:
             return "", True
         if not self._stops:
@@ -147,7 +147,7 @@ class StopStrings:
         return text[:held_start], False
 
     def finish(self) -> str:
-        """Return the text held back, up to a stop string if it holds one (then `matched` names it)."""
+        """Return the text held back, up to a stop string if it holds one (then `matched` is that string)."""
         if self.matched is not None:
             return ""
         text, self._held = self._held, ""
@@ -155,12 +155,12 @@ class StopStrings:
         return text[:match_start]
 
     def _find(self, text: str) -> tuple[int, str | None]:
-        """Return the start of the earliest match and its stop string, or the text's length and None."""
+        """The start of the earliest match and its stop string, or the text's length and None."""
         matches = [(start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         return min(matches, default=(len(text), None))
 
     def _find_held(self, text: str, end: int) -> int:
-        """Return the first place before `end` from where the text may grow into a stop string, or `end`."""
+        """The first index before `end` from which the text may grow into a stop string, or `end`."""
         for start in range(max(0, len(text) - self._max_held_chars), end):
             if text[start] in self._first_chars:
                 tail = text[start:]

@@ -41,7 +41,7 @@ _TEKKEN_SPLIT = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a family of byte-level vocabularies cuts text before merging."""
+    """How a family of byte-level vocabularies splits text before merging."""
 
     split: str | None = None  # None: GPT-2's own pattern
     splits_digits: bool = False  # each digit alone, before the pattern
@@ -132,13 +132,12 @@ class GGUFVocabulary:
         )
 
     def token(self, name: str) -> str | None:
-        """Return the text of the token with this role, such as "bos"; None if the file names none."""
+        """The text of the token with this role, such as "bos"; None if the file names none."""
         token_id = self.token_ids.get(name)
         return None if token_id is None else self.tokens[token_id]
 
 
 def build_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
-    """Build the tokenizer that a GGUF file describes."""
     try:
         build = _build_byte_level if vocabulary.kind == "gpt2" else _build_sentencepiece
         tokenizer = build(vocabulary)
@@ -154,7 +153,8 @@ def build_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
 def use_sentencepiece_pipeline(tokenizer: Tokenizer, prepend_scheme: str) -> None:
     """Make `tokenizer` treat spaces as SentencePiece does.
 
-    One is put before the whole text ("first"), before each part between special tokens ("always") or "never".
+    `prepend_scheme` adds one before the whole text ("first"), before each part between special tokens ("always") or
+    "never".
     """
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend_scheme, split=False)
@@ -205,10 +205,10 @@ def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a piece out of two others, the best score first.
+    """All pairs of tokens that form another token, the best score first.
 
-    SentencePiece always merges the pair whose result scores highest. Ties are broken as in transformers:
-    longer left part, then longer right part, then the piece's place in the vocabulary.
+    SentencePiece merges the pair whose result scores highest. Ties are broken as in transformers: longer left part,
+    then longer right part, then the result's index in the vocabulary.
     """
     if vocabulary.scores is None:
         raise CheckpointError(
@@ -246,7 +246,7 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Let control and user-defined tokens be found whole in text; decoding can skip the former."""
+    """Register control and user-defined tokens as added tokens; decoding can skip the control tokens."""
     roles = set(vocabulary.token_ids.values())
     special, user_defined = [], []
     for index, (token, token_type) in enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True)):
@@ -284,7 +284,7 @@ def _token_ids(metadata: Mapping[str, Any], num_tokens: int) -> dict[str, int]:
 
 
 def _adds_token(metadata: Mapping[str, Any], name: str, token_ids: Mapping[str, int], default: bool) -> bool:
-    """Return whether the bos or eos token is put around texts."""
+    """Whether `encode` adds the bos or eos token."""
     adds = _value(metadata, f"tokenizer.ggml.add_{name}_token", bool)
     if adds and name not in token_ids:
         raise CheckpointError(
@@ -294,7 +294,7 @@ def _adds_token(metadata: Mapping[str, Any], name: str, token_ids: Mapping[str, 
 
 
 def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
-    """Return a scalar of the metadata, or None where it is absent."""
+    """A scalar of the metadata, or None where it is absent."""
     value = metadata.get(key)
     if value is not None and type(value) is not kind:
         raise CheckpointError(f"GGUF metadata {key} has type {type(value).__name__}; expected {kind.__name__}")
@@ -304,7 +304,7 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
 def _list(
     metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None
 ) -> list[Any] | None:
-    """Return a list of the metadata with items of `kind`, or None where it is absent."""
+    """A list of the metadata with items of `kind`, or None where it is absent."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if values is None:

@@ -27,10 +27,10 @@ _UNCONVERTED_FILES = (
 
 
 class Tokenizer:
-    """A tokenizer with its special tokens and chat templates.
+    """A tokenizer with its special tokens and chat templates. Thread-safe.
 
-    All methods are thread-safe. Texts are encoded one at a time, which never starts the library's thread
-    pool: a pool would not survive a fork, and the library warns about that.
+    Texts are encoded one at a time, which never starts the library's thread pool: a pool would not survive a fork, and
+    the library warns about that.
     """
 
     def __init__(
@@ -40,10 +40,8 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """Wrap `backend`.
-
-        `named_tokens` are special tokens by role, such as `{"eos_token": "</s>"}`. `chat_templates` are Jinja
-        sources by name, the usual one called "default".
+        """Wrap `backend`. `named_tokens` are special tokens by role, such as `{"eos_token": "</s>"}`; `chat_templates`
+        are Jinja sources by name, "default" being the usual one.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -113,33 +111,28 @@ class Tokenizer:
 
     @property
     def bos_token(self) -> str | None:
-        """The token that begins a text."""
         return self.named_tokens.get("bos_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of `bos_token`."""
         return self.backend.token_to_id(self.bos_token) if self.bos_token else None
 
     @property
     def eos_token(self) -> str | None:
-        """The token that ends a text."""
         return self.named_tokens.get("eos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of `eos_token`."""
         return self.backend.token_to_id(self.eos_token) if self.eos_token else None
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The tokens that structure a prompt, such as those around turns."""
         return ControlTokens(self.backend, self.named_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True, *, parse_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`.
+        """The ids of `text`.
 
-        `add_special_tokens`: put those around it that the tokenizer puts around texts, such as the bos token.
+        `add_special_tokens`: add the tokens that the tokenizer puts around texts, such as the bos token.
         `parse_special_tokens`: special tokens written out in the text become their ids; otherwise they are text.
         """
 
@@ -158,10 +151,10 @@ class Tokenizer:
         check_text: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a conversation, rendered with the chat template (see `apply_chat_template`).
+        """The ids of a conversation, rendered with the chat template (see `apply_chat_template`).
 
-        Control tokens that the template writes become their ids. In messages, tools and other arguments they are
-        text, so that nobody can forge a turn, unless `parse_special_tokens`. `check_text` is called with the rendered
+        Control tokens that the template writes become their ids. In messages, tools and other arguments they are text,
+        so that a message cannot forge a turn, unless `parse_special_tokens`. `check_text` is called with the rendered
         prompt before it is encoded, and may raise.
         """
         marked = self._render(messages, is_marked=not parse_special_tokens, **kwargs)
@@ -173,7 +166,7 @@ class Tokenizer:
         return self._checked(lambda: self.control_tokens.encode(marked), text)
 
     def _checked(self, encode: Callable[[], list[int]], text: str) -> list[int]:
-        """Call `encode`, which encodes `text`, and make the library's errors those of this package."""
+        """Call `encode`, which encodes `text`, and convert the library's errors to those of this package."""
         try:
             return encode()
         except InfinilmError:
@@ -193,7 +186,7 @@ class Tokenizer:
             raise CheckpointError(f"the checkpoint's tokenizer cannot encode this text: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; ids without a token have none."""
+        """The text of `ids`; ids without a token are skipped."""
         try:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except OverflowError:
@@ -203,7 +196,7 @@ class Tokenizer:
             raise InvalidTypeError(f"ids must be a sequence of integers: {error}") from None
 
     def content(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary spells it (`Ġhello`, `▁hello`); None for an id without a token."""
+        """A token as the vocabulary spells it (`Ġhello`, `▁hello`); None for an id without a token."""
         try:
             return self.backend.id_to_token(token_id)
         except OverflowError:
@@ -214,7 +207,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes one token adds to a text; none for an id without a token."""
+        """The UTF-8 bytes that one token adds to a text; none for an id without a token."""
         known = self._bytes_by_id.get(token_id)
         if known is None:
             known = self._bytes_by_id[token_id] = self._find_bytes(token_id)
@@ -226,12 +219,10 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the default chat template."""
         return self._chat_templates.get("default")
 
     @property
     def tool_template(self) -> str | None:
-        """The source of the chat template for conversations with tools."""
         return self._chat_templates.get("tool_use", self.chat_template)
 
     def apply_chat_template(
@@ -244,7 +235,7 @@ class Tokenizer:
     ) -> str:
         """Render a conversation into a prompt (see `ChatTemplate.render`); `kwargs` are template variables.
 
-        The text does not tell control tokens that the template wrote from those in messages; `encode_chat` does.
+        The text does not distinguish control tokens that the template wrote from those in messages; `encode_chat` does.
         Templates write the bos token themselves, so encode the result with `add_special_tokens=False`.
         """
         return self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
@@ -294,7 +285,7 @@ class Tokenizer:
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
-    """Return the types of the decoder's steps, in order; none where tokens are joined with spaces."""
+    """The types of the decoder's steps, in order; none where tokens are joined with spaces."""
     steps = [json.loads(backend.decoder.__getstate__())] if backend.decoder is not None else []
     types = []
     while steps:
@@ -313,7 +304,7 @@ def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _bytes_of_characters() -> Mapping[str, int]:
-    """Return the byte behind each character of byte-level vocabularies.
+    """The byte that each character of byte-level vocabularies stands for.
 
     Printable Latin-1 characters stand for their own code, the characters from 256 on for the other bytes.
     """
@@ -326,7 +317,7 @@ _BYTE_OF_CHARACTER = _bytes_of_characters()
 
 
 def _byte_level_bytes(content: str) -> bytes:
-    """Spell a token out in bytes, as the library's ByteLevel decoder does: added tokens may be plain text."""
+    """A token's bytes, as the library's ByteLevel decoder computes them: added tokens may be plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in content])
     except KeyError:
@@ -357,7 +348,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return the text of a token given as a string or a serialised `AddedToken`; None for anything else."""
+    """The text of a token given as a string or a serialised `AddedToken`; None for anything else."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
@@ -382,7 +373,7 @@ def _follow_llama_class(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 def _add_configured_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], named_tokens: Mapping[str, str], path: Path
 ) -> None:
-    """Add the tokens that only tokenizer_config.json knows, or knows with other flags."""
+    """Add the tokens that only tokenizer_config.json declares, or declares with other flags."""
     try:
         declared = {
             int(token_id): AddedToken(**token) for token_id, token in config.get("added_tokens_decoder", {}).items()
@@ -402,7 +393,7 @@ def _add_configured_tokens(
 
 
 def _read_chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Collect chat templates by name: files of their own come before those in tokenizer_config.json."""
+    """Chat templates by name: separate files take precedence over tokenizer_config.json."""
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted(path.glob("additional_chat_templates/*.jinja"))}
     try:

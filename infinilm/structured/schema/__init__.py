@@ -1,11 +1,11 @@
-"""From any JSON schema to one that llguidance can hold to, with no answer that the first one would refuse.
+"""Converts any JSON schema to one that llguidance supports, whose values all satisfy the original.
 
-`canonical` brings all drafts to one form without changing the meaning. `narrowing` replaces the keywords that
-llguidance lacks (`oneOf` that may overlap, `not`, `if`, `dependencies`, …) by ones that it has. What it can't replace
-exactly it replaces by something stricter; what it can't replace at all it refuses. `facts` and `negation` say what it
-needs to know of a schema: whether two have no value in common, and which values are outside.
+`canonical` converts all drafts to one form without changing the meaning. `narrowing` replaces the keywords that
+llguidance lacks (`oneOf` with overlaps, `not`, `if`, `dependencies`, …) by ones that it has. What it can't replace
+exactly it replaces by something stricter; what it can't replace at all it refuses. `facts` and `negation` analyse
+schemas: whether two have no value in common, and which values a schema excludes.
 
-All of it runs in the process that tries out grammars: see `trial_process`.
+All of it runs in the sandbox process: see `trial_process`.
 """
 
 from infinilm.structured.schema.canonical import canonical_document
@@ -16,5 +16,5 @@ __all__ = ["SchemaError", "supported_schema"]
 
 
 def supported_schema(schema: object) -> dict[str, object]:
-    """A schema for llguidance: all that it allows, `schema` allows. Raises `SchemaError` if there is none."""
+    """A schema for llguidance whose values all satisfy `schema`. Raises `SchemaError` if there is none."""
     return narrowed(canonical_document(schema))

@@ -1,7 +1,7 @@
 """One form for the schemas of all drafts, with the same meaning.
 
-It is that of draft 2020-12, without annotations and unknown keywords. `dependencies` is split, tuples are
-`prefixItems`, exclusive bounds are numbers, and each `$ref` is a key of `Document.definitions`.
+It is draft 2020-12 without annotations and unknown keywords. `dependencies` is split, tuples are `prefixItems`,
+exclusive bounds are numbers, and each `$ref` is a key of `Document.definitions`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _DRAFTS = {
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }
 _ANY_DRAFT = 0
-"""No draft is named: each keyword has the meaning that some draft gives it."""
+"""The schema names no draft: each keyword has the meaning that some draft gives it."""
 _SINCE = {
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
     **dict.fromkeys(("if", "then", "else"), 7),
@@ -29,7 +29,7 @@ _SINCE = {
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef"), 2019),
     **dict.fromkeys(("prefixItems", "$dynamicRef"), 2020),
 }
-"""The first draft that knows a keyword, where it is not the fourth. Before, it says nothing."""
+"""The first draft that has a keyword, if not draft 4. Earlier drafts ignore it."""
 _MAX_SCHEMAS = 60_000
 
 _VALUES = ("type", "enum", "const", "format", "required", "dependentRequired")
@@ -43,20 +43,18 @@ _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 @dataclass(slots=True)
 class Document:
-    """A schema in canonical form."""
-
     root: Schema = True
     definitions: dict[str, Schema] = field(default_factory=dict)
-    """What a `$ref` stands for. Its values are the keys here."""
+    """By `$ref` value."""
 
 
 def canonical_document(schema: object) -> Document:
-    """Bring a schema to canonical form. Raises `SchemaError` for what is no schema of a known draft."""
+    """Convert a schema to canonical form. Raises `SchemaError` for an invalid schema or an unknown draft."""
     return _Reader(schema).read()
 
 
 def property_names(schema: Schema) -> list[str]:
-    """The properties that a schema names and does not rule out."""
+    """The properties that a schema names and does not exclude."""
     properties = {} if isinstance(schema, bool) else schema.get("properties", {})
     return [name for name, inner in properties.items() if inner is not False]
 
@@ -68,12 +66,12 @@ class _Reader:
         self._draft = _draft_of(schema)
         self._num_schemas = 0
         self._resources: dict[str, object] = {"": schema}
-        """Schemas by their identifier, without the fragment, and by anchors."""
+        """Schemas by identifier without fragment, and by anchor."""
         self._bases: dict[int, str] = {}
-        """The identifier that references in a schema are relative to, where it is not that of what is around it."""
+        """By identity: the base URI of references in a schema, where it differs from the enclosing schema's."""
         self._pending: list[tuple[str, object, str]] = []
         self._keys: dict[int, str] = {}
-        """The keys of definitions, by the identity of their source."""
+        """Keys of definitions, by the identity of their source."""
         self._index(schema, "")
 
     def read(self) -> Document:
@@ -85,7 +83,7 @@ class _Reader:
         return self._document
 
     def _index(self, value: object, base: str) -> None:
-        """Note what is identified within a schema. Values that are no schemas do no harm here."""
+        """Record identifiers and anchors within a schema. Values that are not schemas are harmless here."""
         if isinstance(value, dict):
             if isinstance(identifier := value.get("id" if self._draft == 4 else "$id"), str):
                 address, fragment = urldefrag(_join(base, identifier))
@@ -186,7 +184,7 @@ class _Reader:
         return key
 
     def _look_up(self, reference: str, base: str) -> tuple[object, str]:
-        """What a reference points to, and what references in it are relative to."""
+        """The target of a reference, and the base URI of references in it."""
         address, fragment = urldefrag(_join(base, reference))
         fragment = unquote(fragment)
         if not fragment.startswith("/"):

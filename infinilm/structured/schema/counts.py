@@ -8,11 +8,11 @@ from infinilm.structured.schema.canonical import Schema, property_names
 from infinilm.structured.schema.errors import SchemaError, excerpt
 
 MAX_WAYS = 64
-"""Alternatives that the keywords of one schema may come to."""
+"""Alternatives that the keywords of one schema may expand to."""
 
 
 def counted(result: dict[str, Any], schema: dict[str, Any]) -> list[Schema] | None:
-    """The ways that `minProperties` and `maxProperties` leave, or None where llguidance can count by itself."""
+    """The alternatives for `minProperties` and `maxProperties`, or None where llguidance can count by itself."""
     if "minProperties" not in schema and "maxProperties" not in schema:
         return None
     counts: dict[str, int] = {name: schema[name] for name in ("minProperties", "maxProperties") if name in schema}

@@ -1,4 +1,4 @@
-"""What is certain about the values that a schema allows. Where nothing is certain, more values are assumed."""
+"""Facts that hold for all values of a schema. Where a fact is uncertain, more values are assumed."""
 
 import json
 import re
@@ -19,13 +19,13 @@ _MAX_STEPS = 200_000
 
 
 def types_of(names: str | Sequence[str]) -> frozenset[str]:
-    """The types that a `type` keyword means."""
+    """The types that a `type` keyword stands for."""
     listed = [names] if isinstance(names, str) else names
     return frozenset(t for name in listed for t in (("integer", "fraction") if name == "number" else (name,)))
 
 
 def type_names(types: Iterable[str]) -> list[str]:
-    """What to write into `type` for these, or for as many of them as can be written."""
+    """The `type` keyword for these types, or for as many of them as it can express."""
     found = set(types)
     names = sorted(found - {"integer", "fraction"})
     if "integer" in found:
@@ -34,7 +34,6 @@ def type_names(types: Iterable[str]) -> list[str]:
 
 
 def type_of(value: Any) -> str:
-    """The type of a JSON value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -45,7 +44,7 @@ def type_of(value: Any) -> str:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same; True is not 1."""
+    """Whether two JSON values are equal; True is not 1."""
     if type_of(one) != type_of(other):
         return False
     if isinstance(one, list):
@@ -57,22 +56,22 @@ def is_equal(one: Any, other: Any) -> bool:
 
 @dataclass(slots=True)
 class Facts:
-    """Conditions that every value of one alternative of a schema meets."""
+    """Conditions that every value of one alternative of a schema satisfies."""
 
     types: frozenset[str] = TYPES
     values: list[Any] | None = None
     required: frozenset[str] = frozenset()
     properties: dict[str, list[Schema]] = field(default_factory=dict)
     closed: list[tuple[frozenset[str], tuple[str, ...]]] = field(default_factory=list)
-    """For each `additionalProperties: false` the names and patterns beside it."""
+    """For each `additionalProperties: false`: the names and patterns beside it."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Lowest and highest value of: number, length, items, size (how many properties)."""
+    """Bounds of: number, length, items, size (number of properties)."""
     patterns: tuple[str, ...] = ()
     items: list[tuple[list[Schema], Schema]] = field(default_factory=list)
     """`prefixItems` and `items`."""
 
     def merged(self, other: "Facts") -> "Facts":
-        """Both at once."""
+        """The conjunction of both."""
         values = self.values
         if other.values is not None:
             mine = self.values
@@ -106,7 +105,7 @@ class Facts:
 
 
 def certainly_matches(pattern: str, text: str) -> bool:
-    """Whether a text matches a pattern; False if that is not certain."""
+    """Whether a text matches a pattern; False if that is uncertain."""
     try:
         return re.search(pattern, text) is not None
     except re.error:
@@ -114,7 +113,7 @@ def certainly_matches(pattern: str, text: str) -> bool:
 
 
 def may_match(pattern: str, name: str) -> bool:
-    """Whether a text matches a pattern; True if that is not certain."""
+    """Whether a text matches a pattern; True if that is uncertain."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
@@ -123,7 +122,7 @@ def may_match(pattern: str, name: str) -> bool:
 
 @lru_cache(10_000)
 def is_empty(patterns: tuple[str, ...], low: float, high: float) -> bool:
-    """Whether no text of `low` to `high` characters matches all patterns; False if that is not certain."""
+    """Whether no text of `low` to `high` characters matches all patterns; False if that is uncertain."""
     from llguidance import LLMatcher
 
     limits = {"minLength": low} | ({} if high == inf else {"maxLength": high})
@@ -132,16 +131,14 @@ def is_empty(patterns: tuple[str, ...], low: float, high: float) -> bool:
 
 
 class Analysis:
-    """Compares the schemas of a document."""
-
     def __init__(self, document: Document) -> None:
         self._definitions = document.definitions
         self._num_steps = 0
         self._expanded: dict[int, tuple[Schema, list[Facts]]] = {}
-        """By identity, with the schema itself, so that it lives as long."""
+        """By identity, with the schema itself, to keep it alive."""
 
     def are_disjoint(self, some: Sequence[Schema], others: Sequence[Schema], depth: int = 0) -> bool:
-        """Whether no value fits all of `some` and all of `others`; False if that is not certain."""
+        """Whether no value satisfies all of `some` and all of `others`; False if that is uncertain."""
         self._num_steps += 1
         if depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
             return False
@@ -149,13 +146,13 @@ class Analysis:
         return all(self._no_common(a, b, depth) for a in mine for b in theirs)
 
     def rejects(self, schemas: Sequence[Schema], value: Any, depth: int = 0) -> bool:
-        """Whether a value certainly doesn't fit all of these schemas."""
+        """Whether a value certainly violates one of these schemas."""
         if depth > _MAX_DEPTH:
             return False
         return all(self._rejects(facts, value, depth) for facts in self.alternatives(schemas))
 
     def alternatives(self, schemas: Sequence[Schema]) -> list[Facts]:
-        """Facts such that each value that fits all of `schemas` meets those of one of them."""
+        """Facts such that each value of all `schemas` satisfies at least one of them."""
         result = [Facts()]
         for schema in schemas:
             if id(schema) not in self._expanded:
@@ -164,7 +161,7 @@ class Analysis:
         return [facts for facts in result if facts.types and facts.values != []]
 
     def resolved(self, schema: Schema) -> Schema:
-        """What a schema that is only a reference stands for."""
+        """The target of a schema that is only a reference, or the schema itself."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or list(schema) != ["$ref"]:
                 break
@@ -172,7 +169,6 @@ class Analysis:
         return schema
 
     def definition(self, key: str) -> Schema:
-        """What a `$ref` stands for."""
         return self._definitions[key]
 
     def _expand(self, schema: Schema, depth: int) -> list[Facts]:
@@ -247,7 +243,7 @@ def _first_items(facts: Facts) -> list[Schema]:
 
 
 def _all_pairs(some: list[Facts], others: list[Facts]) -> list[Facts]:
-    """Each of `some` with each of `others`; if those are too many, without `others`: that assumes more values."""
+    """Each of `some` merged with each of `others`; if that is too many, without `others`, which assumes more values."""
     if some and len(some) * len(others) > _MAX_ALTERNATIVES and len(others) > 1:
         types = frozenset[str]().union(*(facts.types for facts in others))
         return [facts.merged(Facts(types=types)) for facts in some]
@@ -255,7 +251,7 @@ def _all_pairs(some: list[Facts], others: list[Facts]) -> list[Facts]:
 
 
 def _local_facts(schema: dict[str, Any]) -> Facts:
-    """What the keywords of a schema say that don't hold other ways to go."""
+    """Facts from a schema's own keywords, without `allOf`, `anyOf`, `oneOf` and `$ref`."""
     facts = Facts()
     if "type" in schema:
         facts.types = types_of(schema["type"])

@@ -1,4 +1,4 @@
-"""The formats that are held to, as regular expressions; all others are annotations."""
+"""The enforced formats as regular expressions; all others are annotations."""
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -31,8 +31,8 @@ PATTERNS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
     "regex": rf"\^?(?:{_PIECE}|\({_PIECE}+(?:\|{_PIECE}+)*\)[*+?]?)*\$?",
 }
-"""Stricter than the format where that is no regular language, or where validators disagree."""
+"""Stricter than the format where it is not a regular language, or where validators disagree."""
 
 AS_THEY_ARE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Those that llguidance knows well enough."""
+"""Formats that llguidance enforces itself."""
 ALIASES = {"idn-email": "email", "idn-hostname": "hostname"}

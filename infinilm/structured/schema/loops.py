@@ -1,4 +1,4 @@
-"""References to what they are part of, beside other keywords, which llguidance refuses."""
+"""Unrolls recursive references beside other keywords, which llguidance refuses."""
 
 import json
 from typing import Any
@@ -7,17 +7,19 @@ from infinilm.structured.schema.canonical import Document, Schema
 
 
 class Loops:
-    """Replaces such references by what they stand for, once."""
+    """Replaces recursive references by their targets, once."""
 
     def __init__(self, document: Document) -> None:
         self._definitions = document.definitions
         targets = {key: _references(schema) for key, schema in document.definitions.items()}
         self._recursive = {key for key in targets if key in _reachable(key, targets)}
         self._keys: dict[str, str] = {}
-        """Of the definitions added here, by the text of what they were made of."""
+        """Of the definitions added here, by the JSON text of their source."""
 
     def unrolled(self, schema: dict[str, Any]) -> str | None:
-        """The key of a new definition that means the same, with no such reference at its top; None if it has none."""
+        """The key of a new, equivalent definition without a recursive reference at its top; None if there is no such
+        reference.
+        """
         if not self._recursive or not self._has_loop(schema):
             return None
         text = json.dumps(schema)
@@ -56,7 +58,6 @@ class Loops:
 
 
 def _references(value: Any) -> set[str]:
-    """The keys of all references within a schema."""
     if isinstance(value, list):
         return set().union(*map(_references, value))
     if not isinstance(value, dict):

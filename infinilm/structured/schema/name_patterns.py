@@ -1,4 +1,4 @@
-"""`patternProperties` whose patterns have names in common, which llguidance refuses."""
+"""Rewrites `patternProperties` with overlapping patterns, which llguidance refuses."""
 
 import json
 import re
@@ -13,7 +13,7 @@ _ANYTHING = frozenset({"", "^", "$", ".*", "^.*", ".*$", "^.*$"})
 
 
 def told_apart(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of the same meaning. Patterns that list names become properties; those that ask for the same are one."""
+    """An equivalent schema. Patterns that list names become properties; patterns with equal schemas are merged."""
     properties = _without_repeats(schema.get("properties", {}), schema["patternProperties"])
     if len(schema["patternProperties"]) == 1:
         return {**schema, "properties": properties} if properties else schema
@@ -30,16 +30,11 @@ def told_apart(schema: dict[str, Any]) -> dict[str, Any]:
         additional = patterns.pop(general[0])
         patterns = {pattern: _both(inner, additional) for pattern, inner in patterns.items()}
         properties = {name: _both(inner, additional) for name, inner in properties.items()}
-    return {
-        **schema,
-        "properties": properties,
-        "patternProperties": patterns,
-        "additionalProperties": additional,
-    }
+    return {**schema, "properties": properties, "patternProperties": patterns, "additionalProperties": additional}
 
 
 def _without_repeats(properties: dict[str, Schema], patterns: dict[str, Schema]) -> dict[str, Schema]:
-    """What a pattern asks of a property anyway need not be said twice: llguidance would intersect it with itself."""
+    """Drop a property's schema if a pattern requires the same anyway: llguidance would intersect it with itself."""
     return {
         name: True
         if name.isascii() and any(other == inner and certainly_matches(p, name) for p, other in patterns.items())

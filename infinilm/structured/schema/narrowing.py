@@ -1,4 +1,4 @@
-"""Replaces the keywords that llguidance lacks. No step lets a value through that the schema refuses."""
+"""Replaces the keywords that llguidance lacks. No step admits a value that the schema refuses."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,21 +13,21 @@ from infinilm.structured.schema.name_patterns import told_apart
 from infinilm.structured.schema.negation import Negation, any_of, word_pattern
 
 Way = list[Schema]
-"""Schemas that must all fit."""
+"""Schemas that must all hold."""
 Choice = list[Way]
-"""Alternatives, of which one must fit."""
+"""Alternatives, of which one must hold."""
 
 _COPIED = (
     *("type", "enum", "const", "required", "pattern", "minLength", "maxLength", "minItems", "maxItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 _MAX_OUTS = 12
-"""Combinations of what keeps an option of `oneOf` out of the others."""
+"""Combinations of exclusions that keep an option of `oneOf` disjoint from the others."""
 _UNSUPPORTED = ("unevaluatedItems", "$recursiveRef", "$dynamicRef", "maxContains")
 
 
 def narrowed(document: Document) -> dict[str, Any]:
-    """A schema of the keywords that llguidance has, whose values all fit that of the document."""
+    """A schema of the keywords that llguidance has, whose values all satisfy the document's schema."""
     return _Narrowing(document).run()
 
 
@@ -70,7 +70,7 @@ class _Narrowing:
         return result
 
     def _goes_without(self, result: dict[str, Any], part: Schema) -> bool:
-        """Whether a part says all. llguidance can't intersect a schema that refers to itself with another one."""
+        """Whether `part` alone suffices. llguidance can't intersect a recursive schema with another one."""
         if not result:
             return True
         types = types_of(result.get("type", ()))
@@ -79,7 +79,7 @@ class _Narrowing:
     def _take(  # noqa: PLR0912
         self, result: dict[str, Any], parts: list[Schema], keyword: str, value: Any, schema: dict[str, Any]
     ) -> None:
-        """Put one keyword into the result, or what it comes to into the parts, which are narrowed later."""
+        """Add one keyword to the result, or its replacement to `parts`, which are narrowed later."""
         match keyword:
             case _ if keyword in _COPIED:
                 result[keyword] = value
@@ -117,7 +117,7 @@ class _Narrowing:
     # What leaves a choice
 
     def _ways(self, result: dict[str, Any], schema: dict[str, Any]) -> Choice | None:
-        """The alternatives that the keywords with a choice leave, each as schemas that must all fit."""
+        """The alternatives of the keywords with a choice, each as schemas that must all hold."""
         choices: list[Choice] = []
         if "oneOf" in schema:
             choices.append(self._exclusive(schema["oneOf"], schema))
@@ -150,7 +150,7 @@ class _Narrowing:
         return ways
 
     def _exclusive(self, options: list[Schema], schema: dict[str, Any]) -> Choice:
-        """The options of `oneOf`, each without what fits another one too."""
+        """The options of `oneOf`, each without the values of the others."""
         around = {keyword: value for keyword, value in schema.items() if keyword not in ("oneOf", "not", "if")}
         found: Choice = []
         for index, option in enumerate(options):
@@ -167,7 +167,7 @@ class _Narrowing:
         return found
 
     def _apart(self, option: Schema, overlaps: list[Schema], around: dict[str, Any], names: list[str]) -> Way | None:
-        """An option with what keeps it out of others; None if it is all within another one."""
+        """An option with exclusions that keep it disjoint from others; None if another option contains it."""
         way = [option]
         num_outs = max(1, int(_MAX_OUTS ** (1 / max(1, len(overlaps)))))
         for other in overlaps:
@@ -189,7 +189,7 @@ class _Narrowing:
         return way
 
     def _conditional(self, schema: dict[str, Any]) -> list[Choice]:
-        """The ways that each `if` leaves."""
+        """The alternatives of each `if`."""
         found: list[Choice] = []
         for part in [schema, *filter(_is_conditional, schema.get("allOf", ()))]:
             if "if" in part and ("then" in part or "else" in part):
@@ -203,7 +203,7 @@ class _Narrowing:
     # Objects and arrays
 
     def _named(self, names: Schema) -> Schema:
-        """What `propertyNames` comes to."""
+        """The replacement of `propertyNames`."""
         resolved = self._analysis.resolved(names)
         if resolved is True:
             return True
@@ -216,7 +216,7 @@ class _Narrowing:
         return {"patternProperties": {pattern: True}, "additionalProperties": False} if pattern else True
 
     def _name_pattern(self, names: Schema) -> str | None:  # noqa: PLR0911
-        """A regular expression for names, empty if it may be any; None if there is none."""
+        """A regular expression for names, empty if any name is allowed; None if there is none."""
         names = self._analysis.resolved(names)
         if names is True or names == {"type": "string"}:
             return ""
@@ -241,7 +241,7 @@ class _Narrowing:
         return None
 
     def _containing(self, item: Schema, schema: dict[str, Any]) -> Schema:
-        """What `contains` comes to: the first items that may be such ones are."""
+        """The replacement of `contains`: the first items that may satisfy it must do so."""
         prefix: list[Schema] = schema.get("prefixItems", [])
         start = next(
             (index for index, other in enumerate(prefix) if not self._analysis.are_disjoint([other], [item])),
@@ -264,12 +264,12 @@ def _any_of(ways: Sequence[Sequence[Schema]]) -> Schema:
 
 
 def _is_conditional(schema: Schema) -> bool:
-    """Whether it is an `if` and nothing else. Several of them are looked at together."""
+    """Whether the schema is an `if` and nothing else. Several of them are handled together."""
     return isinstance(schema, dict) and "if" in schema and not set(schema) - {"if", "then", "else"}
 
 
 def _dependent(schema: dict[str, Any]) -> list[Choice]:
-    """The ways that each property leaves that others depend on. The last one is sure to be right."""
+    """The alternatives for each property that others depend on. The last one is always correct."""
     needs: list[tuple[str, Schema]] = [
         (name, {"required": names}) for name, names in schema.get("dependentRequired", {}).items()
     ]
@@ -281,7 +281,7 @@ def _dependent(schema: dict[str, Any]) -> list[Choice]:
 
 
 def _format_part(name: str) -> dict[str, Any] | None:
-    """What a format comes to; None if it is an annotation."""
+    """The replacement of a format; None if it is an annotation."""
     name = formats.ALIASES.get(name, name)
     if name in formats.AS_THEY_ARE:
         return {"format": name}

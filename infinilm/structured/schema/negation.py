@@ -1,4 +1,4 @@
-"""Which values a schema refuses, said by schemas."""
+"""Expresses the values that a schema refuses as schemas."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,8 @@ from infinilm.structured.schema.facts import (
 _MAX_DEPTH = 6
 _MAX_WORDS = 400
 _MAX_WORD_CHARS = 100
-"""Of texts that a string must not be."""
 _MAX_LIMIT = 64
-"""Nothing is said of what is longer than a higher limit."""
+"""Values beyond a higher limit are not expressed."""
 
 
 _ONE_CLASS = re.compile(
@@ -33,15 +32,13 @@ _ONE_CLASS = re.compile(
 
 
 class Negation:
-    """Finds schemas whose values another one refuses."""
-
     def __init__(self, analysis: Analysis) -> None:
         self._analysis = analysis
 
     def ways_out(self, schema: Schema, names: Iterable[str] = (), depth: int = 0) -> list[Schema]:
-        """Schemas whose values all do not fit `schema`; as many as can be written, perhaps none.
+        """Schemas, in canonical form, whose values all violate `schema`; as many as can be expressed, possibly none.
 
-        They are in canonical form. `names` are properties that a value may have.
+        `names` are properties that a value may have.
         """
         if isinstance(schema, bool):
             return [] if schema else [True]
@@ -54,7 +51,7 @@ class Negation:
         return found
 
     def is_complete(self, schema: Schema, depth: int = 0) -> bool:
-        """Whether `ways_out` has all values that do not fit `schema`."""
+        """Whether `ways_out` covers all values that violate `schema`."""
         if isinstance(schema, bool):
             return True
         return depth <= _MAX_DEPTH and all(
@@ -127,7 +124,7 @@ class Negation:
 
 
 def _additional(names: list[str], schema: dict[str, Any]) -> list[str]:
-    """The names that are additional ones for a schema."""
+    """The names that `additionalProperties` of a schema applies to."""
     patterns = schema.get("patternProperties", {})
     return [
         name
@@ -137,12 +134,11 @@ def _additional(names: list[str], schema: dict[str, Any]) -> list[str]:
 
 
 def any_of(schemas: Sequence[Schema]) -> Schema:
-    """One of these."""
     return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
 
 
 def _beyond(keyword: str, value: Any) -> list[Schema]:  # noqa: PLR0911
-    """What is outside of a limit."""
+    """The values outside of a limit."""
     match keyword:
         case "minLength" | "minItems" | "minProperties" if value > 0:
             return [{"type": _HOLDERS[keyword[3:]], "max" + keyword[3:]: value - 1}]
@@ -172,7 +168,7 @@ _HOLDERS = {"Length": "string", "Items": "array", "Properties": "object"}
 
 
 def _other_values(values: Sequence[Any]) -> list[Schema]:
-    """What is none of these values."""
+    """Schemas of all other values."""
     kinds = {type_of(value) for value in values}
     found: list[Schema] = []
     if others := type_names(TYPES - kinds - ({"fraction"} if "integer" in kinds else set())):
@@ -219,12 +215,11 @@ def none_of(words: Sequence[str]) -> str:
 
 
 def word_pattern(word: str) -> str:
-    """A regular expression for one text."""
     return "".join(map(_escaped, word))
 
 
 def _escaped(char: str) -> str:
-    """As both Rust and Python read it."""
+    """In the syntax that Rust and Python share."""
     if char.isascii() and char.isalnum():
         return char
     return f"\\u{ord(char):04X}" if ord(char) < 0x10000 else f"\\U{ord(char):08X}"
