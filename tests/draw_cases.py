@@ -67,7 +67,7 @@ def assert_first_of_equals(draw: Draw) -> None:
     assert draw(logits, starts, [3] * 7)[0].tolist() == [tokens[0] for tokens in places]
 
 
-def assert_unsound_rows_are_told(draw: Draw, dtype: torch.dtype = torch.float32) -> None:
+def assert_nonfinite_rows_are_reported(draw: Draw, dtype: torch.dtype = torch.float32) -> None:
     """Rows whose greatest logit is not finite; the others draw what torch draws."""
     logits = torch.full((8, 1500), -math.inf)
     logits[:, 3:9] = torch.tensor([1.0, 2.0, -math.inf, 0.5, -3.0, 4.0])

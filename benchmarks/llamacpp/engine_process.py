@@ -1,7 +1,7 @@
-"""An engine in a process of its own, told what to run.
+"""An engine in a child process.
 
-Its memory and threads are its own then, and if it dies, which a library made for another CPU does, somebody is left to
-say so. The process gets work on stdin and answers on stdout, in JSON, a line each; it ends when its stdin does.
+It has its own memory and threads, and if it dies, as a library built for another CPU does, the parent reports that. The
+process reads work from stdin and answers on stdout, in JSON, a line each; it ends when its stdin does.
 """
 
 import json
@@ -38,10 +38,10 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env=environment(num_threads),
-            start_new_session=True,  # Ctrl-C is for whoever started it
+            start_new_session=True,  # Ctrl-C is for the parent
         )
         try:
-            self.version, self.vocab_size, self.max_len = self._hear()
+            self.version, self.vocab_size, self.max_len = self._read_reply()
         except BaseException:
             self.close()
             raise
@@ -60,10 +60,10 @@ class EngineProcess:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._explain_death() from None
-        run, self.peak_bytes = self._hear()
+        run, self.peak_bytes = self._read_reply()
         return Run(**run)
 
-    def _hear(self) -> Any:
+    def _read_reply(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
@@ -104,7 +104,7 @@ def describe_death(name: str, code: int, errors: str) -> str:
         return f"{PACKAGE} died of an illegal instruction: it was built for another CPU than this one is; {REMEDY}"
     last = errors.strip().rpartition("\n")[2]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"the process of {name} {how}" + (f"; its last words: {last}" if last else "")
+    return f"the process of {name} {how}" + (f"; its last output: {last}" if last else "")
 
 
 # --- inside the process -------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def describe_death(name: str, code: int, errors: str) -> str:
 def main(name: str, settings: dict[str, Any], num_threads: int) -> None:
     """Load the engine, say what it is, then do the work that comes in."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library has to say must not get between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with the replies
 
     def reply(**message: Any) -> None:
         replies.write(json.dumps(message) + "\n")

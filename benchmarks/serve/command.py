@@ -159,7 +159,7 @@ def _report(plan: "Plan", measured: "Measured", figures: "Figures", processes: i
 
 
 def _show(plan: "Plan", figures: "Figures") -> "Iterator[RenderableType]":
-    """The title, the rates, the times, and whatever throws doubt on them."""
+    """The title, rates and times, and warnings about their validity."""
     from rich.text import Text
 
     yield Text(_title(plan), style="bold")

@@ -173,7 +173,7 @@ def _has_text(choice: dict[str, Any], *, is_last: bool) -> bool:
 
 
 def describe_error(reply: bytes) -> str:
-    """The message in a reply that reports an error; whatever is there if it has none."""
+    """The message of an error reply; the reply itself if it has none."""
     try:
         return error_message(json.loads(reply))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the traces of a run come to: figures, and a plot of them."""
+"""Figures of a run, computed from its traces, and a plot of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

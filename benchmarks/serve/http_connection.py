@@ -146,7 +146,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """A packet has come."""
         now = perf_counter()
-        if self._reader is None:  # nobody has asked
+        if self._reader is None:  # there is no request
             self.close()
             return
         try:
@@ -235,7 +235,7 @@ class BodyReader:
         self.status = 0
         self.body = b""
 
-    def begin(self, status: int, content_type: str) -> None:  # noqa: ARG002 (whatever it is)
+    def begin(self, status: int, content_type: str) -> None:  # noqa: ARG002 (not needed)
         """The reply's head has come."""
         self.status = status
 

@@ -63,7 +63,7 @@ async def _find_model(client: Client, plan: Plan) -> str:
 
 
 def _reason(error: OSError) -> str:
-    """Why there is no reply, without the words that asyncio adds."""
+    """Why there is no reply, without asyncio's additions."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
     return os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else str(error)

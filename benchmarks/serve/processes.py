@@ -155,7 +155,7 @@ async def _run_share() -> None:
     try:
         print(json.dumps(_encode(measured)), flush=True)
     except BrokenPipeError:
-        os._exit(1)  # whoever has asked is gone
+        os._exit(1)  # the parent is gone
 
 
 if __name__ == "__main__":

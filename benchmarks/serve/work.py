@@ -26,7 +26,7 @@ class Load:
     streams: int | None = None
     """Closed loop: so many at a time, each followed by another when it is answered."""
     rate: float | None = None
-    """Open loop: so many per second on average, at random times, whatever becomes of the earlier ones."""
+    """Open loop: so many per second on average, at random times, independent of earlier ones."""
     burst: int | None = None
     """So many at once."""
     requests: int | None = None

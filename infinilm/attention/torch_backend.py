@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infinilm.attention.batch import ForwardBatch, IntArray
-from infinilm.kernels.unsound import mark_unsound
+from infinilm.kernels.nonfinite import mark_nonfinite
 
 # A group of decoding requests may read this many padded tokens, and as many again as it has real ones, before
 # a second group, with kernel calls of its own, is the lesser cost.
@@ -91,7 +91,7 @@ class TorchAttention:
     def store(self, new: Tensor, cache: Tensor, plan: TorchPlan) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
         rows = new if plan.stored is None else new[plan.stored]
-        cache.flatten(0, 1).index_copy_(0, plan.slots, mark_unsound(rows.to(cache.dtype)))
+        cache.flatten(0, 1).index_copy_(0, plan.slots, mark_nonfinite(rows.to(cache.dtype)))
 
     def attend(self, query: Tensor, cache: Tensor, plan: TorchPlan, *, scale: float, window: int | None) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
@@ -149,11 +149,11 @@ def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scale: float) -> Te
     The kv heads take the place of the batch, so that a key is expanded over its query heads, not copied.
     """
     key, value = (each.transpose(0, 1) for each in _read(cache, row.slots, 1, row.num_keys, query.dtype))
-    # Torch adds the mask to the scores, and NaN - inf is NaN: an unsound token would reach those before it.
-    is_unsound = key[..., 0].isnan()  # [kv_heads, 1, num_keys]
-    has_unsound = is_unsound.device.type != "cpu" or bool(is_unsound.any())  # to ask a GPU would be to wait for it
-    if has_unsound:
-        key = key.masked_fill(is_unsound.unsqueeze(-1), 0.0)
+    # Torch adds the mask to the scores, and NaN - inf is NaN: a non-finite token would reach those before it.
+    is_nonfinite = key[..., 0].isnan()  # [kv_heads, 1, num_keys]
+    has_nonfinite = is_nonfinite.device.type != "cpu" or bool(is_nonfinite.any())  # a GPU is not waited for
+    if has_nonfinite:
+        key = key.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
     output = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.expand(-1, query.shape[2], -1, -1),
@@ -162,16 +162,16 @@ def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scale: float) -> Te
         is_causal=row.mask is None,
         scale=scale,
     )
-    if has_unsound:
-        output = output.masked_fill(_sees_any(is_unsound, len(query), row.window).unsqueeze(-1), torch.nan)
+    if has_nonfinite:
+        output = output.masked_fill(_sees_any(is_nonfinite, len(query), row.window).unsqueeze(-1), torch.nan)
     return output.permute(2, 0, 1, 3)
 
 
-def _sees_any(is_unsound: Tensor, num_new: int, window: int | None) -> Tensor:
-    """Which of the new tokens, the last of all, see an unsound one: `[..., num_keys]` to `[..., num_new]`."""
-    num_keys = is_unsound.shape[-1]
-    num_before = F.pad(is_unsound.cumsum(-1), (1, 0))
-    ends = torch.arange(num_keys - num_new + 1, num_keys + 1, device=is_unsound.device)
+def _sees_any(is_nonfinite: Tensor, num_new: int, window: int | None) -> Tensor:
+    """Which of the new tokens, the last of all, see a non-finite one: `[..., num_keys]` to `[..., num_new]`."""
+    num_keys = is_nonfinite.shape[-1]
+    num_before = F.pad(is_nonfinite.cumsum(-1), (1, 0))
+    ends = torch.arange(num_keys - num_new + 1, num_keys + 1, device=is_nonfinite.device)
     starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     return num_before[..., ends] > num_before[..., starts]
 

@@ -30,10 +30,8 @@ class Workload:
     num_prompts: int
     input_len: int
     output_len: int
-    shared_prefix_len: int = 0
-    """Leading tokens that all prompts share."""
-    concurrency: int = 0
-    """Requests at a time. 0: all at once."""
+    shared_prefix_len: int = 0  # leading tokens that all prompts share
+    concurrency: int = 0  # requests at a time. 0: all at once.
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len"):
@@ -82,17 +80,12 @@ class Run:
 
     seconds: float = 0.0
     num_prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    """Of the steps that computed prompt tokens."""
+    prefill_seconds: float = 0.0  # of the steps that computed prompt tokens
     num_decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    """Of all other steps."""
-    ttfts: list[float] = field(default_factory=list)
-    """From `add_request` to the first token."""
-    gaps: list[float] = field(default_factory=list)
-    """Between two tokens of a request."""
-    token_ids: list[list[int]] = field(default_factory=list)
-    """The answer to each prompt, in order."""
+    decode_seconds: float = 0.0  # of all other steps
+    ttfts: list[float] = field(default_factory=list)  # from `add_request` to the first token
+    gaps: list[float] = field(default_factory=list)  # between two tokens of a request
+    token_ids: list[list[int]] = field(default_factory=list)  # the answer to each prompt, in order
 
     def add_step(self, seconds: float, num_prefill_tokens: int, num_drawn: int) -> None:
         if num_prefill_tokens:
@@ -108,10 +101,8 @@ class Summary:
     """Several runs of one workload: medians of rates, percentiles over all tokens. None: not measured."""
 
     prefill_per_second: float | None
-    decode_per_second: float | None
-    """Over all requests, in steps without prompt tokens."""
-    output_per_second: float
-    """Of the whole run."""
+    decode_per_second: float | None  # over all requests, in steps without prompt tokens
+    output_per_second: float  # of the whole run
     ttft_p50: float
     ttft_p99: float
     itl_p50: float | None

@@ -20,8 +20,7 @@ from infinilm.loading.weights import load_weights
 from infinilm.outputs import RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
-NUM_TOP = 20
-"""Most likely tokens compared at each position, besides the actual one."""
+NUM_TOP = 20  # most likely tokens compared at each position, besides the actual one
 MAX_EXAMPLES = 5
 
 PROMPTS = (
@@ -159,17 +158,14 @@ class Agreement:
     tie_width: float
     """Tokens whose log-probabilities differ by no more than this may come out in either order."""
     num_prompts: int = 0
-    num_tokens: int = 0
-    """Greedy tokens compared."""
+    num_tokens: int = 0  # greedy tokens compared
     num_equal: int = 0
-    num_ties: int = 0
-    """Tokens that differ, with log-probabilities within `tie_width`."""
+    num_ties: int = 0  # tokens that differ, with log-probabilities within `tie_width`
     num_wrong: int = 0
     num_logprobs: int = 0
     max_prompt_difference: float = 0.0
     max_output_difference: float = 0.0
-    examples: list[str] = field(default_factory=list)
-    """The first tokens that differ, ties included."""
+    examples: list[str] = field(default_factory=list)  # the first tokens that differ, ties included
 
     @property
     def max_difference(self) -> float:
@@ -204,7 +200,7 @@ def _prompts(engine: LLMEngine, max_tokens: int) -> list[list[int]]:
 
 def _compare_output(output: RequestOutput, peer: TransformersPeer, found: Agreement) -> None:
     num_prompt = len(output.prompt_token_ids)
-    # Row i tells what comes after token i.
+    # Row i predicts the token after token i.
     expected = peer.logprobs([*output.prompt_token_ids, *output.token_ids])
     found.num_prompts += 1
     found.max_prompt_difference = max(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from infinilm import LLM
 
 FENCE = '"""'
-# Small steps: Ctrl-C, which waits for a step's end, is heard soon even while a long text is read.
+# Small steps: Ctrl-C, which waits for a step's end, acts soon even during a long prefill.
 MAX_STEP_TOKENS = 512
 
 
@@ -73,11 +73,11 @@ class Chat:
             if not message.strip():
                 continue
             try:
-                self.take(message)
+                self.handle(message)
             except InfinilmError as error:
                 note(f"error: {error}")
 
-    def take(self, message: str) -> None:
+    def handle(self, message: str) -> None:
         if message.startswith("/"):
             name, _, argument = message[1:].partition(" ")
             find_command(name).run(self, argument.strip())
@@ -97,25 +97,25 @@ class Chat:
             if output is not None and output.text:
                 self.conversation.say("assistant", output.text)
             else:
-                self.conversation.take_back()
+                self.conversation.remove_last()
         self.last_output = output
         if output is not None:
-            self._tell_end(output)
+            self._report_end(output)
 
     def _make_prompt(self) -> list[int]:
         """The conversation's token ids, after dropping the oldest turns that leave no space for an answer."""
         limit = self.engine.max_model_len
-        room = min(self.sampling.max_tokens, limit // 4)
+        reserve = min(self.sampling.max_tokens, limit // 4)
 
         def fits(messages: list[Message]) -> bool:
-            return len(self.engine.chat_prompt(messages)) + room <= limit
+            return len(self.engine.chat_prompt(messages)) + reserve <= limit
 
         if num_dropped := self.conversation.shorten(fits):
             turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
             note(f"The conversation has grown beyond {limit} tokens: the oldest {turns} dropped.")
         return self.engine.chat_prompt(self.conversation.messages)
 
-    def _tell_end(self, output: RequestOutput) -> None:
+    def _report_end(self, output: RequestOutput) -> None:
         if output.error:
             raise EngineError(output.error)
         if output.finish_reason == "abort":

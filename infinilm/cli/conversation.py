@@ -26,7 +26,7 @@ class Conversation:
     def say(self, role: str, content: str) -> None:
         self.turns.append({"role": role, "content": content})
 
-    def take_back(self) -> None:
+    def remove_last(self) -> None:
         self.turns.pop()
 
     def shorten(self, fits: Callable[[list[Message]], bool]) -> int:

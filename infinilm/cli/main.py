@@ -87,7 +87,7 @@ def run(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; without this Python would complain once more while it ends.
+        # The reader of stdout is gone; without this Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from infinilm.models import LlamaConfig
     from infinilm.text.tokenizer import Tokenizer
 
-DTYPES = ("float32", "bfloat16")
-"""Types whose memory needs are compared …"""
-QUANTIZED = "quantised"
-"""… with those of weights kept as they are stored."""
+DTYPES = ("float32", "bfloat16")  # types whose memory needs are compared …
+QUANTIZED = "quantised"  # … with those of weights kept as they are stored
 
 
 def collect_facts(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Looking into a running model: hooks on its activations, and tools for the tensors they see."""
+"""Tools to inspect a running model: hooks on its activations, and functions that compare tensors."""
 
 from infinilm.debug.hooks import ALIASES, POINTS, Callback, HookRegistry, RequestRows, is_wanted, names_of
 from infinilm.debug.tensors import TensorComparison, TensorStats, compare_tensors, tensor_stats

@@ -1,4 +1,4 @@
-"""Hooks: functions of the caller's that see a model's activations, and may replace them."""
+"""Hooks: user functions that read a model's activations and may replace them."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,8 +9,9 @@ from torch import Tensor
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 Callback = Callable[[str, Tensor, int], Tensor | None]
-"""Called with the point's name, its tensor and the layer's index, −1 outside layers. Returns a tensor of the same shape
-to put in its place, or None."""
+"""Called with the point's name, its tensor and the layer's index, −1 outside layers. Returns a replacement of the same
+shape, or None.
+"""
 
 POINTS = {
     "embed_tokens": "[T, hidden]",
@@ -31,15 +32,16 @@ POINTS = {
     "final_norm": "[T, hidden]",
     "logits": "[n, vocab] float32, a row per request that draws, if any, or per token if all logits were asked for",
 }
-"""Every point of a forward pass and the shape of its tensor, in the order of the pass. `{i}` is the layer's index; T
-counts the step's tokens, requests laid end to end (`HookRegistry.requests` says which are whose)."""
+"""Every point of a forward pass and the shape of its tensor, in order. `{i}` is the layer's index; T counts the step's
+tokens, all requests concatenated (`HookRegistry.requests` has their rows).
+"""
 
 ALIASES = {f"layer{{i}}_attention_{x}_after_proj": f"layer{{i}}_{x}_proj" for x in "qkv"}
-"""Second names of some points."""
+"""Alternative names of some points."""
 
 
 def names_of(point: str) -> tuple[str, ...]:
-    """The name of a point and, after it, its alias if it has one: `layer3_output` and the like."""
+    """The name of a point, and its alias if it has one."""
     index = re.search("[0-9]+", point)
     if index is None:
         return (point,)
@@ -48,17 +50,17 @@ def names_of(point: str) -> tuple[str, ...]:
 
 
 def is_wanted(patterns: Iterable[str], point: str) -> bool:
-    """Whether any of the names or patterns matches the point, under any of its names."""
+    """Whether any of the names or patterns matches the point or its alias."""
     return any(_match(pattern, point) is not None for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """Where one request is found in the tensors of a step."""
+    """The rows of one request in the tensors of a step."""
 
     request_id: str
     answer: int
-    """Which of the request's answers, 0 unless n > 1."""
+    """Index of the request's answer, 0 unless n > 1."""
     rows: slice
     """Its rows in every [T, …] tensor."""
     start: int
@@ -68,28 +70,28 @@ class RequestRows:
 
 
 class HookRegistry:
-    """Hooks by the points they want, for `set_hook_registry`.
+    """Hooks by name or pattern, for `set_hook_registry`.
 
-    A callback gets a tensor that it may keep. To change an activation it returns a tensor; writing into the one it was
-    given changes nothing. It may register and remove hooks: what is removed is not called any more; a point that no
-    hook wanted when the step began is seen from the next step on.
+    A callback gets a tensor that it may keep. To change an activation it returns a tensor; writing into its argument
+    has no effect. It may register and remove hooks: a removed hook is not called any more; a point that no hook wanted
+    when the step began is shown from the next step on.
     """
 
     def __init__(self) -> None:
         self.requests: tuple[RequestRows, ...] = ()
-        """Who is in the step that is running: `for r in registry.requests: tensor[r.rows]`. Set by the engine."""
+        """The requests of the running step: `for r in registry.requests: tensor[r.rows]`. Set by the engine."""
         self.has_replaced = False
         """Whether a hook has replaced an activation since `begin_step`."""
         self._num_layers: dict[int, int] = {}
-        """Of the models that it is attached to, by number of layers: how many of them."""
-        # Replaced, never changed: who walks through it is not disturbed.
+        """The number of models that it is attached to, by number of layers."""
+        # Replaced, never mutated: iterations over it stay valid.
         self._hooks: tuple[tuple[str, Callback], ...] = ()
 
     def register_hook(self, name_or_pattern: str, callback: Callback) -> None:
-        """Call `callback` at the point of that name, or at all that the pattern matches: `*` is any run of characters.
+        """Call `callback` at the point of that name, or at all that the pattern matches: `*` matches any characters.
 
-        Hooks of one point are called in the order in which they were registered. A name or pattern that nothing in the
-        model can match is refused: here, if the registry is attached to one, or else when it is attached.
+        Hooks of one point are called in order of registration. A name or pattern that no point of the model matches is
+        refused: here, if the registry is attached to a model, or else when it is attached.
         """
         if not isinstance(name_or_pattern, str):
             raise InvalidTypeError(f"the hook's name {name_or_pattern!r} must be a string")
@@ -127,14 +129,14 @@ class HookRegistry:
         return tuple(dict.fromkeys(pattern for pattern, _ in self._hooks))
 
     def begin_step(self, requests: tuple[RequestRows, ...]) -> None:
-        """Note who is in the step that begins; for engines."""
+        """Set the requests of the step that begins; for engines."""
         self.requests = requests
         self.has_replaced = False
 
     def fire(self, point: str, tensor: Tensor, layer_idx: int) -> Tensor | None:
-        """Call every hook that wants the point, each with what the one before left; None if nothing was replaced.
+        """Call every hook that matches the point, each with the previous one's result; None if nothing was replaced.
 
-        A hook that only knows the point by its alias is called with the alias. What a callback raises comes out.
+        A hook that only matches the alias is called with the alias. Exceptions of a callback propagate.
         """
         replacement = None
         for pattern, callback in self._hooks:
@@ -149,7 +151,7 @@ class HookRegistry:
 
 
 def _checked(result: object, tensor: Tensor, name: str) -> Tensor:
-    """A hook's result, fit to stand in for `tensor`."""
+    """A hook's result, converted to replace `tensor`."""
     remedy = "return None to leave the activation as it is, or a tensor of its shape to replace it"
     if not isinstance(result, Tensor):
         raise InvalidTypeError(f"the hook at {name} returned {type(result).__name__}; {remedy}")
@@ -169,8 +171,8 @@ def _match(pattern: str, point: str) -> str | None:
 def _can_match(pattern: str) -> bool:
     """Whether the pattern matches a point of some layer.
 
-    Names have no digits but their layer's index, so all of a pattern's digits belong to it. They are the index
-    to try: whatever a `*` adds to an index can be left out, but that no index begins with 0 and goes on.
+    Names contain no digits except the layer's index, so all digits of a pattern belong to it. They are the index to
+    try, with a 1 before them if they are not a valid index.
     """
     digits = "".join(re.findall("[0-9]", pattern))
     index = digits if re.fullmatch("0|[1-9][0-9]*", digits) else f"1{digits}"
@@ -178,9 +180,9 @@ def _can_match(pattern: str) -> bool:
 
 
 def attach(registry: object, current: HookRegistry | None, num_layers: int) -> HookRegistry | None:
-    """The registry that takes the place of `current` in a model of `num_layers`; None: no hooks.
+    """The registry that replaces `current` in a model of `num_layers`; None: no hooks.
 
-    Anything but a `HookRegistry` all of whose hooks the model has a point for is refused.
+    Raises unless it is a `HookRegistry` whose hooks all match a point of the model.
     """
     if registry is not None and not isinstance(registry, HookRegistry):
         raise InvalidTypeError(f"registry={registry!r} must be a HookRegistry, or None for no hooks")
@@ -196,7 +198,7 @@ def attach(registry: object, current: HookRegistry | None, num_layers: int) -> H
 
 
 def _check_pattern(pattern: str, num_layers: int) -> None:
-    """Refuse a hook's name or pattern that matches no point of a model of `num_layers`."""
+    """Refuse a name or pattern that matches no point of a model of `num_layers`."""
     points = {point.replace("{i}", str(layer)) for point in POINTS for layer in range(num_layers)}
     if not any(_match(pattern, point) is not None for point in points):
         names = [name.replace("{i}", f"{{0 to {num_layers - 1}}}") for name in [*POINTS, *ALIASES.values()]]

@@ -1,4 +1,4 @@
-"""Where a forward pass lets hooks see its activations, on one rank or many."""
+"""Shows a forward pass's activations to hooks, on one rank or many."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 
 
 class Taps:
-    """Shows activations to a registry's hooks and puts what they return in their place.
+    """Shows activations to a registry's hooks and writes replacements back.
 
-    Every rank has the same `patterns`, so all of them stop at the same points; rank 0 alone has the `registry`.
+    Every rank has the same `patterns`, so all of them stop at the same points; only rank 0 has the `registry`.
     """
 
     def __init__(self, patterns: Sequence[str], registry: HookRegistry | None, group: CommunicationGroup) -> None:
@@ -25,8 +25,8 @@ class Taps:
     ) -> None:
         """Show `tensor` `[T, …]`; a replacement is written into it.
 
-        If it is shared out, ranks hold pieces of a whole next to each other along dimension 1, and hooks see the
-        whole; `num_copies` ranks in a row hold the same piece.
+        If `is_shared_out`, ranks hold parts of a whole along dimension 1, and hooks see the whole; `num_copies`
+        consecutive ranks hold the same part.
         """
         name = point if layer < 0 else f"layer{layer}_{point}"
         if not is_wanted(self._patterns, name):
@@ -36,26 +36,26 @@ class Taps:
         else:
             num_pieces = self._group.size // num_copies if is_shared_out else 1
             whole = tensor if num_pieces == 1 else self._whole(tensor, num_copies)
-            replacement = self._tell(self._fire(name, whole, layer), tensor, num_pieces)
+            replacement = self._broadcast(self._fire(name, whole, layer), tensor, num_pieces)
         if replacement is not None:
             tensor.copy_(replacement)
 
     def _fire(self, name: str, tensor: Tensor, layer: int) -> Tensor | None:
         if self._registry is None:
             return None
-        # Hooks keep what they see, and it must stay what it was: a copy, and not bound to inference mode.
+        # Hooks may keep the tensor: a copy, outside of inference mode.
         with torch.inference_mode(False):
             return self._registry.fire(name, tensor.clone(), layer)
 
     def _whole(self, piece: Tensor, num_copies: int) -> Tensor:
-        """All pieces side by side, on rank 0."""
+        """All parts concatenated, on rank 0."""
         gathered = self._group.gather(piece, dim=1)
         if num_copies == 1 or self._group.rank > 0:
             return gathered
         return torch.cat(gathered.chunk(self._group.size, dim=1)[::num_copies], dim=1)
 
-    def _tell(self, replacement: Tensor | None, piece: Tensor, num_pieces: int) -> Tensor | None:
-        """Let every rank know of rank 0's `replacement`: each gets its own piece of it, or None."""
+    def _broadcast(self, replacement: Tensor | None, piece: Tensor, num_pieces: int) -> Tensor | None:
+        """Broadcast rank 0's `replacement`: each rank gets its own part of it, or None."""
         flag = torch.tensor([replacement is not None], dtype=torch.int32, device=piece.device)
         if not self._group.broadcast(flag).item():
             return None

@@ -1,4 +1,4 @@
-"""What is in a tensor, and where two of them differ."""
+"""Statistics of a tensor, and the differences of two."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ AnyTensor = Tensor | npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """A tensor in numbers. `min`, `max` and `mean` are those of its finite values, None if it has none."""
+    """`min`, `max` and `mean` are those of the finite values, None if there are none."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,9 +52,9 @@ def tensor_stats(tensor: AnyTensor) -> TensorStats:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """What `compare_tensors` found. What asks for equal shapes is None if they differ.
+    """The result of `compare_tensors`. Fields that need equal shapes are None if shapes differ.
 
-    NaN is the same as NaN. Where just one value is NaN, or infinities differ, the difference is infinite.
+    NaN equals NaN. If just one value is NaN, or infinities differ, the difference is infinite.
     """
 
     shape_a: tuple[int, ...]
@@ -64,24 +64,24 @@ class TensorComparison:
     rtol: float
     atol: float
     are_equal: bool = False
-    """All values are the same; dtypes may differ."""
+    """All values are equal; dtypes may differ."""
     is_close: bool = False
     """No value differs by more than the tolerance, `atol + rtol * abs(b)`."""
     max_abs_diff: float | None = None
     where: tuple[int, ...] | None = None
-    """The index of the largest difference, the first of equals; None also if there is no difference."""
+    """The first index of the largest difference; None also if there is no difference."""
     value_a: float | None = None
     value_b: float | None = None
-    """What the tensors hold there."""
+    """The values at `where`."""
     mean_abs_diff: float | None = None
-    """Over the places where both are finite; None also if there are none."""
+    """Over the elements where both are finite; None also if there are none."""
     num_different: int | None = None
-    """The places that differ by more than the tolerance."""
+    """Elements that differ by more than the tolerance."""
     share_different: float | None = None
     num_nan_mismatches: int | None = None
-    """The places where just one of the two is NaN."""
+    """Elements where just one of the two is NaN."""
     num_inf_mismatches: int | None = None
-    """The places where an infinity meets another number."""
+    """Elements where an infinity meets another number."""
 
     def __str__(self) -> str:
         dtypes = self.dtype_a if self.dtype_a == self.dtype_b else f"{self.dtype_a} and {self.dtype_b}"
@@ -138,7 +138,7 @@ def compare_tensors(a: AnyTensor, b: AnyTensor, *, rtol: float = 1e-5, atol: flo
 
 
 def _values_of(name: str, tensor: AnyTensor) -> tuple[Tensor, str]:
-    """The values on the host, as int64 if that holds all of their kind, else as float64; and the dtype they had."""
+    """The values on the host, as int64 if the type fits, else as float64; and their original dtype."""
     if isinstance(tensor, np.ndarray):
         dtype = str(tensor.dtype)
         if tensor.dtype.kind not in "biuf":
@@ -155,5 +155,5 @@ def _values_of(name: str, tensor: AnyTensor) -> tuple[Tensor, str]:
 
 
 def _show(value: float | None) -> str:
-    """A number in as many digits as tell float32 values apart."""
+    """A number with the digits that distinguish float32 values."""
     return f"{value:.9g}" if isinstance(value, float) else str(value)

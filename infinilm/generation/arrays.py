@@ -1,4 +1,4 @@
-"""Between tensors, NumPy arrays and lists."""
+"""Conversions between tensors, NumPy arrays and lists."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _NUMPY_TYPES = frozenset(
 
 
 def infini_to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """The tensor as an array: the same memory if it lies on the CPU, a copy if it lies on another device.
+    """The tensor as an array: sharing memory if it is on the CPU, otherwise a copy.
 
     NumPy must have the type: floats of 16, 32 and 64 bits, integers and bool. Others, such as bfloat16, are refused.
     """
@@ -34,9 +34,9 @@ def infini_to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def read_rows(name: str, values: Any, limit: int) -> IntArray:
-    """`values` `[rows, columns]`, or one row `[columns]`, of integers from 0 to `limit` - 1.
+    """`values` `[rows, columns]`, or one row `[columns]`, of integers from 0 to `limit` - 1, as `[rows, columns]`.
 
-    Takes torch tensors, NumPy arrays and nested lists; gives `[rows, columns]`. `name` is what errors call them.
+    Accepts torch tensors, NumPy arrays and nested lists. `name` names them in errors.
     """
     array = _as_array(name, values)
     if array.ndim == 1:

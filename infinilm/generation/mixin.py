@@ -1,4 +1,4 @@
-"""Generating token by token, over whatever computes the next token."""
+"""`GenerationMixin.generate`: a token-by-token loop over any function that computes the next token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from infinilm.sampling.uniform import UniformValues, check_uniform
 
 
 class Decoder(Protocol):
-    """What `generate` asks of a tokenizer."""
+    """The tokenizer interface that `generate` needs."""
 
     def decode(self, ids: Any) -> str:
         """The text of token ids."""
 
 
 class GenerationConfig(Protocol):
-    """What `generate` asks of a model's configuration."""
+    """The model configuration that `generate` needs."""
 
     @property
     def vocab_size(self) -> int:
@@ -40,18 +40,18 @@ class GenerationConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationStep:
-    """What has to be known to compute each row's next token."""
+    """The input of one step."""
 
     text: Tensor
-    """`[batch, length]` int64 on the CPU: the prompts, and the answers so far."""
+    """`[batch, length]` int64 on the CPU: prompts and answers so far."""
     num_computed: int
-    """How many tokens of each row earlier steps have seen: 0 in the first step, all but the last in the others."""
+    """Tokens of each row that earlier steps have computed: 0 in the first step, then all but the last."""
     sampling: UniformValues
     """`temperature`, `top_k`, `top_p` and `random_val`, `[batch]` each."""
 
     @property
     def new_ids(self) -> Tensor:
-        """`[batch, new]`: the tokens that no step has seen yet."""
+        """`[batch, new]`: the tokens to compute."""
         return self.text[:, self.num_computed :]
 
 
@@ -60,25 +60,24 @@ NextTokens = Callable[[GenerationStep], Sequence[int]]
 
 
 class GenerationMixin:
-    """Gives a host `generate`.
+    """Adds `generate` to a host.
 
-    The host has a `config`, may have a `tokenizer`, and says in `_start_generation` how a step is computed.
+    The host has a `config`, may have a `tokenizer`, and defines in `_start_generation` how a step is computed.
     """
 
     config: GenerationConfig
     tokenizer: Decoder | None = None
 
     def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:
-        """Get ready for `batch_size` rows of up to `max_len` tokens, prompt and answer; the last is never computed.
+        """Prepare for `batch_size` rows of up to `max_len` tokens, prompt and answer; the last is never computed.
 
-        Returns the function that computes the steps, in order. What has to be remembered between them, such as a
-        cache, is best kept there, so that calls of `generate` know nothing of each other. A host that can't
-        hold the text raises `PromptTooLongError`.
+        Returns the function that computes the steps, in order. State between steps, such as a cache, belongs there, so
+        that calls of `generate` are independent. A host that can't hold the text raises `PromptTooLongError`.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement _start_generation to generate")
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """What ends an answer; a host whose checkpoint names more than the `config` does overrides this."""
+        """The tokens that end an answer; a host whose checkpoint names more than the `config` overrides this."""
         ids = self.config.eos_token_id
         listed = ids if isinstance(ids, list) else [ids]
         return tuple(each for each in listed if each is not None and each < self.config.vocab_size)
@@ -98,14 +97,14 @@ class GenerationMixin:
     ) -> GenerationOutput:
         """Continue the prompts `input_ids` `[batch, seq]` or `[seq]`: a tensor, an array or lists.
 
-        Rows that draw an end token are padded with the first one there is while the others go on; with `stop_on_eos`
-        off, or if the model has no end token, all rows get `max_new_tokens`. `temperature` (0 is greedy), `top_k`
-        (0 or less: no limit) and `top_p` are one number or one per row. A row's draws depend on the `seed` and its
-        place in the batch; without a seed they are different each time.
+        Rows that draw an end token are padded with the first end token while the others continue; with `stop_on_eos`
+        off, or if the model has no end token, all rows get `max_new_tokens`. `temperature` (0 is greedy), `top_k` (0 or
+        less: no limit) and `top_p` are one number or one per row. A row's draws depend on the `seed` and its index in
+        the batch; without a seed they differ between calls.
 
-        `tokenizer`, or else the host's own, makes text of the answers: anything with `decode(ids)`. `streamer` is
-        one of transformers' (its `put` gets the prompt, then each step's tokens, then `end` is called) or a
-        function that is called with the list of each step's tokens, one per row, padding included.
+        `tokenizer`, by default the host's own, decodes the answers: any object with `decode(ids)`. `streamer` is one of
+        transformers' (its `put` gets the prompt, then each step's tokens, then `end` is called) or a function that is
+        called with the list of each step's tokens, one per row, padding included.
         """
         prompts = read_rows("input_ids", input_ids, self.config.vocab_size)
         max_new_tokens, stop_on_eos, seed = map(plain_number, (max_new_tokens, stop_on_eos, seed))
@@ -129,7 +128,7 @@ class GenerationMixin:
 
 
 class _Draws:
-    """Uniform numbers for each row, its own however many others there are."""
+    """Uniform numbers for each row, independent of the number of rows."""
 
     def __init__(self, batch_size: int, seed: int | None) -> None:
         if seed is None:
@@ -143,8 +142,6 @@ class _Draws:
 
 
 class _Rows:
-    """Prompts and answers of one call."""
-
     def __init__(self, prompts: IntArray, max_new_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
         batch_size, self.num_prompt_tokens = prompts.shape
         self.text = torch.zeros(batch_size, self.num_prompt_tokens + max_new_tokens, dtype=torch.int64)
@@ -155,19 +152,17 @@ class _Rows:
         self._eos_token_ids = eos_token_ids
 
     def so_far(self) -> Tensor:
-        """`[batch, length]`."""
         return self.text[:, : self.length]
 
     @property
     def are_done(self) -> bool:
-        """Whether nothing is left to draw."""
         return self.length == self.text.shape[1] or all(map(self._has_ended, self.answers))
 
     def _has_ended(self, answer: list[int]) -> bool:
         return bool(answer) and answer[-1] in self._eos_token_ids
 
     def append(self, drawn: Sequence[int]) -> list[int]:
-        """Add a step's tokens; what was added."""
+        """Add a step's tokens; returns them, with padding for rows that have ended."""
         added = list(drawn)
         for row, answer in enumerate(self.answers):
             if self._has_ended(answer):
@@ -180,7 +175,6 @@ class _Rows:
         return added
 
     def output(self, seconds: list[float], tokenizer: Decoder | None) -> GenerationOutput:
-        """The result, given how long each step took."""
         texts = None
         if tokenizer is not None:
             texts = [tokenizer.decode(answer[:-1] if self._has_ended(answer) else answer) for answer in self.answers]
@@ -198,7 +192,7 @@ class _Rows:
 def _run(
     next_tokens: NextTokens, rows: _Rows, sampling: UniformValues, draws: _Draws, stream: TokenStream
 ) -> list[float]:
-    """Compute steps until all rows are done: the seconds that each took."""
+    """Compute steps until all rows are done; returns the seconds of each."""
     seconds = []
     while not rows.are_done:
         step = GenerationStep(rows.so_far(), rows.num_computed, {**sampling, "random_val": draws.next()})

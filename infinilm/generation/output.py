@@ -12,7 +12,7 @@ class GenerationOutput:
     """The answers to a batch of prompts, in their order."""
 
     token_ids: list[list[int]]
-    """The new tokens of each row, up to and with the one that ended it."""
+    """The new tokens of each row, including the one that ended it."""
     sequences: Tensor
     """`[batch, prompt + new]` int64 on the CPU; rows that ended early are padded with the end token."""
     text: list[str] | None

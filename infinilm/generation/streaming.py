@@ -11,17 +11,17 @@ from infinilm.errors import InvalidTypeError
 
 @runtime_checkable
 class Streamer(Protocol):
-    """What transformers' streamers are: `put` gets the prompt first and then each step's tokens."""
+    """transformers' streamer interface: `put` gets the prompt first and then each step's tokens."""
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt `[batch, seq]` or the new tokens `[batch]`, int64 on the CPU."""
+        """Receive the prompt `[batch, seq]` or the new tokens `[batch]`, int64 on the CPU."""
 
     def end(self) -> None:
-        """There is no more."""
+        """Called after the last token."""
 
 
 class TokenStream:
-    """Feeds a `Streamer`, a function that takes each step's new tokens as a list, or nobody."""
+    """Passes tokens to a `Streamer`, to a function of each step's new tokens, or to nothing."""
 
     def __init__(self, streamer: Streamer | Callable[[list[int]], object] | None) -> None:
         if not (streamer is None or isinstance(streamer, Streamer) or callable(streamer)):
@@ -31,18 +31,18 @@ class TokenStream:
         self._streamer = streamer
 
     def start(self, prompt: Tensor) -> None:
-        """The prompt `[batch, seq]`, which a function is not told."""
+        """Pass the prompt `[batch, seq]` to a `Streamer`; a function does not get it."""
         if isinstance(self._streamer, Streamer):
             self._streamer.put(prompt)
 
     def put(self, token_ids: list[int]) -> None:
-        """The new token of each row."""
+        """Pass the new token of each row."""
         if isinstance(self._streamer, Streamer):
             self._streamer.put(torch.tensor(token_ids))
         elif self._streamer is not None:
             self._streamer(token_ids)
 
     def end(self) -> None:
-        """There is no more."""
+        """Tell a `Streamer` that there are no more tokens."""
         if isinstance(self._streamer, Streamer):
             self._streamer.end()

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GenerationTimings:
-    """What one call of `generate` did, and how long the model took for it.
+    """Counts and times of one call of `generate`.
 
-    Counts are over all rows. Times leave out what the streamer and the tokenizer take.
+    Counts are over all rows. Times exclude the streamer and the tokenizer.
     """
 
     batch_size: int
     num_prompt_tokens: int
     num_new_tokens: int
-    """Without what rows that have ended are padded with."""
+    """Without padding."""
     num_steps: int
     ttft_s: float
-    """Time to first token: the prefill, with drawing the first token of each row."""
+    """Time to first token: the prefill, and drawing the first token of each row."""
     decode_s: float
     """All steps after the first."""
 
@@ -32,7 +32,7 @@ class GenerationTimings:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """New tokens of all rows, less the first of each, per second of decoding; None if there was none."""
+        """New tokens of all rows, without the first of each, per second of decoding; None if there was none."""
         return (self.num_new_tokens - self.batch_size) / self.decode_s if self.num_steps > 1 else None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The activation between the matrices of an MLP."""
+"""The activation of an MLP."""
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_torch(gate_up: Tensor) -> Tensor:
-    """`silu_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -49,7 +48,7 @@ def _silu_mul_kernel(gate_up, out, size, stride, BLOCK: tl.constexpr, EARLY: tl.
 
 @triton.jit
 def gated(gate, up):
-    """`silu(gate) * up`, rounded as torch does: after each of the two."""
+    """`silu(gate) * up`, rounded as torch does: after each of the two operations."""
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

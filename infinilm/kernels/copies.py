@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for."""
+"""Asynchronous copies between host and device."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def to_device(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[Tensor, ...]:
-    """Arrays of one type on a device, in one copy. On a CPU they are shared, not copied."""
+    """Copy arrays of one type to a device in one transfer. On a CPU they share memory."""
     if device.type == "cpu":
         return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
@@ -18,15 +18,15 @@ def to_device(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[Tensor, 
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
-    """A copy of a GPU's tensor on the host; it is complete when the GPU has done what it was given so far."""
+    """An asynchronous copy of a GPU's tensor into pinned memory; complete when the stream has reached it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
 
 def reserve_pinned(max_bytes: int) -> None:
-    """Have torch keep the pinned memory that `to_device` needs for up to `max_bytes` and a few steps at once.
+    """Reserve the pinned memory that `to_device` needs for up to `max_bytes` and a few steps at once.
 
-    To take more of it from the system waits until the device has nothing left to do.
+    Allocating more of it later would synchronise with the device.
     """
     sizes = [1 << bits for bits in range(12, max_bytes.bit_length() + 1)]
     held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over a paged KV cache: what a decode step does in each layer."""
+"""Attention of one new token per row over a paged KV cache, for decode steps."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from infinilm.kernels.early_launch import launches_early
 _RESULTS: int = MAX_CHUNKS.value
 _SHARED_RESULTS: int = MAX_CHUNKS.value - FEW_CHUNKS.value
 
-# A tile of keys, and one of values, has 16 KiB: 64 tokens of 128 bfloat16. Two of both are under way in each of the
-# three programs that fit on a multiprocessor of Hopper's, several times the bytes that hide its memory's latency.
+# A tile of keys, and one of values, has 16 KiB: 64 tokens of 128 bfloat16. Two of both are in flight in each of the
+# three programs that fit on a Hopper multiprocessor, several times the bytes that hide the memory latency.
 _TILE_BYTES = 16384
 _MAX_TILE = 64
 # Query heads that a program attends to a shared prefix: 64 is the least Hopper's tensor cores are fast with; float32
@@ -31,14 +31,14 @@ _COMBINED = 512
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The blocks all rows begin with. Both are on the device: one captured graph serves with and without."""
+    """The blocks that all rows begin with, on the device: one CUDA graph serves with and without."""
 
     num_tokens: Tensor  # [1] int32, a multiple of the block size, below every context length but 0; 0: none are shared
     table: Tensor  # [max_blocks] int32, the first num_tokens / block_size of them valid
 
 
 class DecodeWorkspace:
-    """What the programs of one call leave for the last of them to add up.
+    """Partial results of one call, which its last program combines.
 
     One serves all layers and graphs that run one after another; two streams need one each.
     """
@@ -52,11 +52,9 @@ class DecodeWorkspace:
 
     @staticmethod
     def num_bytes(max_rows: int, heads: int, head_dim: int) -> int:
-        """What a workspace of this size takes on the device."""
         return max_rows * heads * 4 * (_RESULTS * (head_dim + 1) + 1)
 
     def check(self, rows: int, heads: int, head_dim: int) -> None:
-        """Raise unless it is large enough for these queries."""
         if rows > self.max_rows or heads > self.heads or head_dim > self.head_dim:
             raise InvalidValueError(
                 f"workspace is for {self.max_rows} rows of {self.heads} heads of {self.head_dim}, query has "
@@ -131,7 +129,7 @@ def _attend_shared(
     scale: float,
     options: dict[str, Any],
 ) -> None:
-    """Leave in the workspace what the queries make of the shared prefix."""
+    """Write the queries' results for the shared prefix to the workspace."""
     rows, heads, _ = query.shape
     kv_heads = cache.shape[3]
     pad_group = triton.next_power_of_2(heads // kv_heads)
@@ -154,7 +152,7 @@ def _attend_shared(
 
 
 def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
-    """What both kernels are compiled for. Nothing of it depends on the number of rows: no row's result may."""
+    """The options of both kernels. None depends on the number of rows, because no row's result may."""
     _, heads, head_dim = query.shape
     block_size, _, kv_heads, _ = cache.shape[1:]
     pad_dim = max(16, triton.next_power_of_2(head_dim))
@@ -203,7 +201,7 @@ def _check_layout(query: Tensor, cache: Tensor, tables: Tensor) -> None:
 def decode_attention_torch(
     query: Tensor, cache: Tensor, tables: Tensor, context_lens: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
-    """`decode_attention` in plain torch, which needs no workspace and reads a shared prefix once for each row."""
+    """The reference; it needs no workspace and reads a shared prefix once per row."""
     rows, heads, head_dim = query.shape
     kv_heads = cache.shape[3]
     tokens = cache[tables.clamp(min=0)].flatten(1, 2)  # [B, tokens, 2, kv_heads, head_dim]

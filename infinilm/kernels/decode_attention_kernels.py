@@ -1,29 +1,29 @@
 """The Triton kernels of `decode_attention`.
 
-The work is reading: a row's keys and values are read once and hardly computed with, so all that matters is that
-every multiprocessor has loads under way, for one short row as well as for hundreds of long ones.
+The work is memory-bound: a row's keys and values are read once, with little computation. So every multiprocessor must
+have loads in flight, for one short row as well as for hundreds of long ones.
 
 *Packing.* The query heads that share a kv head are the rows of one tile, so that each key and value is read once for
 all of them.
 
-*Splitting.* The tokens a row sees are cut into chunks, attended to independently; the chunks' results are then
-weighed by their sums of exponentials. The cut follows from the number of tokens alone (`_chunking`), and results are
-added in the chunks' order, so a row's output is the same bits whatever it is batched with. One row needs many small
-chunks to occupy the device; but each costs a result of `head_dim` floats per query head, written and read again. Up
-to 256 tokens are one chunk, as combining would take longer than reading them one after another; up to 512 are cut
-into chunks of 128, more into 256, or whatever makes 16 chunks.
+*Splitting.* The tokens that a row sees are split into chunks, attended to independently; the chunks' results are then
+weighted by their sums of exponentials. The split depends on the number of tokens alone (`_chunking`), and results are
+added in chunk order, so a row's output is bitwise the same in any batch. One row needs many small chunks to occupy the
+device; but each costs a result of `head_dim` floats per query head, written and read again. Up to 256 tokens are one
+chunk, because combining would take longer than reading them; up to 512 are split into chunks of 128, more into chunks
+of 256, or of the size that makes 16 chunks.
 
-*Sharing.* Which program computes which chunks is all that depends on the batch. A program takes a range of them, in
-one loop: for few rows a single chunk, so that all multiprocessors take part; for many rows several hundred tokens,
-as a program takes microseconds to begin and end, in which it reads nothing. The host decides (`min_tokens`).
+*Sharing.* Only the assignment of chunks to programs depends on the batch. A program computes a range of chunks in one
+loop: for few rows a single chunk, so that all multiprocessors work; for many rows several hundred tokens, because a
+program takes microseconds to start and end, in which it reads nothing. The host decides (`min_tokens`).
 
-*Combining.* A row of one chunk is written at once. Otherwise, whichever program of a row and kv head is the last to
-finish adds the results up, which takes less than the launch of a second kernel. If there are several, a counter tells
-it, and is set back to 0 for the next launch.
+*Combining.* A row of one chunk is written at once. Otherwise the last program of a row and kv head to finish adds the
+results, which is faster than launching a second kernel. A counter identifies the last of several programs, which resets
+it to 0 for the next launch.
 
-*Shared prefix.* Where all rows begin with the same blocks, a kernel before this one attends the queries of many rows
-at a time to them, so that they come from memory once, and leaves its results among those to be added up. As rows are
-many then, and there are results to combine anyway, what is a row's own is cut into chunks of 256, or as makes 8.
+*Shared prefix.* If all rows begin with the same blocks, a kernel before this one attends the queries of many rows at a
+time to them, so that they are read once, and stores its results among those to be combined. As there are many rows
+then, and results to combine anyway, a row's own tokens are split into chunks of 256, or of the size that makes 8.
 """
 
 import triton
@@ -96,7 +96,7 @@ def _attend(
     """Attend to the tokens from `begin` to before `end`, at least one.
 
     Returns the last chunk's index, output `[M, PAD_DIM]` and the base-2 logarithms of its sums of exponentials `[M]`;
-    the results of those before it are stored. All chunks are one loop, so that the next one's loads are under way
+    the results of those before it are stored. All chunks are one loop, so that the next one's loads are in flight
     when a chunk ends.
     """
     cache += head * HEAD_DIM
@@ -149,7 +149,7 @@ def _finish(largest, sums, output):
 
 @triton.jit
 def _store(results, log_sums, slots, is_query, output, log_sum, HEAD_DIM: tl.constexpr):
-    """Leave a chunk's result for whoever combines the row's."""
+    """Store a chunk's result for `_combine`."""
     dims = tl.arange(0, output.shape[1])
     mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(results + slots[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)

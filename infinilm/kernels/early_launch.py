@@ -1,15 +1,14 @@
 """Starting a kernel while the one before it still runs: programmatic dependent launch, on Hopper and later.
 
 Between two small kernels of a stream a GPU is idle for about a microsecond, as long as many of them take. A kernel
-that is launched early is brought onto the device, and may load what no kernel writes (weights), while the one before
-it finishes. All its programs call `let_next_start` first of all, and `wait_for_inputs` before they read what an
-earlier kernel wrote and before they write anything; after that everything is as if it had been launched the usual
-way. Graphs keep this.
+that is launched early is loaded onto the device, and may load data that no kernel writes (weights), while the previous
+one finishes. All its programs first call `let_next_start`, and call `wait_for_inputs` before they read the results of
+an earlier kernel or write anything. CUDA graphs preserve this.
 
     _kernel[grid](…, EARLY=launches_early(device), launch_pdl=launches_early(device))
 
-What is loaded before the wait must not come from a kernel that may still run: whoever changes weights waits for the
-device before computing with them.
+Data loaded before the wait must not come from a kernel that may still run: code that changes weights synchronises with
+the device before computing with them.
 """
 
 import torch
@@ -19,20 +18,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels on this device can be launched early."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    """Let the next kernel be brought onto the device, once all programs of this one have been."""
+    """Let the next kernel be loaded onto the device, once all programs of this one have been."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Wait until all kernels before this one have finished and what they wrote can be read."""
+    """Wait until all earlier kernels have finished and their results can be read."""
     if EARLY:
         gdc_wait()
 
@@ -41,8 +39,8 @@ def wait_for_inputs(EARLY: tl.constexpr):
 def loaded_ahead(values, EARLY: tl.constexpr):
     """The `values` of a load before the wait, to be used from here on.
 
-    Otherwise the compiler begins to unpack 16-bit numbers right after their load, and so waits for them there. They
-    must come to a thread in pairs, as they do from rows of a multiple of 16.
+    Without this the compiler unpacks 16-bit numbers right after their load, and so waits for them there. They must
+    reach a thread in pairs, as they do in rows of a multiple of 16.
     """
     if EARLY:
         values = tl.inline_asm_elementwise(

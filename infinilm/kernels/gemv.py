@@ -1,18 +1,16 @@
-"""Products of a few rows with a matrix: what decoding a single stream, or a few, is made of.
+"""Products of a few rows with a matrix, for decoding one or a few streams.
 
-Such a product takes as long as reading the matrix, if enough of it is under way at any time: to read 4.2 TB/s at
-0.8 µs latency, 3.4 MB, or 26 KB on each of the 132 multiprocessors of an H200. So a program asks for all its rows
-of the matrix, 16 bytes per thread and load, before it looks at anything else; being launched early (`early_launch`),
-it does so while the kernel before it still computes the input. With the norm, the activation and the residual taken
-in, a layer is left with four such kernels.
+Such a product takes as long as reading the matrix, if enough loads are in flight: to read 4.2 TB/s at 0.8 µs latency,
+3.4 MB, or 26 KB on each of the 132 multiprocessors of an H200. So a program loads all its rows of the matrix, 16 bytes
+per thread and load, before anything else; launched early (`early_launch`), it does so while the previous kernel still
+computes the input. With norm, activation and residual fused, a layer has four such kernels.
 
-One row is multiplied and added in float32 on the plain units. More are padded to 8 or 16 and multiplied on the tensor
-cores, for which the matrix has to pass through shared memory. Either way the columns are added in an order that the
-matrix alone decides: among 2 to `MAX_ROWS` rows a row's result does not depend on their number. A row on its own is
-added up in another order.
+One row is multiplied and added in float32 on the CUDA cores. More rows are padded to 8 or 16 and multiplied on the
+tensor cores, for which the matrix passes through shared memory. Either way the order of additions depends on the matrix
+alone: among 2 to `MAX_ROWS` rows a row's result does not depend on their number. A single row uses another order.
 
-Sums are float32; bias and residual are added to them before they are rounded, once, to the type of the input. Where
-a norm or an activation comes in between, the rounding is that of the kernels it stands for (`norm`, `activation`).
+Sums are float32; bias and residual are added before the single rounding to the type of the input. A fused norm or
+activation is rounded like its separate kernel (`norm`, `activation`).
 """
 
 from typing import NamedTuple
@@ -43,7 +41,7 @@ _DOT_LINES = 16
 
 
 class Tile(NamedTuple):
-    """How a product is cut up: a program computes `block_out` outputs from `block_in` inputs at a time."""
+    """How a product is split: a program computes `block_out` outputs from `block_in` inputs at a time."""
 
     block_out: int
     block_in: int
@@ -62,7 +60,6 @@ def gemv(
 
 
 def gemv_torch(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    """`gemv` in plain torch."""
     wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     return (wide if residual is None else wide + residual).to(x.dtype)
 
@@ -90,7 +87,6 @@ def norm_gemv_torch(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`norm_gemv` in plain torch."""
     return gemv_torch(rms_norm_torch(x, norm_weight, eps), weight, bias=bias, residual=residual)
 
 
@@ -102,15 +98,14 @@ def norm_gemv_silu(
 
 
 def norm_gemv_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
-    """`norm_gemv_silu` in plain torch."""
     return silu_mul_torch(norm_gemv_torch(x, norm_weight, eps, gate_up_weight))
 
 
 def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matrices: int = 1) -> Tile:
-    """The tile for so many rows and so large a matrix, or two that are read side by side.
+    """The tile for a number of rows and a matrix, or two that are read side by side.
 
-    All inputs at once, if 16 warps can hold them with one load per thread, so that everything is under way from the
-    start; longer rows are read in steps, with two of them under way.
+    All inputs at once, if 16 warps can hold them with one load per thread, so that all loads are in flight from the
+    start; longer rows are read in steps, with two of them in flight.
     """
     warp_in = _WARP_BYTES // itemsize
     if rows > 1:
@@ -264,14 +259,13 @@ def _gemv_kernel(
 
 @triton.jit
 def _squares(values):
-    """The sums of the squares over the last dimension."""
     wide = values.to(tl.float32)
     return tl.sum(wide * wide, axis=2)
 
 
 @triton.jit
 def _products(weights, values, ROWS: tl.constexpr, WIDEN: tl.constexpr):
-    """The products of `weights` and `values`; those of one row are still to be summed over the last dimension."""
+    """The products of `weights` and `values`; those of one row are not yet summed over the last dimension."""
     if ROWS == 1:
         products = weights.to(tl.float32) * values.to(tl.float32)
     else:

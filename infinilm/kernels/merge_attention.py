@@ -1,4 +1,4 @@
-"""Two parts of an attention into one: the same queries, attended to different keys."""
+"""Merges two attention results of the same queries over different keys."""
 
 import torch
 import triton
@@ -74,7 +74,6 @@ def merge_attention(
 def merge_attention_torch(
     first: Tensor, first_log_sums: Tensor, second: Tensor, second_log_sums: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`merge_attention` in plain torch."""
     log_sums = torch.logaddexp(first_log_sums, second_log_sums)
     weights = [torch.exp(part - log_sums).T.unsqueeze(2) for part in (first_log_sums, second_log_sums)]
     return (first.float() * weights[0] + second.float() * weights[1]).to(dtype), log_sums

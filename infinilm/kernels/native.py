@@ -41,7 +41,6 @@ def load() -> ModuleType | None:
 
 
 def _load_build(path: str) -> ModuleType:
-    """The library in that file, in place of the installed one."""
     if not Path(path).is_file():
         raise InvalidValueError(
             f"INFINILM_NATIVE={path!r}: no such file. Set it to 0 for torch alone, or to the path of a built "

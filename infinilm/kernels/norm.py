@@ -43,7 +43,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in plain torch."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale).to(x.dtype) * weight
@@ -77,7 +76,7 @@ def _norm_kernel(
 
 @triton.jit
 def inverse_rms(square_sum, SIZE: tl.constexpr, eps):
-    """What rows with these sums of squares of `SIZE` numbers are multiplied by."""
+    """The factor of rows whose `SIZE` numbers have these sums of squares."""
     return tl.rsqrt(square_sum * (1.0 / SIZE) + eps)
 
 

@@ -1,12 +1,11 @@
-"""What the native library computes with quantised weights, in plain torch: slow, and what it is checked against."""
+"""The native library's arithmetic with quantised weights, in torch: the reference that it is checked against."""
 
 import torch
 from torch import Tensor
 
-GROUP = 32
-"""Columns of the activations that share a scale."""
+GROUP = 32  # columns of the activations that share a scale
 MAX_QUANT = 32512
-"""What the largest number of a group becomes: 255 * 127 + 127, which is kept in two bytes of -127 to 127."""
+"""The largest quant of a group: 255 * 127 + 127, which is stored in two bytes of -127 to 127."""
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +23,7 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` `[T, columns]`, quantised, times the dequantised `weight` `[rows, columns]`: `[T, rows]` float32.
 
-    Sums are made in float64, so that whoever adds in another order differs by its own rounding alone.
+    Sums are float64, so that another order of additions differs by its own rounding only.
     """
     quants, scales = quantize_activations(x)
     rounded = quants.unflatten(-1, (-1, GROUP)).double() * scales.double().unsqueeze(-1)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from infinilm.kernels.support import has_kernels
 
-IN_PROMPT = 1 << 30
-"""Added to the count of a token that is in the prompt."""
+IN_PROMPT = 1 << 30  # added to the count of a token that is in the prompt
 
 Penalize = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
@@ -31,7 +30,7 @@ def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor
 
 
 def find_penalize(device: torch.device) -> Penalize:
-    """The fastest that the device has."""
+    """The fastest implementation for the device."""
     if not has_kernels(device):
         return penalize_torch
     from infinilm.kernels.penalties_kernel import penalize  # which needs Triton

@@ -31,7 +31,6 @@ def _penalize_kernel(logits, logits_stride, places, slots, counts, penalties, vo
 
 
 def penalize(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor, penalties: Tensor) -> None:
-    """See `penalize_torch`."""
     vocab_size = logits.shape[1]
     _penalize_kernel[len(places), triton.cdiv(vocab_size, _BLOCK.value)](
         logits,

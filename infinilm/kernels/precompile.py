@@ -1,11 +1,11 @@
-"""Compiling a model's kernels side by side.
+"""Compiles a model's kernels in parallel.
 
-Triton compiles a kernel when it is first launched, and the launch waits for it: about a second for each of the two
-dozen, variants counted, that a model has. Five sixths of that are spent in passes of the compiler, in `ptxas` and in
-the C compiler that makes the launcher, none of which keeps Python from doing something else. So threads share the work.
+Triton compiles a kernel when it is first launched, and the launch waits for it: about a second for each of a model's
+two dozen kernels and variants. Five sixths of that are spent in compiler passes, in `ptxas` and in the C compiler that
+builds the launcher, all without the GIL. So threads share the work.
 
-Which kernels a model needs only the model can say, by launching them. So it is run with a hook of Triton's that sees
-each kernel before it is compiled, hands it to a thread if it is not on disk, and leaves the launch out.
+The set of kernels is known only by launching them. So the model runs once with a Triton hook that sees each kernel
+before it is compiled, submits it to a thread if it is not on disk, and skips the launch.
 """
 
 import hashlib
@@ -26,27 +26,27 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_compiler() -> None:
-    """Do what Triton does once in every process before its first kernel: above all, compute the hash of its own 400 MB.
+    """Do Triton's one-time work per process before the first kernel, mainly hashing its own 400 MB.
 
-    For a thread beside something else that takes as long. Nobody has to wait for it, or to know if it fails.
+    Runs in a thread beside other start-up work. A failure is only logged: Triton tries again later.
     """
     try:
         from triton.runtime.cache import triton_key
 
         triton_key()
-        # Making it builds what Triton talks to the device with, unless that is on disk.
+        # Creating the driver builds Triton's launcher utilities, unless they are on disk.
         logger.debug("kernels are launched by Triton's %s", type(driver.active).__name__)
     except Exception as error:
         logger.debug("Triton is prepared when the first kernel is launched: %s", error, exc_info=True)
 
 
 def compile_together(work: Callable[[], object]) -> None:
-    """Do the `work`, which launches kernels, after those that are not in Triton's cache on disk have been compiled.
+    """Run `work`, which launches kernels, after compiling those that are not in Triton's cache on disk.
 
-    If there are any, the work is done twice, at first without them: it must not mind what is in the memory that they
-    would have written. Whatever goes wrong then is logged, and kernels are compiled when they are launched.
+    If there are any, `work` runs twice, the first time without them: it must not depend on the memory that they would
+    write. Errors of the first run are logged, and kernels are compiled when they are launched.
     """
-    if knobs.runtime.jit_cache_hook is not None:  # another thread is doing the same, or somebody has other plans
+    if knobs.runtime.jit_cache_hook is not None:  # another thread compiles, or another hook is set
         work()
         return
     start_time = perf_counter()
@@ -72,7 +72,7 @@ def compile_together(work: Callable[[], object]) -> None:
 
 
 class _Compiler:
-    """Triton's hook: it is called before a kernel is compiled, and prevents that, and the launch, by saying True."""
+    """Triton's hook, called before a kernel is compiled; returning True skips the compilation and the launch."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.compiling: dict[tuple[str, str], Future[None]] = {}
@@ -80,7 +80,7 @@ class _Compiler:
         self._thread = threading.get_ident()
 
     def __call__(self, *, key: str, fn: Any, compile: Any, **_: object) -> bool:
-        if threading.get_ident() != self._thread:  # somebody else, who needs what is launched
+        if threading.get_ident() != self._thread:  # another thread needs its launch
             return False
         variant = (fn.name, key)
         if variant not in self.compiling:
@@ -96,7 +96,7 @@ class _Compiler:
 
 
 class _Kernel:
-    """A kernel to be compiled for the current device, as Triton's hook describes it."""
+    """A kernel to compile for the current device, as Triton's hook describes it."""
 
     def __init__(self, function: Any, description: Any) -> None:
         options = json.loads(description["specialization_data"])["options"]
@@ -109,8 +109,8 @@ class _Kernel:
         self._options = self._backend.parse_options(options)
 
     def is_on_disk(self) -> bool:
-        """Whether Triton will find it in its cache; looked up the way it does that itself."""
-        # Triton's own affair, and so imported where it does no harm if it is no longer there.
+        """Whether Triton's cache has it; looked up the way Triton does."""
+        # Internals of Triton: imported here, where a missing one is caught.
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import get_cache_key, get_cache_manager
 
@@ -120,6 +120,6 @@ class _Kernel:
         return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
     def compile(self) -> None:
-        """Put it on disk, and what passes its arguments, which takes a C compiler."""
+        """Compile it and its launcher, which needs a C compiler, into the cache."""
         compiled = triton.compile(self._source, target=self._target, options=vars(self._options))
         driver.active.launcher_cls(compiled.src, compiled.metadata)

@@ -7,9 +7,9 @@ read once for all of them and a short prompt still fills the tile. The device fi
 sends where the requests begin and no list of tiles, and no program is launched for nothing but at most one per
 request and kv head.
 
-*Keys.* They are taken in tiles that begin at multiples of the tile's size in the request, whatever is cached of it
-and wherever a chunk of it begins. So a token's output is the same bits however its prompt was cut, and whatever it
-is batched with. Without a window only the last tiles of keys need a mask: all others are seen by the whole tile.
+*Keys.* Their tiles begin at multiples of the tile's size in the request, however much of it is cached and wherever a
+chunk of it begins. So a token's output is bitwise the same for any chunking and in any batch. Without a window only the
+last tiles of keys need a mask: all others are seen by the whole tile.
 
 *Order.* The tiles with the most keys are launched first, so that the short ones fill the gaps at the end.
 """
@@ -25,7 +25,7 @@ _LOG2_E = 1.4426950408889634
 
 
 class Tiles(NamedTuple):
-    """How the work is cut and how a program is run."""
+    """How the work is split and how a program is run."""
 
     rows: int  # query rows of a program: tokens times the query heads of a kv head
     keys: int  # keys taken at once
@@ -34,11 +34,11 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """A good cut for Hopper.
+    """A good choice for Hopper.
 
-    128 rows are two of its matrix instructions, one for each group of four warps, and make enough of every key that
-    is read; below 64 keys the instructions wait for shared memory. An accumulator of 128 x 64 takes 32 registers of
-    every thread, scores and output together at most 160 of the 255, which leaves no need to spill.
+    128 rows are two of its matrix instructions, one for each group of four warps, and reuse each key enough; below 64
+    keys the instructions wait for shared memory. An accumulator of 128 x 64 takes 32 registers of every thread, scores
+    and output together at most 160 of the 255, so nothing spills.
     """
     if dtype == torch.float32:  # exact products have no tensor cores: small tiles, or registers run out
         return Tiles(rows=16, keys=16, num_warps=4, num_stages=1)
@@ -49,7 +49,7 @@ def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
 
 @triton.jit
 def _find_request(query_starts, num_requests, tile, TOKENS: tl.constexpr):
-    """Whose tile it is. Request i's begin with number `query_starts[i] // TOKENS + i`, which leaves room for all."""
+    """The tile's request. Request i's tiles begin with number `query_starts[i] // TOKENS + i`, so that all fit."""
     low = 0
     high = num_requests
     while high - low > 1:
@@ -93,7 +93,7 @@ def _attend(
     IS_MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Attend to the keys from `begin` to before `end`: all rows to all of them, unless it `IS_MASKED`."""
+    """Attend to the keys from `begin` to before `end`: all rows to all of them, unless `IS_MASKED`."""
     PAD_DIM: tl.constexpr = query.shape[1]
     dims = tl.arange(0, PAD_DIM)
     for first in range(begin, end, TILE_KEYS):
@@ -300,7 +300,7 @@ def prefill_attention_torch(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """`prefill_attention` in plain torch, one request after another."""
+    """The reference, one request after another."""
     heads, head_dim = query.shape[1:]
     kv_heads = cache.shape[3]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)

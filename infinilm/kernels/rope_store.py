@@ -1,4 +1,4 @@
-"""What lies between the qkv projection and attention, in one kernel: norms of the heads, rotation, and the KV cache."""
+"""Head norms, rotary embedding and the KV cache update in one kernel, between the qkv projection and attention."""
 
 import torch
 import triton
@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
+from infinilm.kernels.nonfinite import mark_nonfinite
 from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
-from infinilm.kernels.store_kv import zero_if_sound
-from infinilm.kernels.unsound import mark_unsound
+from infinilm.kernels.store_kv import zero_if_finite
 
 # Numbers a program turns: with 4 warps, one load of 16 bytes per thread for each half of the heads. One token's
 # heads are then spread over a few programs, and a long prefill makes programs that are worth their start.
@@ -28,7 +28,7 @@ def rope_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-    marks_unsound: bool = True,
+    marks_nonfinite: bool = True,
 ) -> Tensor:
     """Norm and turn queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
 
@@ -40,10 +40,10 @@ def rope_store(
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
 
-    Keys and values that are not finite are kept as `unsound.py` says, unless `marks_unsound` is False: where each row
-    has one new token, no other query is in the same product with its value, and the check would cost 0.3 us.
+    Keys and values that are not finite are stored as `nonfinite.py` says, unless `marks_nonfinite` is False: if each
+    row has one new token, no other query is in the same product with its value, and the check would cost 0.3 us.
 
-    Cosines, sines and what comes out of each norm, product and sum are rounded to the type of `qkv`.
+    Cosines, sines and the results of each norm, product and sum are rounded to the type of `qkv`.
     """
     num_tokens, _, head_dim = qkv.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -67,7 +67,7 @@ def rope_store(
         HEADS=heads,
         PAIRS=pairs,
         EARLY=early,
-        MARKS_UNSOUND=marks_unsound,
+        MARKS_NONFINITE=marks_nonfinite,
         num_warps=_WARPS,
         launch_pdl=early,
     )
@@ -87,7 +87,6 @@ def rope_store_torch(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rope_store` in plain torch."""
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_torch(q, q_norm, eps), rms_norm_torch(k, k_norm, eps)
@@ -101,7 +100,7 @@ def rope_store_torch(
 
     is_stored = slots >= 0
     tokens = torch.stack((turned(k), v), dim=1)[is_stored]  # [S, 2, kv_heads, head_dim]
-    cache.view(-1, *tokens.shape[1:])[slots[is_stored]] = mark_unsound(tokens.to(cache.dtype))
+    cache.view(-1, *tokens.shape[1:])[slots[is_stored]] = mark_nonfinite(tokens.to(cache.dtype))
     return turned(q)
 
 
@@ -123,7 +122,7 @@ def _rope_store_kernel(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     EARLY: tl.constexpr,
-    MARKS_UNSOUND: tl.constexpr,
+    MARKS_NONFINITE: tl.constexpr,
 ):
     """Program (token, group): `HEADS` of a token's heads, each as its first and its second half."""
     let_next_start(EARLY)
@@ -138,13 +137,13 @@ def _rope_store_kernel(
     in_half = pairs < HALF
     inside = (heads < Q_HEADS + 2 * KV_HEADS) & in_half
     wait_for_inputs(EARLY)
-    # Volatile, so that all are under way at once: the compiler would ask for each of them only when it is needed.
+    # Volatile, so that all loads are in flight at once: otherwise the compiler delays each until it is needed.
     position, slot = tl.load(positions + token, volatile=True), tl.load(slots + token, volatile=True)
     own = qkv + token * stride + heads * HEAD_DIM + pairs
     first = tl.load(own, mask=inside, other=0.0, volatile=True)
     second = tl.load(own + HALF, mask=inside, other=0.0, volatile=True)
-    # A key's program looks at the value, too: the key tells whether it is sound.
-    if MARKS_UNSOUND:
+    # A key's program reads the value, too: the key shows whether it is finite.
+    if MARKS_NONFINITE:
         value = own + KV_HEADS * HEAD_DIM
         value_first = tl.load(value, mask=is_key & in_half, other=0.0, volatile=True)
         value_second = tl.load(value + HALF, mask=is_key & in_half, other=0.0, volatile=True)
@@ -171,18 +170,17 @@ def _rope_store_kernel(
     is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
     kept_first = tl.where(is_value, first, turned_first).to(KEPT)
     kept_second = tl.where(is_value, second, turned_second).to(KEPT)
-    if MARKS_UNSOUND:
-        zeros = zero_if_sound(kept_first) + zero_if_sound(kept_second)
-        zeros += zero_if_sound(value_first.to(KEPT)) + zero_if_sound(value_second.to(KEPT))
-        is_unsound = tl.sum(zeros, axis=1)[:, None] != 0.0
+    if MARKS_NONFINITE:
+        zeros = zero_if_finite(kept_first) + zero_if_finite(kept_second)
+        zeros += zero_if_finite(value_first.to(KEPT)) + zero_if_finite(value_second.to(KEPT))
+        is_nonfinite = tl.sum(zeros, axis=1)[:, None] != 0.0
         mark = tl.where(is_value, 0.0, float("nan")).to(KEPT)
-        kept_first = tl.where(is_unsound, mark, kept_first)
-        kept_second = tl.where(is_unsound, mark, kept_second)
+        kept_first = tl.where(is_nonfinite, mark, kept_first)
+        kept_second = tl.where(is_nonfinite, mark, kept_second)
     tl.store(kept, kept_first, mask=is_kept)
     tl.store(kept + HALF, kept_second, mask=is_kept)
 
 
 @triton.jit
 def _halves(places, mask, HALF: tl.constexpr):
-    """What is at these places and half a head further."""
     return tl.load(places, mask=mask, other=0.0), tl.load(places + HALF, mask=mask, other=0.0)

@@ -1,4 +1,4 @@
-"""What log-probabilities need to know of whole rows of logits, in one pass over them."""
+"""The sums, ranks and maxima that log-probabilities need, in one pass over the logits."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 32
-"""Tokens whose greatest logit is kept; see `sampling.block_topk`."""
+BLOCK = 32  # tokens whose greatest logit is kept; see `sampling.block_topk`
 _BLOCK = tl.constexpr(BLOCK)
 _NUM_BLOCKS = tl.constexpr(64)  # of a tile
 _NUM_TILES = tl.constexpr(4)  # of a program
@@ -18,8 +17,6 @@ _INF = tl.constexpr(float("inf"))
 
 @dataclass(frozen=True, slots=True)
 class RowSummary:
-    """Of n rows."""
-
     log_totals: Tensor  # [n, 1] float32: logarithms of the sums of exp(logit)
     targets: Tensor  # [n, 1] float32: the logits of the tokens asked for
     num_above: Tensor  # [n] int64: logits greater than those

@@ -1,21 +1,21 @@
-"""From logits to tokens in two kernels, one that reads all logits once and one that settles each row.
+"""Draws tokens from logits in two kernels: a scan that reads all logits once, and one that settles each row.
 
-The rules are those of `infinilm.sampling`, whose torch code is this one's twin: the race of `noise` between the tokens
-that the cut-off of `truncation` leaves. All settings are read on the device, so a captured graph serves any mix of
-rows.
+The rules are those of `infinilm.sampling`, whose torch code is the reference: the Gumbel argmax of `noise` over the
+tokens that the cut-off of `truncation` leaves. All settings are read on the device, so a captured graph serves any mix
+of rows.
 
-*Scan.* A token's exact score needs the row's greatest logit and two logarithms, too much for every token: the integer
-hash is all that can be computed at the pace of the reading. But −log₂ of a number is at most what its bits say when
-read as an integer, and an exponential variate −log(1 − v) is at least v. So a bound on the score comes cheap, and each
-block of the vocabulary is left with two numbers: its greatest logit and the greatest bound of its scores.
+*Scan.* A token's exact score needs the row's greatest logit and two logarithms, too slow for every token: only the
+integer hash can be computed at memory speed. But −log₂ of a number is at most its bits read as an integer, and an
+exponential variate −log(1 − v) is at least v. So an upper bound of the score is cheap, and the scan reduces each block
+of the vocabulary to two numbers: its greatest logit and the greatest bound of its scores.
 
 *Settle.* The block with the greatest bound is computed exactly. Another block can only win if its bound reaches the
-best score found, so mostly that was all, and always the token is the one that computing all scores would give.
+best score found. So one block is mostly enough, and the token is always the one that computing all scores would give.
 
-*Truncation.* A cut-off is searched by halving the range of logits it can lie in. Each step looks at those blocks only
-whose greatest logit is in or above the range, and moves an end of the range to a logit that exists, so that a dozen
-steps suffice. Tokens more than `_REACH` temperatures below the greatest have no weight in truncation's units and no
-noise that could let them win, so the range is finite from the start. The bounds of the blocks left are then computed
+*Truncation.* A cut-off is found by halving the range of logits that it can lie in. Each step reads only the blocks
+whose greatest logit is in or above the range, and moves an end of the range to an existing logit, so that a dozen steps
+suffice. Tokens more than `_REACH` temperatures below the greatest have no weight in truncation's units and no noise
+that could let them win, so the range is finite from the start. The bounds of the remaining blocks are then computed
 again, without the tokens cut off.
 """
 
@@ -26,8 +26,7 @@ from torch import Tensor
 
 from infinilm.errors import InvalidValueError
 
-NUM_SETTINGS = 5
-"""Columns of the settings `draw` takes."""
+NUM_SETTINGS = 5  # columns of the settings that `draw` takes
 
 _COLUMNS = tl.constexpr(NUM_SETTINGS)
 _BLOCK = tl.constexpr(1024)  # tokens
@@ -79,22 +78,21 @@ def _mix(value, upper, lower):
 
 @triton.jit
 def _token_part(token_ids):
-    """What a token contributes to its hashes."""
     return _mix(token_ids.to(tl.uint32), 0, 0)
 
 
 @triton.jit
 def _bound(logits, parts, upper, lower, rate):
-    """What the tokens' scores, in bits, can't exceed, but for rounding: see `_threshold`."""
+    """An upper bound of the tokens' scores in bits, except for rounding: see `_threshold`."""
     noise = _mix(parts, upper, lower).to(tl.float32).to(tl.int32, bitcast=True)
     return logits * rate - noise.to(tl.float32) * _ULP
 
 
 @triton.jit
 def _threshold(score, row_max, rate):
-    """The bound that a block has to have if a token in it has this score or a greater one.
+    """The bound of a block if a token in it has at least this score.
 
-    NaN, which no bound is below, if the logits over the temperature are beyond float32.
+    NaN, which no bound is below, if the logits over the temperature exceed float32.
     """
     origin = row_max * rate
     return score * _LOG2_E + origin - _BOUND_OFFSET - _ROUNDING * (tl.abs(origin) + _LARGEST_TERM)
@@ -102,7 +100,7 @@ def _threshold(score, row_max, rate):
 
 @triton.jit
 def _scores(logits, token_ids, upper, lower, row_max, temperature):
-    """The exact scores: float32 as the twin's, step by step, with logarithms that are rounded correctly."""
+    """The exact scores, float32 like the reference's, with correctly rounded logarithms."""
     hashes = _mix(_token_part(token_ids), upper, lower)
     uniform = ((hashes.to(tl.float32) + 0.5) * _HASH_SCALE).to(tl.float64)
     # 1 − v would lose the last digits of a small v, for which two terms of the series are as good as all.
@@ -238,7 +236,7 @@ def _find_cutoff(
 
 @triton.jit
 def _bound_again(own, vocab_size, block_maxima, order, bounds, upper, lower, rate, cutoff):
-    """Write the bounds of the blocks that have tokens left, from these tokens alone."""
+    """Recompute the bounds of the blocks with remaining tokens, from these tokens only."""
     count = tl.sum((block_maxima >= cutoff).to(tl.int32))
     for start in range(0, count, _GROUP):
         values, ids = _load_blocks(own, vocab_size, order, start, count)

@@ -1,7 +1,7 @@
-"""Tokens' keys and values into the paged KV cache, and out of it again.
+"""Stores keys and values in the paged KV cache, and gathers them from it.
 
-A token's keys and its values are rows of `kv_heads * head_dim` numbers that lie together in the cache. Storing takes a
-program per token, gathering one per row: a few 16-byte accesses for each thread, all of them under way at once.
+A token's keys and its values are rows of `kv_heads * head_dim` numbers, adjacent in the cache. Storing uses a program
+per token, gathering one per row: a few 16-byte accesses for each thread, all in flight at once.
 """
 
 import torch
@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinilm.kernels.unsound import mark_unsound
+from infinilm.kernels.nonfinite import mark_nonfinite
 
 
 @triton.jit
-def zero_if_sound(number):
-    """0.0, or NaN in the place of NaN and infinity. A sum of them tells all of its summands at the price of one."""
+def zero_if_finite(number):
+    """0.0, or NaN for NaN and infinity. A sum of them checks all of its terms at once."""
     return number.to(tl.float32) * 0.0
 
 
@@ -30,7 +30,7 @@ def _store_kernel(
     PAD_HEADS: tl.constexpr,
     PAD_DIM: tl.constexpr,
 ):
-    """Program (token): its keys and values; see `unsound.py` for those that are not finite."""
+    """Program (token): its keys and values; see `nonfinite.py` for those that are not finite."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -43,11 +43,11 @@ def _store_kernel(
     KEPT: tl.constexpr = cache.dtype.element_ty
     key = tl.load(new, mask=inside, other=0.0).to(KEPT)
     value = tl.load(new + part_stride, mask=inside, other=0.0).to(KEPT)
-    is_value_unsound = tl.sum(zero_if_sound(value), axis=1)[:, None] != 0.0
-    is_unsound = tl.sum(zero_if_sound(key) + zero_if_sound(value), axis=1)[:, None] != 0.0
+    is_value_nonfinite = tl.sum(zero_if_finite(value), axis=1)[:, None] != 0.0
+    is_nonfinite = tl.sum(zero_if_finite(key) + zero_if_finite(value), axis=1)[:, None] != 0.0
     nan = tl.full(key.shape, float("nan"), tl.float32).to(KEPT)
-    tl.store(cache, tl.where(is_unsound, nan, key), mask=inside)
-    tl.store(cache + KV_HEADS * HEAD_DIM, tl.where(is_value_unsound, 0.0, value), mask=inside)
+    tl.store(cache, tl.where(is_nonfinite, nan, key), mask=inside)
+    tl.store(cache + KV_HEADS * HEAD_DIM, tl.where(is_value_nonfinite, 0.0, value), mask=inside)
 
 
 def store_kv(new: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -76,9 +76,8 @@ def store_kv(new: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def store_kv_torch(new: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """`store_kv` in plain torch."""
     stored = (slots >= 0).nonzero().squeeze(1)
-    cache.flatten(0, 1).index_copy_(0, slots[stored].long(), mark_unsound(new[stored].to(cache.dtype)))
+    cache.flatten(0, 1).index_copy_(0, slots[stored].long(), mark_nonfinite(new[stored].to(cache.dtype)))
 
 
 @triton.jit(do_not_specialize=["context_len"], do_not_specialize_on_alignment=["table"])
@@ -115,7 +114,6 @@ def gather_kv(cache: Tensor, table: Tensor, *, context_len: int, num_tokens: int
 
 
 def gather_kv_torch(cache: Tensor, table: Tensor, *, context_len: int, num_tokens: int) -> Tensor:
-    """`gather_kv` in plain torch."""
     tokens = torch.arange(min(context_len, num_tokens), device=cache.device)
     slots = table.long()[tokens // cache.shape[1]] * cache.shape[1] + tokens % cache.shape[1]
     target = cache.new_zeros(num_tokens, *cache.shape[2:])

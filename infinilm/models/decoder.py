@@ -123,7 +123,7 @@ class Attention(nn.Module):
                 q_norm=None if self.q_norm is None else self.q_norm.weight,
                 k_norm=None if self.k_norm is None else self.k_norm.weight,
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
-                marks_unsound=getattr(step.plan, "has_prompts", True) or self.window is not None,
+                marks_nonfinite=getattr(step.plan, "has_prompts", True) or self.window is not None,
             )
         qk = heads[:, : -self.num_kv_heads]
         normed = qk

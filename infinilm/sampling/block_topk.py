@@ -10,10 +10,7 @@ BLOCK = 32
 
 
 def first_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest value and its first index, both [n], of each row of `values` [n, vocab].
-
-    A row that holds NaN yields NaN.
-    """
+    """The greatest value and its first index, both [n], of each row of `values` [n, vocab]; NaN for a row with NaN."""
     num_rows, vocab_size = values.shape
     if vocab_size % BLOCK:
         best = values.max(dim=-1)
@@ -29,7 +26,7 @@ def block_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab].
 
-    `maxima` [n, vocab / BLOCK] are those of the blocks, if they are known already.
+    `maxima` [n, vocab / BLOCK] are the blocks' greatest values, if known already.
     """
     num_rows, vocab_size = values.shape
     if vocab_size % BLOCK or vocab_size <= 2 * count * BLOCK:

@@ -1,8 +1,9 @@
-"""From logits and settings to tokens, the same on every device: here in torch, by whose side kernels are measured.
+"""Draws tokens from logits and settings, with the same result on every device: the torch version, the kernels'
+reference.
 
-A draw takes `logits` [n, vocab], `settings` [rows, 5] int64, which are `DRAW_SETTINGS`, and says of each of n `rows`
-which token it draws at `positions` [n], both int64: token ids [n] int64, and whether the row's greatest logit was
-finite, [n] bool; where it was not, the token means nothing.
+A draw takes `logits` [n, vocab], `settings` [rows, 5] int64 (`DRAW_SETTINGS`), and the `rows` and `positions` of n
+draws, both [n] int64. It returns token ids [n] int64, and whether each row's greatest logit was finite, [n] bool; where
+it was not, the token is undefined.
 """
 
 from collections.abc import Callable
@@ -21,8 +22,7 @@ from infinilm.sampling.scale import Scale
 from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
 
 Draw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Settings: TypeAlias = npt.NDArray[np.void]
-"""Rows of `DRAW_SETTINGS`."""
+Settings: TypeAlias = npt.NDArray[np.void]  # rows of `DRAW_SETTINGS`
 
 DRAW_SETTINGS = np.dtype(
     [
@@ -33,14 +33,13 @@ DRAW_SETTINGS = np.dtype(
         ("log_min_p", np.float64),  # -inf: no limit; a float32's value
     ]
 )
-"""What a row's draws depend on, 64 bits each."""
+"""The settings of a row, 64 bits each."""
 
-NUM_LEADERS = 256
-"""Most truncated distributions have fewer tokens left."""
+NUM_LEADERS = 256  # most truncated distributions have fewer tokens
 
 
 def find_draw(device: torch.device) -> Draw:
-    """The fastest that the device has."""
+    """The fastest implementation for the device."""
     if device.type == "cuda":
         from infinilm.kernels.sampling import draw  # Triton is for GPUs
 
@@ -56,7 +55,7 @@ def _draw_natively(logits: Tensor, settings: Tensor, rows: Tensor, positions: Te
 
 
 def draw_torch(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw in plain torch, on a CPU; each kind of row in its own way."""
+    """The reference, on a CPU: greedy, unlimited and truncated rows are drawn separately."""
     logits = logits.float()
     num_rows, vocab_size = logits.shape
     own = settings[rows].numpy().view(DRAW_SETTINGS).squeeze(1)
@@ -78,12 +77,11 @@ def draw_torch(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor
 
 
 def _draw_greedily(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """The greatest logits and their tokens, both [n]."""
     return first_max(logits)
 
 
 def _draw_freely(logits: Tensor, settings: Settings, positions: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """The scores and tokens, both [n], drawn from whole distributions."""
+    """The scores and tokens, both [n], drawn from the whole distributions."""
     keys = torch.from_numpy(draw_keys(settings["scrambled_seed"], positions))
     return gumbel_argmax(logits, _scale_of(logits, settings), None, _parts(logits.shape[1]), keys)
 
@@ -107,7 +105,7 @@ def _draw_truncated(logits: Tensor, settings: Settings, positions: npt.NDArray[n
 
 
 def _totals_of(logits: Tensor, scale: Scale, settings: Settings) -> Tensor:
-    """The weights [n, 1] of whole rows, summed up where top-p has to know them."""
+    """The total weights [n, 1] of rows with top-p and no top-k; 0 elsewhere."""
     rows = torch.from_numpy(np.flatnonzero((settings["top_p"] < 1) & (settings["top_k"] >= logits.shape[1])))
     totals = torch.zeros(len(logits), 1, dtype=torch.int64)
     if len(rows) > 0:
@@ -129,7 +127,6 @@ def _limits_of(settings: Settings, vocab_size: int) -> Limits:
 
 
 def _column(values: npt.NDArray[Any]) -> Tensor:
-    """`values` [n] as [n, 1]."""
     return torch.from_numpy(np.ascontiguousarray(values)).unsqueeze(1)
 
 

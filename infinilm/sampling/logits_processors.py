@@ -1,7 +1,7 @@
-"""What requests change about their logits before truncation: bias, penalties, `min_tokens`, functions of their own.
+"""Changes to logits before truncation: bias, penalties, `min_tokens` and the request's own functions.
 
-All but the functions are tensor operations over all rows of a step that use them. What is the same in every step with
-the same rows is worked out once (`_Batch`).
+All but the functions are tensor operations over all rows of a step that use them. Their indices are computed once for
+as long as the step's rows stay the same (`_Batch`).
 """
 
 import math
@@ -24,8 +24,6 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 
 @dataclass(slots=True)
 class _RowRules:
-    """What one row asks for."""
-
     bias_ids: IntArray  # [b]
     biases: npt.NDArray[np.float32]  # [b]
     stop_ids: IntArray  # [s], not to be drawn …
@@ -37,7 +35,7 @@ class _RowRules:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The rules of a step's rows. A logit's index is `place of the row in the step * vocab + token id`."""
+    """The rules of a step's rows. A logit's index is `index of the row in the step * vocab + token id`."""
 
     rows: tuple[int, ...]
     bias_indices: Tensor | None  # [b] int64
@@ -62,11 +60,10 @@ class LogitsProcessors:
 
     @property
     def rows(self) -> KeysView[int]:
-        """The rows that have rules."""
         return self._rules.keys()
 
     def start(self, start: RowStart) -> None:
-        """Take on a row's rules. On an error nothing is changed."""
+        """Add a row's rules. On an error nothing is changed."""
         params, output_ids = start.params, start.output_token_ids
         bias = params.logit_bias or {}
         for token_id in bias:
@@ -95,7 +92,6 @@ class LogitsProcessors:
         )
 
     def end(self, row: int) -> None:
-        """Forget a row's rules, if it has any."""
         rules = self._rules.pop(row, None)
         if rules is not None:
             self._batch = None
@@ -105,7 +101,7 @@ class LogitsProcessors:
     def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> dict[int, Exception]:
         """Change the `logits` [n, vocab] float32 of `rows` [n], which draw tokens at `positions` [n], in place.
 
-        Returns what went wrong in functions, by place. Waits for the device only if a row has some.
+        Returns the errors of functions, by index. Waits for the device only if a row has functions.
         """
         batch = self._gather(rows)
         flat = logits.view(-1)
@@ -126,7 +122,7 @@ class LogitsProcessors:
         return errors
 
     def record(self, token_ids: Tensor, rows: Sequence[int]) -> None:
-        """Take note of the tokens drawn: `token_ids` [n] on the device."""
+        """Count the tokens drawn: `token_ids` [n] on the device."""
         batch = self._gather(rows)
         if batch.penalized is not None and batch.slots is not None:
             self._counts.record(batch.slots, token_ids[batch.penalized])
@@ -134,7 +130,7 @@ class LogitsProcessors:
             self._rules[rows[place]].output_ids.append(int(token_ids[place]))
 
     def _gather(self, rows: Sequence[int]) -> _Batch:
-        """The rules of these rows, from the last step if that had the same."""
+        """The rules of these rows, cached while the rows stay the same."""
         key = tuple(rows)
         if self._batch is None or self._batch.rows != key:
             self._batch = self._make_batch(key)
@@ -165,7 +161,7 @@ def _joined(arrays: Sequence[IntArray]) -> IntArray:
 
 
 def _call_functions(rules: _RowRules, logits: Tensor) -> None:
-    """Apply a row's own functions to its `logits` [vocab]. Raises what they raise, or what is wrong with a result."""
+    """Apply a row's own functions to its `logits` [vocab]. Raises what they raise, or an error for a bad result."""
     for function in rules.functions:
         if not math.isfinite(logits.max()):
             return  # not the function's fault; the sampler reports it
@@ -176,7 +172,7 @@ def _call_functions(rules: _RowRules, logits: Tensor) -> None:
 
 
 def _check_processed(processor: LogitsProcessor, result: object, logits: Tensor) -> None:
-    """Refuse a processor's result that could not stand in for `logits` [vocab]."""
+    """Refuse a processor's result that can't replace `logits` [vocab]."""
     name = f"logits processor {getattr(processor, '__qualname__', repr(processor))}"
     if not isinstance(result, torch.Tensor):
         raise InvalidTypeError(f"{name} returned {type(result).__name__}; it must return the logits, a tensor")

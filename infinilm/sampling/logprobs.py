@@ -13,7 +13,7 @@ from infinilm.sampling.block_topk import block_topk
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at n positions, still on the device."""
+    """Log-probabilities at n positions, on the device."""
 
     token_ids: torch.Tensor  # [n] int64
     logprobs: torch.Tensor  # [n] float32
@@ -40,8 +40,7 @@ class Logprobs:
 def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of `targets` [n] and of the `num_top` likeliest tokens, from raw `logits` [n, vocab].
 
-    There are at most vocab most likely tokens. Ranks are counted in the logits, which can tell apart what
-    log-probabilities round together.
+    Ranks are counted in the logits, which distinguish values that round to equal log-probabilities.
     """
     num_top = min(num_top, logits.shape[1])
     if has_kernels(logits.device):

@@ -1,4 +1,4 @@
-"""The tokens that rows may draw where a grammar decides: one mask for all of a step's rows that have one."""
+"""Applies the token masks of grammars: one mask for all of a step's rows that have a grammar."""
 
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from infinilm.structured_output import TokenMatcher
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Tokens that the device has drawn, or will have by the time of the event."""
+    """Tokens drawn, valid after the event."""
 
     matchers: Sequence[TokenMatcher]
     token_ids: torch.Tensor  # [number of matchers], on the host
@@ -21,10 +21,10 @@ class _Drawn:
 
 
 class TokenMasks:
-    """The matchers of rows, and what they allow.
+    """The grammar matchers of rows.
 
-    On a GPU the host learns of a token only when the next one is about to be drawn. By then the device computes the
-    logits for that one, and in the meantime the mask is made.
+    On a GPU the host reads a token only when the next one is about to be drawn. By then the device computes the logits
+    of the next step, and the host computes the mask at the same time.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -38,7 +38,6 @@ class TokenMasks:
 
     @property
     def rows(self) -> KeysView[int]:
-        """The rows that have a grammar."""
         return self._matchers.keys()
 
     def places(self, rows: Sequence[int]) -> list[int]:
@@ -46,20 +45,18 @@ class TokenMasks:
         return [index for index, row in enumerate(rows) if row in self._matchers] if self._matchers else []
 
     def start(self, start: RowStart) -> None:
-        """Follow the row's answer, if it is to have a form."""
         if start.grammar is not None:
             self._matchers[start.row] = start.grammar.matcher(
                 start.output_token_ids, start.stop_ids, start.params.min_tokens
             )
 
     def end(self, row: int) -> None:
-        """Forget a row."""
         self._matchers.pop(row, None)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int], indices: Sequence[int]) -> dict[int, Exception]:
-        """Put -inf into `logits` [n, vocab] where the grammars of `rows` [n] forbid tokens.
+        """Set `logits` [n, vocab] to -inf where the grammars of `rows` [n] forbid tokens.
 
-        `indices` say which of them have one. Returns what went wrong, by index.
+        `indices` are the rows with a grammar. Returns errors by index.
         """
         if not indices:
             return {}
@@ -82,7 +79,7 @@ class TokenMasks:
         return errors
 
     def record(self, token_ids: torch.Tensor, rows: Sequence[int], indices: Sequence[int]) -> None:
-        """Take note of what was drawn: `token_ids` [n] on the device."""
+        """Record the tokens drawn: `token_ids` [n] on the device."""
         if not indices:
             return
         self._catch_up()  # where `apply` had no reason to
@@ -94,7 +91,7 @@ class TokenMasks:
             self._drawn = _Drawn(matchers, token_ids, None)
 
     def _catch_up(self) -> None:
-        """Tell the matchers what was drawn last."""
+        """Advance the matchers by the tokens drawn last."""
         drawn, self._drawn = self._drawn, None
         if drawn is None:
             return
@@ -104,6 +101,6 @@ class TokenMasks:
             matcher.advance(token_id)
 
     def _unpacked(self, masks: torch.Tensor) -> torch.Tensor:
-        """What masks [k, vocab / 32] int32 forbid, [k, vocab] bool."""
+        """The tokens that masks [k, vocab / 32] int32 forbid, [k, vocab] bool."""
         parts = self._is_forbidden.index_select(0, masks.view(torch.uint8).flatten().int())  # [k * vocab / 8, 8]
         return parts.view(len(masks), -1)[:, : self._vocab_size]

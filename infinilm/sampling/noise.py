@@ -1,9 +1,9 @@
-"""The draw: an exponential gumbel_argmax whose noise is a hash of (seed, position, token id).
+"""The draw: a Gumbel argmax whose noise is a hash of (seed, position, token id).
 
 Each token gets a uniform 32-bit hash h, made an exponential variate e = −log(1 − (h + ½) / 2³²). The token
 with the greatest `scaled logit − log e` wins: a draw from the softmax of the scaled logits. The noise of a
-token depends on nothing else, so a request draws the same whatever shares its batch, and whichever
-other tokens truncation has left out.
+token depends on nothing else, so a request draws the same in any batch, and whichever other tokens
+truncation has removed.
 
 Seed and position become a 64-bit key on the host: output number `position` of the SplitMix64 generator
 whose state starts at the scrambled seed. Token id and key then go through MurmurHash3's finaliser, less its
@@ -26,7 +26,7 @@ GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step
 MULTIPLIERS = (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)  # MurmurHash3's, as signed 32-bit integers
 
 HASH_SCALE = 2.0**-32 * (1 - 2.0**-24)
-"""The greatest float32 below 2⁻³²: hashes that round up to 2³² must not reach 1, where log(0) waits."""
+"""The greatest float32 below 2⁻³²: hashes that round up to 2³² must not give 1, and then log(0)."""
 
 
 def scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -37,7 +37,7 @@ def scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def scrambled_seed(seed: int) -> int:
-    """The generator's starting state for any integer seed, of which the low 64 bits count."""
+    """The generator's initial state for any integer seed, of which the low 64 bits count."""
     return int(scramble(np.array([seed & MASK64], dtype=np.uint64))[0])
 
 
@@ -49,7 +49,7 @@ def draw_keys(scrambled_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np
 
 
 def token_parts(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """What a token id contributes to its hashes, [vocab] int32."""
+    """A token id's contribution to its hashes, [vocab] int32."""
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
     return token_hashes(token_ids, torch.zeros(1, 2, dtype=torch.int32, device=device)).squeeze(0)
 
@@ -72,7 +72,7 @@ def _xor_shifted(values: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def log_exponentials(hashes: torch.Tensor) -> torch.Tensor:
-    """log e of the exponential variates that `hashes` stand for, float32."""
+    """log e of the exponential variates given by `hashes`, float32."""
     uniform = hashes.view(torch.uint32).to(torch.float32).add_(0.5)
     return uniform.mul_(-HASH_SCALE).log1p_().neg_().log_()
 

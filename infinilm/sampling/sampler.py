@@ -1,4 +1,4 @@
-"""The sampler: the settings of every live row, and one batched pass from logits to tokens."""
+"""The sampler: settings of every live row, and one batched pass from logits to tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,12 @@ from infinilm.sampling.masks import TokenMasks
 from infinilm.sampling.noise import scrambled_seed
 from infinilm.sampling_params import RowStart
 
-LOWEST_TEMPERATURE = 1e-30
-"""Float32 can divide by this; anything lower would draw the same."""
+LOWEST_TEMPERATURE = 1e-30  # float32 can divide by this; lower values draw the same
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What one row drew. With an `error` the token means nothing."""
+    """The result of one row. With an `error` the token is undefined."""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -33,15 +32,15 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What n rows drew, still on the device."""
+    """The results of n rows, on the device."""
 
     token_ids: torch.Tensor  # [n] int64
     is_finite: torch.Tensor  # [n] bool: the greatest logit was finite
     logprobs: Logprobs | None = None  # of the rows that asked, in their order
     num_logprobs: dict[int, int] = field(default_factory=dict)
-    """By index in this batch: the rows that asked, and for how many."""
+    """By index in this batch: how many log-probabilities a row asked for."""
     processor_errors: dict[int, Exception] = field(default_factory=dict)
-    """By index in this batch; the other rows are unharmed."""
+    """By index in this batch; other rows are not affected."""
 
     def to_pinned(self) -> "Samples":
         """Starts copies into pinned memory."""
@@ -51,7 +50,7 @@ class Samples:
         )
 
     def read(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, Exception]]:
-        """The tokens, and by index the log-probabilities asked for and what went wrong. Waits for the device."""
+        """The tokens, and by index the log-probabilities asked for and the errors. Waits for the device."""
         logprobs: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
             entries = self.logprobs.to_host(list(self.num_logprobs.values()))
@@ -74,10 +73,10 @@ class Samples:
 
 
 class Sampler:
-    """Draws tokens for rows that come and go. `infinilm.sampling` lists the rules and their order.
+    """Draws tokens for rows that start and end at any step. `infinilm.sampling` lists the rules and their order.
 
-    What draws depend on is kept on the device, for kernels that a captured graph can hold (`sample_rows`). A graph
-    stays valid while all rows ever started are below `max_rows`; with others the sampler makes room by moving them.
+    The settings of draws are on the device, for kernels that a CUDA graph can capture (`sample_rows`). A graph stays
+    valid while all rows ever started are below `max_rows`; a greater row reallocates the settings.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, max_rows: int = 16) -> None:
@@ -93,7 +92,7 @@ class Sampler:
         self._masks = TokenMasks(vocab_size, device)
 
     def start_row(self, start: RowStart) -> None:
-        """Take on a request. On an error nothing is changed."""
+        """Add a request. On an error nothing is changed."""
         row, params = start.row, start.params
         while row >= len(self._draw_settings):
             self._draw_settings = np.concatenate([self._draw_settings, np.zeros_like(self._draw_settings)])
@@ -120,7 +119,7 @@ class Sampler:
         self._changed.add(row)
 
     def end_row(self, row: int) -> None:
-        """Forget a row's request, if it has one; the row may be started again."""
+        """Remove a row's request, if it has one; the row may be started again."""
         self._live.discard(row)
         self._num_logprobs.pop(row, None)
         self._processors.end(row)
@@ -163,13 +162,13 @@ class Sampler:
         return Samples(token_ids, is_finite, logprobs, num_logprobs, errors)
 
     def needs_host(self, rows: Iterable[int]) -> bool:
-        """Whether any of these live rows has logits processors, a mask or log-probabilities: work for `sample`."""
+        """Whether any of these live rows has logits processors, a mask or log-probabilities, which need `sample`."""
         wanted = set(rows)
         special = (self._processors.rows, self._masks.rows, self._num_logprobs.keys())
         return any(not each.isdisjoint(wanted) for each in special)
 
     def upload(self) -> None:
-        """Tell the device, in one copy and without waiting for it, the settings of rows started since the last time."""
+        """Copy the settings of rows started since the last call to the device, in one copy, without waiting."""
         if not self._changed:
             return
         changed = slice(min(self._changed), max(self._changed) + 1)
@@ -179,19 +178,20 @@ class Sampler:
     def sample_rows(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sample` in a form that a CUDA graph can hold, for rows that don't need the host: all is on the device.
+        """`sample` in a form that a CUDA graph can capture, for rows that don't need the host: everything is on the
+        device.
 
         `logits` are [n, vocab] of any floating type, `rows` and `positions` [n] int64, on a GPU of any integer type;
-        there, row -1 is padding. Returns the token ids [n] int64, and whether each row's greatest logit was finite,
-        [n] bool. Settings are those at the last `upload`.
+        there, row -1 is padding. Returns the token ids [n] int64, and whether each row's greatest logit was finite, [n]
+        bool. Settings are those at the last `upload`.
         """
         return self._draw(logits, self._device_settings, rows, positions)
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Have the kernels for such `logits` ready."""
+        """Compile the kernels for such `logits`."""
         padding = torch.full((len(logits),), -1, dtype=torch.int64, device=self._device)
         self.sample_rows(logits, padding, padding)
 
     def _packed(self, rows: slice) -> npt.NDArray[np.int64]:
-        """What the draws of some rows depend on, [n, 5], as a view."""
+        """The settings of some rows, [n, 5], as a view."""
         return self._draw_settings[rows].view(np.int64).reshape(-1, DRAW_SETTINGS.itemsize // 8)

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How n rows' logits become scaled ones: less the row's greatest, over its temperature.
+    """How n rows' logits are scaled: minus the row's greatest, over its temperature.
 
     The greatest scaled logit is 0, so no temperature, however low, makes one overflow.
     """
@@ -18,7 +18,6 @@ class Scale:
 
     @classmethod
     def of(cls, logits: torch.Tensor, temperature: torch.Tensor) -> "Scale":
-        """The scale of `logits` [n, vocab] at `temperature` [n, 1]."""
         return cls(logits.amax(dim=-1, keepdim=True), temperature)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -26,16 +25,14 @@ class Scale:
         return (logits - self.row_max).div_(self.temperature)
 
     def select(self, rows: torch.Tensor | slice) -> "Scale":
-        """The scale of some rows."""
         return Scale(self.row_max[rows], self.temperature[rows])
 
 
-ELEMENTS_PER_PASS = 2**18
-"""On a CPU, what is larger than this leaves the cache between one operation and the next."""
+ELEMENTS_PER_PASS = 2**18  # on a CPU, larger operands leave the cache between one operation and the next
 
 
 def row_passes(logits: torch.Tensor) -> Iterator[slice]:
-    """The rows of `logits` [n, m], in pieces that are best worked on together."""
+    """The rows of `logits` [n, m], in slices that fit into the cache."""
     num_rows, width = logits.shape
     rows_at_once = max(1, ELEMENTS_PER_PASS // width) if logits.device.type == "cpu" else num_rows
     for start in range(0, num_rows, rows_at_once):

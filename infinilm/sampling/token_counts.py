@@ -1,4 +1,4 @@
-"""Which tokens are in each penalised row's prompt and answer, as one table on the device."""
+"""Token counts of the prompt and answer of each penalised row, as one table on the device."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from infinilm.kernels.penalties import IN_PROMPT, find_penalize
 
 
 class TokenCounts:
-    """Counts and penalties by slot. A slot is held by one row; the table doubles when all are taken."""
+    """Counts and penalties by slot. A slot belongs to one row; the table doubles when all are used."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -22,7 +22,7 @@ class TokenCounts:
         self._free: list[int] = []
 
     def start(self, penalties: Sequence[float], prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
-        """Take a slot for a row with these three penalties and this text."""
+        """Allocate a slot for a row with these three penalties and this text."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -35,7 +35,6 @@ class TokenCounts:
         return slot
 
     def end(self, slot: int) -> None:
-        """Give back a slot."""
         self._free.append(slot)
 
     def penalize(self, logits: Tensor, places: Tensor, slots: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Top-k, top-p and min-p as one cut-off value per row, read off the row's sorted logits.
 
-The block_topk logits are mostly enough; where they are not, the whole row is sorted. Probabilities are
-summed as integers, in units of 2⁻⁴⁰ of the row's greatest, so neither the order of the additions nor the
-number of logits looked at makes a difference.
+The greatest `NUM_LEADERS` logits are mostly enough; otherwise the whole row is sorted. Probabilities are summed as
+integers, in units of 2⁻⁴⁰ of the row's greatest, so neither the order of the additions nor the number of logits changes
+the result.
 """
 
 from dataclasses import dataclass
@@ -17,32 +17,30 @@ WEIGHT_UNITS = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What truncates each of n rows. A field is None if it limits none of them."""
+    """Truncation of n rows. A field is None if it limits none of them."""
 
     top_k: torch.Tensor | None  # [n, 1] int64, from 1; vocab_size keeps everything
     top_p: torch.Tensor | None  # [n, 1] float64, in (0, 1]; 1 keeps everything
     log_min_p: torch.Tensor | None  # [n, 1] float32; -inf keeps everything
 
     def select(self, rows: torch.Tensor) -> "Limits":
-        """The limits of some rows."""
         fields = (self.top_k, self.top_p, self.log_min_p)
         return Limits(*(None if field is None else field[rows] for field in fields))
 
 
 def sorted_descending(logits: torch.Tensor) -> torch.Tensor:
-    """`logits` [n, vocab], each row sorted. On a CPU NumPy does it, thirty times as fast as PyTorch."""
+    """`logits` [n, vocab], each row sorted. On a CPU NumPy sorts, thirty times as fast as PyTorch."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
     return logits.sort(dim=-1, descending=True).values
 
 
 def weights_of(logits: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """The probabilities, [n, m] int64, of any of the rows' `logits` [n, m]."""
+    """The probabilities, [n, m] int64 in `WEIGHT_UNITS`, of any of the rows' `logits` [n, m]."""
     return scale.apply(logits).exp_().mul_(WEIGHT_UNITS).to(torch.int64)
 
 
 def total_weights(logits: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """The sum [n, 1] of the weights of all of `logits` [n, vocab]."""
     passes = row_passes(logits)
     sums = [weights_of(logits[rows], scale.select(rows)).sum(dim=-1, keepdim=True) for rows in passes]
     return torch.cat(sums)

@@ -1,11 +1,11 @@
-"""InfiniCore's sampling rule: the caller brings the uniform number that decides the draw.
+"""InfiniCore's sampling rule: the caller passes the uniform number that decides the draw.
 
-A row is greedy if `temperature`, `top_p` or `random_val` is 0 or `top_k` is 1. Otherwise its logits are put in
-descending order, equal ones by index, c is the running sum of exp((x − max) / temperature), and the token is the
-first i with c[i] ≥ random_val · min(c[top_k − 1], top_p · c[last]).
+A row is greedy if `temperature`, `top_p` or `random_val` is 0 or `top_k` is 1. Otherwise its logits are sorted in
+descending order, equal ones by index, c is the running sum of exp((x − max) / temperature), and the token is the first
+i with c[i] ≥ random_val · min(c[top_k − 1], top_p · c[last]).
 
-The sums are taken in integers and then rounded to float32, in which everything is compared: a row draws the same
-whatever its batch, its device's order of additions, and however many logits have to be sorted.
+Sums are computed in integers and then rounded to float32 for all comparisons: a row draws the same in any batch, with
+any order of additions, and however many logits are sorted.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,9 @@ from infinilm.sampling.truncation import sorted_descending, total_weights, weigh
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 PerRequest = float | Sequence[float] | torch.Tensor | npt.NDArray[Any]
-"""One number for all requests, or one for each."""
+"""One number for all requests, or one per request."""
 
-HIGHEST_TEMPERATURE = 1e38
-"""Float32 can hold this; anything higher would draw the same."""
+HIGHEST_TEMPERATURE = 1e38  # float32 can hold this; higher values draw the same
 
 
 class UniformValues(TypedDict):
@@ -44,7 +43,7 @@ class UniformValues(TypedDict):
 def check_uniform(
     num_requests: int, temperature: PerRequest, top_k: PerRequest, top_p: PerRequest, random_val: PerRequest
 ) -> UniformValues:
-    """Bring each setting to one value per request, or say which value of which setting can't be served."""
+    """Convert each setting to one value per request, or raise an error that names the bad value."""
     most, below_one = float(np.finfo(np.float64).max), float(np.nextafter(1, 0))
     return UniformValues(
         temperature=_reals("temperature", temperature, num_requests, most, "0 (greedy) or a positive, finite number"),
@@ -101,7 +100,9 @@ def _draw(logits: torch.Tensor, row_max: torch.Tensor, values: UniformValues) ->
 
 
 def _token_at(places: torch.Tensor, leaders: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The tokens [n] at `places` [n, 1] of the order whose greatest logits are `leaders`: of equals, by index."""
+    """The tokens [n] at `places` [n, 1] of the order whose greatest logits are `leaders`; equal logits are ordered by
+    index.
+    """
     chosen = leaders.gather(1, places)
     nth_of_equals = places - (leaders > chosen).sum(dim=-1, keepdim=True) + 1
     num_equals = (logits == chosen).cumsum(dim=-1)
@@ -109,7 +110,6 @@ def _token_at(places: torch.Tensor, leaders: torch.Tensor, logits: torch.Tensor)
 
 
 def _column(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`values` [n] as [n, 1] on the device."""
     return to_device(device, values)[0].unsqueeze(1)
 
 

@@ -22,8 +22,7 @@ from infinilm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-CACHE_SIZE = 32
-"""Compiled grammars kept. A hostile one may hold some 20 MB."""
+CACHE_SIZE = 32  # compiled grammars; a hostile one may hold some 20 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class GrammarCompiler:
             start = LLMatcher(tools.lltokenizer, text, log_level=0, limits=parser_limits())
             _refuse_if(start.get_error(), field)
             self._keep(key, start)
-        return CompiledGrammar(start, tools.vocabulary, tools.real_tokens, field, partial(self._forget, key))
+        return CompiledGrammar(start, tools.vocabulary, tools.real_tokens, field, partial(self._remove, key))
 
     def prepare(self) -> None:
         """Do the one-time work of compiling now, if possible, so that the next grammar does not wait for it."""
@@ -133,7 +132,7 @@ class GrammarCompiler:
             while len(self._compiled) > CACHE_SIZE:
                 self._compiled.popitem(last=False)
 
-    def _forget(self, key: bytes) -> None:
+    def _remove(self, key: bytes) -> None:
         """Drop a grammar that failed in use: the state that its users share may be damaged."""
         with self._lock:
             self._compiled.pop(key, None)

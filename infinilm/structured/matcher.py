@@ -14,17 +14,13 @@ from infinilm.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Mask = npt.NDArray[np.int32]
-"""One bit per token: token t is bit t % 32 of item t // 32."""
+Mask = npt.NDArray[np.int32]  # one bit per token: token t is bit t % 32 of item t // 32
 
-ALLOWANCE_S = 0.5
-"""CPU time that a request's grammar may take, beyond …"""
-ALLOWANCE_PER_TOKEN_S = 0.005
-"""… this for each token. Most take a hundredth of it."""
+ALLOWANCE_S = 0.5  # CPU time that a request's grammar may take, beyond …
+ALLOWANCE_PER_TOKEN_S = 0.005  # … this for each token. Most take a hundredth of it.
 
 _MAX_REASON_CHARS = 500
-_EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")
-"""Lines that quote the grammar, and marks below them."""
+_EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")  # lines that quote the grammar, and marks below them
 
 
 class CompiledGrammar:
@@ -108,7 +104,7 @@ class GrammarMatcher:
         """Advance through the beginning of an answer again."""
         for token_id in output_ids:
             self.advance(token_id)
-        self._spent_s = 0.0  # it was paid for the first time
+        self._spent_s = 0.0  # counted when the tokens were first drawn
 
     def advance(self, token_id: int) -> None:
         self._num_tokens += 1
@@ -121,7 +117,7 @@ class GrammarMatcher:
         self._spent_s += thread_time() - start_s
 
     def fill(self, mask: Mask) -> None:
-        if self._has_ended:  # what comes now is thrown away, but something has to be drawn
+        if self._has_ended:  # the token is discarded, but one has to be drawn
             mask[:] = self._stop_tokens
             return
         start_s = thread_time()

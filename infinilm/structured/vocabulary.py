@@ -11,20 +11,16 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], list[int]]
 
-_MARK_OF_SPECIALS = 0xFF
-"""llguidance puts this byte, which UTF-8 never has, before special tokens."""
+_MARK_OF_SPECIALS = 0xFF  # llguidance puts this byte, which UTF-8 never has, before special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The bytes that each token id adds to a text."""
 
-    tokens: Sequence[bytes]
-    """By token id, one per logit; empty for ids without a token."""
-    special_ids: frozenset[int]
-    """Tokens that add no text, although `tokens` holds their names."""
-    drops_first_space: bool
-    """Whether decoding drops a text's first space, as SentencePiece does."""
+    tokens: Sequence[bytes]  # by token id, one per logit; empty for ids without a token
+    special_ids: frozenset[int]  # tokens that add no text, although `tokens` holds their names
+    drops_first_space: bool  # whether decoding drops a text's first space, as SentencePiece does
 
     @classmethod
     def of(cls, tokenizer: "Tokenizer", vocab_size: int) -> "Vocabulary":

@@ -2,7 +2,7 @@
 
 A user who writes `<|im_end|>` in a message must not end the turn. So a template's string literals are marked when it is
 compiled: `OPEN` stands before and `CLOSE` behind each control token. Text in messages, tools and variables never holds
-these characters (`scrub`), and whatever a template does to such text can't add them. After rendering, only a control
+these characters (`scrub`), and no operation of a template on such text can add them. After rendering, only a control
 token between marks becomes the token's id. The rest is encoded as text.
 
 A template may build a token from parts, as in `'<|' + message.role + '|>'`. A literal that ends with the beginning of a
@@ -19,8 +19,7 @@ from tokenizers import AddedToken
 
 from infinilm.errors import InvalidValueError
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Unicode noncharacters, which no text needs."""
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which no text needs
 _REPLACED = {ord(OPEN): "\ufffd", ord(CLOSE): "\ufffd"}
 
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)

@@ -128,8 +128,7 @@ class StopStrings:
         self._first_chars = frozenset(stop[0] for stop in self._stops)
         self._max_held_chars = max(map(len, self._stops), default=1) - 1
         self._held = ""
-        self.matched: str | None = None
-        """The stop string that was found."""
+        self.matched: str | None = None  # the stop string that was found
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Add the next piece; return the text that can be shown, and whether a stop string ended it."""

@@ -45,7 +45,7 @@ class PreTokenizer:
 
     split: str | None = None  # None: GPT-2's own pattern
     splits_digits: bool = False  # each digit alone, before the pattern
-    ignores_merges: bool = False  # a word that is a token is taken whole, whatever the merges say
+    ignores_merges: bool = False  # a word that is a token is not split, even if merges would
     adds_bos: bool = False  # unless the file says otherwise
 
 

@@ -354,7 +354,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _follow_llama_class(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
-    """Treat spaces as transformers' `LlamaTokenizer` does, whatever pipeline the file describes.
+    """Treat spaces as transformers' `LlamaTokenizer` does, which ignores the file's pipeline.
 
     It matters for older files, which put a space before each part of a text between special tokens.
     """

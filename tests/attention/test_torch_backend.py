@@ -6,7 +6,7 @@ import torch
 
 from infinilm.attention import ForwardBatch, TorchAttention, select_backend
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.unsound import mark_unsound
+from infinilm.kernels.nonfinite import mark_nonfinite
 
 KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 16, 16, 40
 SCALE = HEAD_DIM**-0.5
@@ -52,7 +52,7 @@ def run(
         for token in [t for r, t in bad_tokens if r == row]:
             kv[token, :, :, 3] = bad
         places = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(context)]
-        cache.flatten(0, 1)[places[: context - num_new]] = mark_unsound(kv[: context - num_new])
+        cache.flatten(0, 1)[places[: context - num_new]] = mark_nonfinite(kv[: context - num_new])
         query.append(q)
         new.append(kv[context - num_new :])
         slots += places[context - num_new :]

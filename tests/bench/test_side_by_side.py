@@ -188,7 +188,7 @@ def test_how_an_engine_died() -> None:
     assert 'CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON' in illegal
     assert describe_death(OURS, -signal.SIGILL, "") == "the process of infinilm was ended by SIGILL"
     assert describe_death(OURS, 1, "Traceback\nKeyError: 'x'\n") == (
-        "the process of infinilm ended with exit code 1; its last words: KeyError: 'x'"
+        "the process of infinilm ended with exit code 1; its last output: KeyError: 'x'"
     )
 
 

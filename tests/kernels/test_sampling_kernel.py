@@ -9,8 +9,8 @@ import pytest
 import torch
 from draw_cases import (
     assert_first_of_equals,
+    assert_nonfinite_rows_are_reported,
     assert_same_tokens,
-    assert_unsound_rows_are_told,
     draw_by_twin,
     random_logits,
     settings_of,
@@ -133,7 +133,7 @@ def test_greedy_rows_take_the_first_of_equals():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_whose_greatest_logit_is_not_finite_are_not_sound(dtype):
-    assert_unsound_rows_are_told(draw_on_device, dtype)
+    assert_nonfinite_rows_are_reported(draw_on_device, dtype)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter

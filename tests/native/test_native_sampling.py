@@ -9,8 +9,8 @@ import pytest
 import torch
 from draw_cases import (
     assert_first_of_equals,
+    assert_nonfinite_rows_are_reported,
     assert_same_tokens,
-    assert_unsound_rows_are_told,
     random_logits,
     settings_of,
     starts_of,
@@ -65,7 +65,7 @@ def test_greedy_rows_take_the_first_of_equals(native: Any) -> None:
 
 
 def test_rows_whose_greatest_logit_is_not_finite_are_not_sound(native: Any) -> None:
-    assert_unsound_rows_are_told(partial(draw, native))
+    assert_nonfinite_rows_are_reported(partial(draw, native))
 
 
 @pytest.mark.parametrize("magnitude", [1e30, -1e30, 3e38])

@@ -20,8 +20,7 @@ _DRAFTS = {
     "https://json-schema.org/draft/2019-09/schema": 2019,
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }
-_ANY_DRAFT = 0
-"""The schema names no draft: each keyword has the meaning that some draft gives it."""
+_ANY_DRAFT = 0  # the schema names no draft: each keyword has the meaning that some draft gives it
 _SINCE = {
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
     **dict.fromkeys(("if", "then", "else"), 7),
@@ -44,8 +43,7 @@ _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 @dataclass(slots=True)
 class Document:
     root: Schema = True
-    definitions: dict[str, Schema] = field(default_factory=dict)
-    """By `$ref` value."""
+    definitions: dict[str, Schema] = field(default_factory=dict)  # by `$ref` value
 
 
 def canonical_document(schema: object) -> Document:
@@ -70,8 +68,7 @@ class _Reader:
         self._bases: dict[int, str] = {}
         """By identity: the base URI of references in a schema, where it differs from the enclosing schema's."""
         self._pending: list[tuple[str, object, str]] = []
-        self._keys: dict[int, str] = {}
-        """Keys of definitions, by the identity of their source."""
+        self._keys: dict[int, str] = {}  # keys of definitions, by the identity of their source
         self._index(schema, "")
 
     def read(self) -> Document:
@@ -115,10 +112,10 @@ class _Reader:
         for keyword, value in schema.items():
             if self._draft and _SINCE.get(keyword, 4) > self._draft:
                 continue
-            self._take(result, keyword, value, schema, base)
+            self._convert_keyword(result, keyword, value, schema, base)
         return False if result.get("not") in (True, {}) else result
 
-    def _take(  # noqa: PLR0912
+    def _convert_keyword(  # noqa: PLR0912
         self, result: dict[str, Any], keyword: str, value: Any, schema: dict[str, Any], base: str
     ) -> None:
         def convert(inner: object) -> Schema:
@@ -131,7 +128,7 @@ class _Reader:
         elif keyword in _NUMBERS:
             result[keyword] = _number(keyword, value)
         elif keyword in ("exclusiveMinimum", "exclusiveMaximum"):
-            self._take_exclusive(result, keyword, value, schema)
+            self._convert_exclusive(result, keyword, value, schema)
         elif keyword == "pattern":
             result[keyword] = _of_type(keyword, value, str, "a string")
         elif keyword in _SCHEMAS:
@@ -143,7 +140,7 @@ class _Reader:
         elif keyword == "$ref":
             result[keyword] = self._reference(value, base)
         elif keyword == "dependencies":
-            self._take_dependencies(result, _of_type(keyword, value, dict, "an object"), convert)
+            self._convert_dependencies(result, _of_type(keyword, value, dict, "an object"), convert)
         elif keyword == "prefixItems" or (keyword == "items" and isinstance(value, list)):
             result["prefixItems"] = [convert(inner) for inner in _of_type(keyword, value, list, "a list")]
         elif keyword == "items" or (keyword == "additionalItems" and isinstance(schema.get("items"), list)):
@@ -153,7 +150,7 @@ class _Reader:
         elif keyword in ("unevaluatedProperties", "unevaluatedItems", "$recursiveRef", "$dynamicRef"):
             result[keyword] = value
 
-    def _take_exclusive(self, result: dict[str, Any], keyword: str, value: Any, schema: dict[str, Any]) -> None:
+    def _convert_exclusive(self, result: dict[str, Any], keyword: str, value: Any, schema: dict[str, Any]) -> None:
         if isinstance(value, bool) and self._draft in (4, _ANY_DRAFT):
             bound = "minimum" if keyword == "exclusiveMinimum" else "maximum"
             if value and bound in schema:
@@ -161,7 +158,7 @@ class _Reader:
         else:
             result[keyword] = _number(keyword, value)
 
-    def _take_dependencies(
+    def _convert_dependencies(
         self, result: dict[str, Any], dependencies: dict[str, Any], convert: Callable[[object], Schema]
     ) -> None:
         for name, value in dependencies.items():

@@ -7,8 +7,7 @@ from typing import Any
 from infinilm.structured.schema.canonical import Schema, property_names
 from infinilm.structured.schema.errors import SchemaError, excerpt
 
-MAX_WAYS = 64
-"""Alternatives that the keywords of one schema may expand to."""
+MAX_WAYS = 64  # alternatives that the keywords of one schema may expand to
 
 
 def counted(result: dict[str, Any], schema: dict[str, Any]) -> list[Schema] | None:

@@ -67,8 +67,7 @@ class Facts:
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Bounds of: number, length, items, size (number of properties)."""
     patterns: tuple[str, ...] = ()
-    items: list[tuple[list[Schema], Schema]] = field(default_factory=list)
-    """`prefixItems` and `items`."""
+    items: list[tuple[list[Schema], Schema]] = field(default_factory=list)  # `prefixItems` and `items`
 
     def merged(self, other: "Facts") -> "Facts":
         """The conjunction of both."""

@@ -13,8 +13,7 @@ class Loops:
         self._definitions = document.definitions
         targets = {key: _references(schema) for key, schema in document.definitions.items()}
         self._recursive = {key for key in targets if key in _reachable(key, targets)}
-        self._keys: dict[str, str] = {}
-        """Of the definitions added here, by the JSON text of their source."""
+        self._keys: dict[str, str] = {}  # of the definitions added here, by the JSON text of their source
 
     def unrolled(self, schema: dict[str, Any]) -> str | None:
         """The key of a new, equivalent definition without a recursive reference at its top; None if there is no such

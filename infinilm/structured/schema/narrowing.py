@@ -12,17 +12,14 @@ from infinilm.structured.schema.loops import Loops
 from infinilm.structured.schema.name_patterns import told_apart
 from infinilm.structured.schema.negation import Negation, any_of, word_pattern
 
-Way = list[Schema]
-"""Schemas that must all hold."""
-Choice = list[Way]
-"""Alternatives, of which one must hold."""
+Way = list[Schema]  # schemas that must all hold
+Choice = list[Way]  # alternatives, of which one must hold
 
 _COPIED = (
     *("type", "enum", "const", "required", "pattern", "minLength", "maxLength", "minItems", "maxItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
-_MAX_OUTS = 12
-"""Combinations of exclusions that keep an option of `oneOf` disjoint from the others."""
+_MAX_OUTS = 12  # combinations of exclusions that keep an option of `oneOf` disjoint from the others
 _UNSUPPORTED = ("unevaluatedItems", "$recursiveRef", "$dynamicRef", "maxContains")
 
 
@@ -60,7 +57,7 @@ class _Narrowing:
         result: dict[str, Any] = {}
         parts: list[Schema] = []
         for keyword, value in schema.items():
-            self._take(result, parts, keyword, value, schema)
+            self._narrow_keyword(result, parts, keyword, value, schema)
         if (ways := self._ways(result, schema)) is not None:
             parts.append(_any_of(ways))
         if len(parts) == 1 and self._goes_without(result, parts[0]):
@@ -76,7 +73,7 @@ class _Narrowing:
         types = types_of(result.get("type", ()))
         return set(result) == {"type"} and all(facts.types <= types for facts in self._analysis.alternatives([part]))
 
-    def _take(  # noqa: PLR0912
+    def _narrow_keyword(  # noqa: PLR0912
         self, result: dict[str, Any], parts: list[Schema], keyword: str, value: Any, schema: dict[str, Any]
     ) -> None:
         """Add one keyword to the result, or its replacement to `parts`, which are narrowed later."""

@@ -18,8 +18,7 @@ from infinilm.structured.schema.facts import (
 _MAX_DEPTH = 6
 _MAX_WORDS = 400
 _MAX_WORD_CHARS = 100
-_MAX_LIMIT = 64
-"""Values beyond a higher limit are not expressed."""
+_MAX_LIMIT = 64  # values beyond a higher limit are not expressed
 
 
 _ONE_CLASS = re.compile(

@@ -28,9 +28,9 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def unsound_path(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nonfinite_path(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same checkpoint, but that the embeddings of the last two tokens are NaN and infinite."""
-    directory = tmp_path_factory.mktemp("unsound")
+    directory = tmp_path_factory.mktemp("nonfinite")
     weights = load_file(reference.path / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     weights.setdefault("lm_head.weight", embedding.clone())
@@ -44,7 +44,9 @@ def unsound_path(reference: Reference, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_neighbours_and_successors_are_unharmed(reference: Reference, unsound_path: Path, enforce_eager: bool) -> None:
+def test_neighbours_and_successors_are_unharmed(
+    reference: Reference, nonfinite_path: Path, enforce_eager: bool
+) -> None:
     """Blocks are few: those of the bad requests go to others soon."""
     vocab_size = reference.model.config.vocab_size
     prompts = random_texts(LENGTHS, vocab_size - 2)
@@ -54,7 +56,7 @@ def test_neighbours_and_successors_are_unharmed(reference: Reference, unsound_pa
         for before, after in zip(random_texts((0, 20, 90), 100, 1), random_texts((3, 0, 200), 100, 2), strict=True)
     ]
     settings = {"num_kvcache_blocks": 160, "max_num_batched_tokens": 256, "enforce_eager": enforce_eager}
-    with start(unsound_path, DEVICE, **settings) as llm:
+    with start(nonfinite_path, DEVICE, **settings) as llm:
         assert llm.executor.worker.backend.name == "triton"
         for seed in range(3):
             batch = [(prompt, True) for prompt in prompts] + [(prompt, False) for prompt in bad]
@@ -66,11 +68,11 @@ def test_neighbours_and_successors_are_unharmed(reference: Reference, unsound_pa
         reference.check_greedy(answer(llm, prompts, NUM_ANSWERED), NUM_ANSWERED)
 
 
-def test_a_beginning_shared_with_a_bad_prompt_is_unharmed(reference: Reference, unsound_path: Path) -> None:
+def test_a_beginning_shared_with_a_bad_prompt_is_unharmed(reference: Reference, nonfinite_path: Path) -> None:
     """The bad prompt's first chunk is sound up to the bad token, and its blocks go to the prefix cache."""
     vocab_size = reference.model.config.vocab_size
     common, after, good = random_texts((40, 500, 30), vocab_size - 2)
-    with start(unsound_path, DEVICE, max_num_batched_tokens=128) as llm:
+    with start(nonfinite_path, DEVICE, max_num_batched_tokens=128) as llm:
         llm.generate([[*common, vocab_size - 2, *after]], GREEDY, use_tqdm=False)
         [output] = answer(llm, [common + good], NUM_ANSWERED)
     assert output.metrics.num_cached_tokens == 32
