@@ -13,9 +13,8 @@ from infinilm.cli.bench import bench, bench_serve
 from infinilm.cli.chat import chat
 from infinilm.cli.display import print_error
 from infinilm.cli.generate import generate
-from infinilm.cli.info import info
+from infinilm.cli.info import info, pull
 from infinilm.cli.options import help_of
-from infinilm.cli.pull import pull
 from infinilm.cli.serve import serve
 from infinilm.cli.verify import verify
 from infinilm.errors import InfinilmError

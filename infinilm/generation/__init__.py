@@ -2,9 +2,7 @@
 
 from infinilm.generation.arrays import infini_to_numpy
 from infinilm.generation.mixin import GenerationMixin, GenerationStep, NextTokens
-from infinilm.generation.output import GenerationOutput
-from infinilm.generation.streaming import Streamer
-from infinilm.generation.timings import GenerationTimings
+from infinilm.generation.output import GenerationOutput, GenerationTimings, Streamer
 
 __all__ = [
     "GenerationMixin",

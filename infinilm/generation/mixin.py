@@ -13,9 +13,7 @@ from torch import Tensor
 from infinilm.checks import check_flag, check_integer, plain_number
 from infinilm.errors import InvalidTypeError
 from infinilm.generation.arrays import IntArray, read_rows
-from infinilm.generation.output import GenerationOutput
-from infinilm.generation.streaming import Streamer, TokenStream
-from infinilm.generation.timings import GenerationTimings
+from infinilm.generation.output import GenerationOutput, GenerationTimings, Streamer, TokenStream
 from infinilm.sampling.uniform import UniformValues, check_uniform
 
 

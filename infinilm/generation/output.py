@@ -1,10 +1,55 @@
-"""What `generate` returns."""
+"""What `generate` returns, and how it streams tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from infinilm.generation.timings import GenerationTimings
+from infinilm.errors import InvalidTypeError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTimings:
+    """Counts and times of one call of `generate`.
+
+    Counts are over all rows. Times exclude the streamer and the tokenizer.
+    """
+
+    batch_size: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    """Without padding."""
+    num_steps: int
+    ttft_s: float
+    """Time to first token: the prefill, and drawing the first token of each row."""
+    decode_s: float
+    """All steps after the first."""
+
+    @property
+    def mean_itl_s(self) -> float | None:
+        """Inter-token latency: the mean time of a step after the first; None if there was none."""
+        return self.decode_s / (self.num_steps - 1) if self.num_steps > 1 else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens of all rows per second of prefill."""
+        return self.num_prompt_tokens / self.ttft_s
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """New tokens of all rows, without the first of each, per second of decoding; None if there was none."""
+        return (self.num_new_tokens - self.batch_size) / self.decode_s if self.num_steps > 1 else None
+
+    def __str__(self) -> str:
+        prompt = (
+            f"prompt tokens: {self.num_prompt_tokens}, first new one after {self.ttft_s * 1e3:.1f} ms "
+            f"({self.prefill_tokens_per_s:.1f} tokens/s); new tokens: {self.num_new_tokens}"
+        )
+        if self.mean_itl_s is None:
+            return prompt
+        return f"{prompt}, {self.mean_itl_s * 1e3:.1f} ms per step ({self.decode_tokens_per_s:.1f} tokens/s)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,3 +67,42 @@ class GenerationOutput:
     def __str__(self) -> str:
         answers = self.token_ids if self.text is None else self.text
         return "\n".join([*map(str, answers), f"[{self.timings}]"])
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """transformers' streamer interface: `put` gets the prompt first and then each step's tokens."""
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt `[batch, seq]` or the new tokens `[batch]`, int64 on the CPU."""
+
+    def end(self) -> None:
+        """Called after the last token."""
+
+
+class TokenStream:
+    """Passes tokens to a `Streamer`, to a function of each step's new tokens, or to nothing."""
+
+    def __init__(self, streamer: Streamer | Callable[[list[int]], object] | None) -> None:
+        if not (streamer is None or isinstance(streamer, Streamer) or callable(streamer)):
+            raise InvalidTypeError(
+                f"streamer={streamer!r} must have the methods put and end, or be a function of the new token ids"
+            )
+        self._streamer = streamer
+
+    def start(self, prompt: Tensor) -> None:
+        """Pass the prompt `[batch, seq]` to a `Streamer`; a function does not get it."""
+        if isinstance(self._streamer, Streamer):
+            self._streamer.put(prompt)
+
+    def put(self, token_ids: list[int]) -> None:
+        """Pass the new token of each row."""
+        if isinstance(self._streamer, Streamer):
+            self._streamer.put(torch.tensor(token_ids))
+        elif self._streamer is not None:
+            self._streamer(token_ids)
+
+    def end(self) -> None:
+        """Tell a `Streamer` that there are no more tokens."""
+        if isinstance(self._streamer, Streamer):
+            self._streamer.end()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 32  # tokens whose greatest logit is kept; see `sampling.block_topk`
+BLOCK = 32  # tokens whose greatest logit is kept; see `sampling.truncation`
 _BLOCK = tl.constexpr(BLOCK)
 _NUM_BLOCKS = tl.constexpr(64)  # of a tile
 _NUM_TILES = tl.constexpr(4)  # of a program

@@ -7,9 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
-from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
 from infinilm.loading.quantize import PackedRows
-from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 from infinilm.text.tokenizer import Tokenizer
 
 
@@ -57,6 +55,9 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a Hugging Face directory with safetensors, or one GGUF file."""
+    from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+    from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
+
     path = Path(path)
     if path.is_dir():
         return SafetensorsCheckpoint(path)
@@ -82,3 +83,25 @@ def _is_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error
+
+
+def locate_part(
+    file: Path, name: str, shape: Sequence[int], part_shape: Sequence[int], starts: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The start of a part of a tensor in each dimension; an error unless it lies inside the tensor of `shape`.
+
+    Without `starts` the part must be the whole tensor.
+    """
+    if starts is None:
+        if tuple(part_shape) != tuple(shape):
+            raise CheckpointError(f"{file}: {name!r} has shape {list(shape)}, not {list(part_shape)}")
+        return (0,) * len(shape)
+    is_inside = len(starts) == len(part_shape) == len(shape) and all(
+        0 <= start <= start + length <= size for start, length, size in zip(starts, part_shape, shape, strict=True)
+    )
+    if not is_inside:
+        raise CheckpointError(
+            f"{file}: a part of shape {list(part_shape)} that begins at {list(starts)} does not lie inside "
+            f"{name!r}, which has shape {list(shape)}"
+        )
+    return tuple(starts)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
-from infinilm.loading.dequantize import dequantize, stored_dtype
+from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
 from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_FACTORS, GGUFMetadata, make_config
-from infinilm.loading.piece import locate_piece
-from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.loading.quantize import PackedRows, dequantize, quantize_rows, stored_dtype
 from infinilm.text.tokenizer import Tokenizer
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
@@ -75,7 +74,7 @@ class GGUFCheckpoint:
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         tensor = self._tensor(name)
-        starts = locate_piece(self.path, name, tensor.shape, target.shape, starts)
+        starts = locate_part(self.path, name, tensor.shape, target.shape, starts)
         if not target.numel():
             return
         head_dim = self._find_permutation(name, starts[0], len(target))
@@ -89,7 +88,7 @@ class GGUFCheckpoint:
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         tensor = self._tensor(name)
-        starts = locate_piece(self.path, name, tensor.shape, shape, starts)
+        starts = locate_part(self.path, name, tensor.shape, shape, starts)
         num_rows, num_columns = shape
         head_dim = self._find_permutation(name, starts[0], num_rows)
         block = tensor.ggml_type

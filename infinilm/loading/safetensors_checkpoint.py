@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
-from infinilm.loading.piece import locate_piece
+from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.quantize import PackedRows, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ class SafetensorsCheckpoint:
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         tensor = self._tensor(name)
-        starts = locate_piece(tensor.file, name, tensor.shape, target.shape, starts)
+        starts = locate_part(tensor.file, name, tensor.shape, target.shape, starts)
         if not target.numel():
             return
         if not hasattr(self._readers, "reader"):

@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 
 from infinilm.kernels import native
-from infinilm.sampling.block_topk import block_topk, first_max
 from infinilm.sampling.noise import draw_keys, gumbel_argmax, token_parts
-from infinilm.sampling.scale import Scale
-from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
+from infinilm.sampling.truncation import (
+    Limits,
+    Scale,
+    block_topk,
+    find_cutoffs,
+    first_max,
+    sorted_descending,
+    total_weights,
+)
 
 Draw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Settings: TypeAlias = npt.NDArray[np.void]  # rows of `DRAW_SETTINGS`

@@ -8,7 +8,7 @@ import torch
 from infinilm.kernels.copies import to_pinned
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
-from infinilm.sampling.block_topk import block_topk
+from infinilm.sampling.truncation import block_topk
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinilm.sampling.block_topk import first_max
-from infinilm.sampling.scale import Scale, row_passes
+from infinilm.sampling.truncation import Scale, first_max, row_passes
 
 MASK64 = 2**64 - 1
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step

@@ -1,16 +1,86 @@
 """Top-k, top-p and min-p as one cut-off value per row, read off the row's sorted logits.
 
-The greatest `NUM_LEADERS` logits are mostly enough; otherwise the whole row is sorted. Probabilities are summed as
-integers, in units of 2⁻⁴⁰ of the row's greatest, so neither the order of the additions nor the number of logits changes
-the result.
+The greatest `NUM_LEADERS` logits are mostly enough; otherwise the whole row is sorted. They are found through the
+maxima of small blocks: a row's k greatest values lie in the k blocks with the greatest maxima, which are fast to
+compute, so nearly all of the vocabulary is read only once.
+
+Probabilities are summed as integers, in units of 2⁻⁴⁰ of the row's greatest, so neither the order of the additions nor
+the number of logits changes the result.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from infinilm.sampling.scale import Scale, row_passes
+BLOCK = 32
+
+
+def first_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest value and its first index, both [n], of each row of `values` [n, vocab]; NaN for a row with NaN."""
+    num_rows, vocab_size = values.shape
+    if vocab_size % BLOCK:
+        best = values.max(dim=-1)
+        return best.values, best.indices
+    blocks = values.view(num_rows, -1, BLOCK)
+    best_block = blocks.amax(dim=-1).max(dim=-1).indices  # [n]
+    best = blocks.gather(1, best_block.view(-1, 1, 1).expand(-1, 1, BLOCK)).squeeze(1).max(dim=-1)
+    return best.values, best_block * BLOCK + best.indices
+
+
+def block_topk(
+    values: torch.Tensor, count: int, maxima: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab].
+
+    `maxima` [n, vocab / BLOCK] are the blocks' greatest values, if known already.
+    """
+    num_rows, vocab_size = values.shape
+    if vocab_size % BLOCK or vocab_size <= 2 * count * BLOCK:
+        best = values.topk(count)
+        return best.values, best.indices
+    if maxima is None:
+        maxima = values.view(num_rows, -1, BLOCK).amax(dim=-1)
+    blocks = maxima.topk(count, sorted=False).indices  # [n, count]
+    within = torch.arange(BLOCK, device=values.device)
+    indices = (blocks.unsqueeze(-1) * BLOCK + within).flatten(1)  # [n, count * BLOCK]
+    best = values.gather(1, indices).topk(count)
+    return best.values, indices.gather(1, best.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How n rows' logits are scaled: minus the row's greatest, over its temperature.
+
+    The greatest scaled logit is 0, so no temperature, however low, makes one overflow.
+    """
+
+    row_max: torch.Tensor  # [n, 1] float32
+    temperature: torch.Tensor  # [n, 1] float32
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, temperature: torch.Tensor) -> "Scale":
+        return cls(logits.amax(dim=-1, keepdim=True), temperature)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scaled logits, new, of any of the rows' `logits` [n, m]."""
+        return (logits - self.row_max).div_(self.temperature)
+
+    def select(self, rows: torch.Tensor | slice) -> "Scale":
+        return Scale(self.row_max[rows], self.temperature[rows])
+
+
+ELEMENTS_PER_PASS = 2**18  # on a CPU, larger operands leave the cache between one operation and the next
+
+
+def row_passes(logits: torch.Tensor) -> Iterator[slice]:
+    """The rows of `logits` [n, m], in slices that fit into the cache."""
+    num_rows, width = logits.shape
+    rows_at_once = max(1, ELEMENTS_PER_PASS // width) if logits.device.type == "cpu" else num_rows
+    for start in range(0, num_rows, rows_at_once):
+        yield slice(start, start + rows_at_once)
+
 
 WEIGHT_UNITS = 2.0**40
 

@@ -17,11 +17,17 @@ import torch
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.kernels.copies import to_device
-from infinilm.sampling.block_topk import block_topk, first_max
 from infinilm.sampling.draw import NUM_LEADERS
 from infinilm.sampling.sampler import LOWEST_TEMPERATURE, Samples
-from infinilm.sampling.scale import Scale, row_passes
-from infinilm.sampling.truncation import sorted_descending, total_weights, weights_of
+from infinilm.sampling.truncation import (
+    Scale,
+    block_topk,
+    first_max,
+    row_passes,
+    sorted_descending,
+    total_weights,
+    weights_of,
+)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

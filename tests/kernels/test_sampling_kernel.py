@@ -20,8 +20,7 @@ from draw_cases import (
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.sampling import draw
 from infinilm.sampling import Sampler
-from infinilm.sampling.scale import Scale
-from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending
+from infinilm.sampling.truncation import Limits, Scale, find_cutoffs, sorted_descending
 from infinilm.sampling_params import RowStart, SamplingParams
 
 IS_GPU = torch.cuda.is_available()

@@ -8,8 +8,8 @@ from gguf.quants import dequantize as reference
 from gguf.quants import quantize
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.dequantize import dequantize, stored_dtype
 from infinilm.loading.gguf import GGML_TYPES, GGMLType
+from infinilm.loading.quantize import dequantize, stored_dtype
 
 TYPES = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
 QUANTISED = [name for name, ggml_type in TYPES.items() if ggml_type.block_elements > 1]

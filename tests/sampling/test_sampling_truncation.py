@@ -13,9 +13,15 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from infinilm.sampling.block_topk import block_topk, first_max
-from infinilm.sampling.scale import Scale
-from infinilm.sampling.truncation import Limits, find_cutoffs, sorted_descending, total_weights
+from infinilm.sampling.truncation import (
+    Limits,
+    Scale,
+    block_topk,
+    find_cutoffs,
+    first_max,
+    sorted_descending,
+    total_weights,
+)
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0) -> torch.Tensor:

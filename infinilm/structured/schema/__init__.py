@@ -8,8 +8,7 @@ schemas: whether two have no value in common, and which values a schema excludes
 All of it runs in the sandbox process: see `trial_process`.
 """
 
-from infinilm.structured.schema.canonical import canonical_document
-from infinilm.structured.schema.errors import SchemaError
+from infinilm.structured.schema.canonical import SchemaError, canonical_document
 from infinilm.structured.schema.narrowing import narrowed
 
 __all__ = ["SchemaError", "supported_schema"]

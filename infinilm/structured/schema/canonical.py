@@ -4,12 +4,23 @@ It is draft 2020-12 without annotations and unknown keywords. `dependencies` is 
 exclusive bounds are numbers, and each `$ref` is a key of `Document.definitions`.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from infinilm.structured.schema.errors import SchemaError, excerpt
+_MAX_EXCERPT_CHARS = 120
+
+
+class SchemaError(ValueError):
+    """A schema can't be supported; the message says why."""
+
+
+def excerpt(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_EXCERPT_CHARS else text[:_MAX_EXCERPT_CHARS] + "…"
+
 
 Schema = dict[str, Any] | bool
 

@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinilm.structured.schema import formats
-from infinilm.structured.schema.canonical import Document, Schema, property_names
-from infinilm.structured.schema.counts import MAX_WAYS, counted
-from infinilm.structured.schema.errors import SchemaError, excerpt
+from infinilm.structured.schema.canonical import Document, Schema, SchemaError, excerpt, property_names
 from infinilm.structured.schema.facts import Analysis, types_of
-from infinilm.structured.schema.loops import Loops
-from infinilm.structured.schema.name_patterns import told_apart
 from infinilm.structured.schema.negation import Negation, any_of, word_pattern
+from infinilm.structured.schema.rewrites import MAX_WAYS, Loops, counted, told_apart
 
 Way = list[Schema]  # schemas that must all hold
 Choice = list[Way]  # alternatives, of which one must hold
