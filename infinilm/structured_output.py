@@ -33,7 +33,7 @@ class StructuredOutput:
 
     json_schema: Mapping[str, Any] | str | bool | None = None
     """A JSON schema (draft 4, 6, 7, 2019-09 or 2020-12), as an object or as text; kept as text. Properties come in the
-    schema's order. Keywords that cannot be held to are refused; nothing is fetched. See docs/structured.md."""
+    schema's order. Keywords that cannot be enforced are refused; nothing is fetched. See docs/structured.md."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None

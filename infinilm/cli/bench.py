@@ -250,7 +250,7 @@ def _show(result: Result) -> Iterator["RenderableType"]:
     if has_peer:
         title.append("   same answers: {} of {}".format(*result.num_equal()), style="dim")
     table = make_table("\nengine", "prefill\ntok/s", "decode\ntok/s", "TTFT\np50", "\np99", "ITL\np50", "\np99")
-    # Tables stand below each other: let their columns do so, too.
+    # Equal widths align the columns of consecutive tables.
     for column, width in zip(table.columns, (12, 8, 8, 8, 8, 8, 8), strict=True):
         column.min_width = width
     for engine, summary in summaries.items():

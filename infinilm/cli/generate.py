@@ -143,7 +143,7 @@ def _show(texts: list[str], outputs: list[RequestOutput], seconds: float) -> Non
             label = f"{number}.{answer.index + 1}" if len(output.outputs) > 1 else f"{number}"
             title = Text(f"{label}  {head(text, screen.width - 12)}", style="bold")
             screen.print(Rule(title, align="left", characters="─", style="dim"))
-            # A terminal gets lines that end between words; a file gets the text as it is.
+            # Text is wrapped at words on a terminal, and unchanged in a file.
             screen.print(Text(visible(answer.text.strip("\n"))), soft_wrap=not screen.is_terminal)
             screen.print()
     screen.print(_times(outputs, seconds))

@@ -30,21 +30,21 @@ def collect_facts(path: Path) -> dict[str, Any]:
     from infinilm.loading.checkpoint import open_checkpoint
     from infinilm.models import LlamaConfig
 
-    checkpoint = open_checkpoint(path)
-    try:
+    with closing(open_checkpoint(path)) as checkpoint:
         config = LlamaConfig.from_dict(checkpoint.config)
         tokenizer = checkpoint.tokenizer()
-        num_parameters = sum(math.prod(shape) for shape in checkpoint.shapes().values())
-        memory = _memory_needs(checkpoint, config, num_parameters)
-    finally:
-        checkpoint.close()
+        stored: Counter[str] = Counter()
+        formats = checkpoint.formats()
+        for name, shape in checkpoint.shapes().items():
+            stored[formats[name]] += math.prod(shape)
+        memory = _memory_needs(checkpoint, config, stored.total())
     return {
         "path": str(path),
         "num_bytes": size_on_disk(path),
         "license": find_license(path),
         "architecture": config.model_type,
-        "num_parameters": num_parameters,
-        "stored_as": count_stored_types(path),
+        "num_parameters": stored.total(),
+        "stored_as": dict(stored.most_common()),
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -64,30 +64,6 @@ def collect_facts(path: Path) -> dict[str, Any]:
 def size_on_disk(path: Path) -> int:
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
-
-
-def count_stored_types(path: Path) -> dict[str, int]:
-    """How many numbers are stored in each type, most frequent first."""
-    counts: Counter[str] = Counter()
-    if path.is_dir():
-        for file in path.glob("*.safetensors"):
-            for name, tensor in _safetensors_header(file).items():
-                if name != "__metadata__":
-                    counts[tensor["dtype"]] += math.prod(tensor["shape"])
-    else:
-        from infinilm.loading.gguf import GGUFFile
-
-        with closing(GGUFFile(path)) as opened:
-            for info in opened.tensors.values():
-                counts[info.ggml_type.name] += math.prod(info.shape)
-    return dict(counts.most_common())
-
-
-def _safetensors_header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as opened:
-        num_bytes = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(num_bytes))
-    return header
 
 
 def find_license(path: Path) -> str | None:
@@ -129,7 +105,7 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "LlamaConfig", num_par
     (device,) = select_devices(config.device, DistConfig())
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
-    # By name: the type that is computed in, that of the cache, and the bytes of the weights.
+    # By name: the compute dtype, the cache dtype, and the bytes of the weights.
     kinds = {name: (dtype := getattr(torch, name), dtype, num_parameters * dtype.itemsize) for name in DTYPES}
     formats = choose_formats(checkpoint, model_config.model_type, quantization=None, dtype="auto", device=device)
     if formats.by_name:

@@ -22,7 +22,7 @@ from infinilm.errors import InfinilmError
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
-# Typer brings its own copy of click or uses the installed one, by its version: this finds the right class.
+# Typer's version decides whether it vendors click: this finds the right class.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
@@ -69,7 +69,7 @@ def start(
 def main(args: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that knows few characters is no reason to fail
+            stream.reconfigure(errors="replace")  # for terminals with a limited character set
     sys.exit(run(args))
 
 

@@ -113,7 +113,7 @@ def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
             keys += file.read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidValueError(f"--api-key-file {file} can't be read: {error}") from None
-    keys += os.environ.pop(KEY_VARIABLE, "").split()  # the engine's process, which inherits the rest, needs no key
+    keys += os.environ.pop(KEY_VARIABLE, "").split()  # not inherited by the engine's process
     return tuple(dict.fromkeys(keys))
 
 

@@ -15,7 +15,7 @@ from infinilm.config import Config
 if TYPE_CHECKING:
     from infinilm.bench.transformers_peer import Agreement
 
-# Numbers of half the width round so coarsely that likely tokens change places.
+# 16-bit types round so coarsely that likely tokens swap ranks.
 TOLERANCES = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 1.0}
 
 

@@ -118,7 +118,7 @@ def compare_tensors(a: AnyTensor, b: AnyTensor, *, rtol: float = 1e-5, atol: flo
     diff = (x.double() - y.double()).abs_().masked_fill_(~are_finite, math.inf).masked_fill_(is_same, 0)
     is_close = is_same | (are_finite & (diff <= atol + rtol * y.double().abs()))
     are_equal, num_different = bool(is_same.all()), int((~is_close).sum())
-    # Integers past 2⁵³ can differ by less than float64 can tell; what is the same is never the worst.
+    # Integers past 2⁵³ can differ by less than float64 resolves; equal values are never the worst.
     worst = None if are_equal else int(diff.masked_fill(is_same, -1).argmax())
     has_inf = (x.isinf() | y.isinf()) & ~(x.isnan() | y.isnan())
     return TensorComparison(

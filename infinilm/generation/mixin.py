@@ -13,7 +13,7 @@ from torch import Tensor
 from infinilm.checks import check_flag, check_integer, plain_number
 from infinilm.errors import InvalidTypeError
 from infinilm.generation.arrays import IntArray, read_rows
-from infinilm.generation.output import GenerationOutput, GenerationTimings, Streamer, TokenStream
+from infinilm.generation.output import GenerationOutput, GenerationTimings, Streamer
 from infinilm.sampling.uniform import UniformValues, check_uniform
 
 
@@ -113,15 +113,20 @@ class GenerationMixin:
             raise InvalidTypeError(f"tokenizer={tokenizer!r} must have a method decode(ids)")
         draws = _Draws(len(prompts), seed)
         sampling = check_uniform(len(prompts), temperature, top_k, top_p, 0.0)
-        stream = TokenStream(streamer)
-
+        if not (streamer is None or callable(streamer) or isinstance(streamer, Streamer)):
+            raise InvalidTypeError(
+                f"streamer={streamer!r} must have the methods put and end, or be a function of the new token ids"
+            )
         next_tokens = self._start_generation(len(prompts), prompts.shape[1] + max_new_tokens)
         rows = _Rows(prompts, max_new_tokens, self._eos_token_ids() if stop_on_eos else ())
+        if not isinstance(streamer, Streamer):
+            return rows.output(_run(next_tokens, rows, sampling, draws, streamer), tokenizer)
         try:
-            stream.start(rows.so_far())
-            seconds = _run(next_tokens, rows, sampling, draws, stream)
+            streamer.put(rows.so_far())
+            put = streamer.put
+            seconds = _run(next_tokens, rows, sampling, draws, lambda token_ids: put(torch.tensor(token_ids)))
         finally:
-            stream.end()
+            streamer.end()
         return rows.output(seconds, tokenizer)
 
 
@@ -135,7 +140,7 @@ class _Draws:
         self._rows = [np.random.default_rng((seed, row)) for row in range(batch_size)]
 
     def next(self) -> npt.NDArray[np.float64]:
-        # Drawn in the precision in which they are used, where none is rounded up to 1.
+        # Drawn in float32, in which they are used, so that none is rounded up to 1.
         return np.array([row.random(dtype=np.float32) for row in self._rows], dtype=np.float64)
 
 
@@ -188,7 +193,11 @@ class _Rows:
 
 
 def _run(
-    next_tokens: NextTokens, rows: _Rows, sampling: UniformValues, draws: _Draws, stream: TokenStream
+    next_tokens: NextTokens,
+    rows: _Rows,
+    sampling: UniformValues,
+    draws: _Draws,
+    put: Callable[[list[int]], object] | None,
 ) -> list[float]:
     """Compute steps until all rows are done; returns the seconds of each."""
     seconds = []
@@ -197,5 +206,7 @@ def _run(
         start_time = perf_counter()
         drawn = next_tokens(step)
         seconds.append(perf_counter() - start_time)
-        stream.put(rows.append(drawn))
+        added = rows.append(drawn)
+        if put is not None:
+            put(added)
     return seconds

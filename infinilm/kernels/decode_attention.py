@@ -19,11 +19,11 @@ _SHARED_RESULTS: int = MAX_CHUNKS.value - FEW_CHUNKS.value
 # three programs that fit on a Hopper multiprocessor, several times the bytes that hide the memory latency.
 _TILE_BYTES = 16384
 _MAX_TILE = 64
-# Query heads that a program attends to a shared prefix: 64 is the least Hopper's tensor cores are fast with; float32
-# does without them, and would run out of registers.
+# Query heads that a program attends to a shared prefix: 64 is the least for which Hopper's tensor cores are
+# fast; float32 does not use them, and would run out of registers.
 _SHARED_QUERIES = 64
 _SHARED_QUERIES_FLOAT32 = 16
-# Half the rows that a tensor core takes, which then computes them twice: fewer registers than with rows of zeros.
+# Half of a tensor core's rows, which then computes them twice: fewer registers than with rows of zeros.
 _MIN_QUERIES = 8
 # Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
 _COMBINED = 512
@@ -209,9 +209,9 @@ def decode_attention_torch(
     visible = position < context_lens[:, None]
     if window is not None:
         visible &= position >= context_lens[:, None] - window
-    # Beyond a row's end there may be anything, and a weight of 0 does not hide infinities.
+    # Memory past a row's end is undefined, and a weight of 0 does not cancel infinities.
     key, value = tokens.float().masked_fill(~visible[:, :, None, None, None], 0.0).unbind(2)
     score = torch.einsum("bkgd,btkd->bkgt", query.float().view(rows, kv_heads, -1, head_dim), key) * scale
     score = score.masked_fill(~visible[:, None, None, :], float("-inf"))
-    weight = score.softmax(-1).nan_to_num(0.0)  # not a number where a row has no tokens
+    weight = score.softmax(-1).nan_to_num(0.0)  # NaN if a row has no tokens
     return torch.einsum("bkgt,btkd->bkgd", weight, value).reshape(rows, heads, head_dim).to(query.dtype)

@@ -34,7 +34,7 @@ from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
 # Results per row and query head. With a shared prefix, those from FEW_CHUNKS on are the prefix's.
 MAX_CHUNKS = tl.constexpr(16)
 FEW_CHUNKS = tl.constexpr(8)
-# Chunks are multiples of so many tokens: of all tiles.
+# Chunks are multiples of this many tokens, and so of all tiles.
 _CHUNK_UNIT = tl.constexpr(64)
 _SHARED_CHUNK_UNIT = tl.constexpr(256)
 
@@ -102,7 +102,7 @@ def _attend(
     cache += head * HEAD_DIM
     dims = tl.arange(0, query.shape[1])
     largest = tl.full([query.shape[0]], float("-inf"), tl.float32)
-    # Added up at a chunk's end: a sum over the warps in every iteration would hold them all up.
+    # Added up at a chunk's end: a sum over the warps in every iteration would synchronise them.
     sums = tl.zeros([query.shape[0], TILE], tl.float32)
     output = tl.zeros(query.shape, tl.float32)
     index = 0
@@ -115,7 +115,7 @@ def _attend(
         token = block * BLOCK_SIZE + position % BLOCK_SIZE
         pointers = cache + (token.to(tl.int64) * (2 * KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
         mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
-        # An iteration ahead of the keys it leads to: their loads are started ahead, too, and must not wait for it.
+        # One iteration ahead of its keys: their loads are pipelined, too, and must not wait for it.
         position += TILE
         block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
         key = tl.load(pointers, mask=mask, other=0.0)
@@ -175,12 +175,12 @@ def _combine(
         head = first_head + member + tl.arange(0, HEADS)
         is_head = head < first_head + GROUP
         mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-        largest = tl.where(is_head, float("-inf"), 0.0)  # no head: anything but a number that is none
+        largest = tl.where(is_head, float("-inf"), 0.0)  # padding heads must not give NaN
         chunk_results = ()
         output_places = results + (head * MAX_CHUNKS * HEAD_DIM)[:, None] + dims[None, :]
         sum_places = log_sums + head * MAX_CHUNKS
-        # All loads are started before the first result is used: one wait for them. They must not pass by the
-        # first-level cache: what this program's own warps have just written may not be further than there.
+        # All loads start before the first result is used: a single wait. They must not bypass the L1 cache, which
+        # may hold results that this program's own warps have just written.
         for index in tl.static_range(MAX_CHUNKS):
             is_used = (index < num_chunks) | ((index >= FEW_CHUNKS) & (index < FEW_CHUNKS + num_shared))
             result = tl.load(output_places + index * HEAD_DIM, mask=is_used & mask, other=0.0)
@@ -217,7 +217,7 @@ def decode_kernel(
     target,
     scale,
     window,
-    min_tokens,  # a program's least share of a row that has so many
+    min_tokens,  # a program's least share of a long enough row
     query_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
@@ -232,7 +232,7 @@ def decode_kernel(
     EARLY: tl.constexpr,
 ):
     """Program (head, row, part): the `part`-th share of the row's chunks, for one kv head."""
-    # The heads of a token lie next to each other, and so do the programs that read them.
+    # The heads of a token are adjacent in memory, and so are the programs that read them.
     head = tl.program_id(0)
     row = tl.program_id(1)
     part = tl.program_id(2)
@@ -243,7 +243,7 @@ def decode_kernel(
     target_places = (first_head + group)[:, None] * HEAD_DIM + dims[None, :]
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
-    # All started before the first is used: one wait for them.
+    # All loads start before the first is used: a single wait.
     end = tl.load(context_lens + row)
     shared_end = 0
     if shared_tokens is not None:
@@ -287,7 +287,7 @@ def decode_kernel(
         tl.store(target + target_places, output.to(target.dtype.element_ty), mask=mask)
         return
     _store(results, log_sums, slots + index, group < GROUP, output, log_sum, HEAD_DIM)
-    # What all threads have written is read by others of them, or reported by one to other programs.
+    # Results of all threads must be visible before others read them or one announces them.
     tl.debug_barrier()
     num_parts = tl.minimum(1 << log_parts, num_chunks)
     arrived = num_parts

@@ -30,10 +30,10 @@ MAX_ROWS = 16
 
 # Bytes of a matrix that a warp reads with one load, 16 of them per thread.
 _WARP_BYTES = 512
-# Bytes of a program's tile, if it need not be more: in at least 4 lines, to share the inputs' loads and norm among.
+# Bytes of a program's tile, in at least 4 lines, which share the inputs' loads and norm.
 _TILE_BYTES = 16384
 _MIN_LINES = 4
-# Two programs for almost each of 132 multiprocessors. Matrices with few rows are cut finer to have as many.
+# Two programs for almost each of 132 multiprocessors. Matrices with few rows get smaller tiles.
 _MIN_PROGRAMS = 256
 _MAX_WARPS = 16
 # Lines that the tensor cores take at least.
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     block_out: int
     block_in: int
     num_warps: int
-    padded_rows: int = 1  # 1: on the plain units; 8 or 16: on the tensor cores
+    padded_rows: int = 1  # 1: on the CUDA cores; 8 or 16: on the tensor cores
 
 
 def gemv(
@@ -214,7 +214,7 @@ def _gemv_kernel(
     rows = tl.arange(0, ROWS)[None, :]
     inside = (outputs < out_size) & (rows < num_rows)
 
-    # What no kernel writes is asked for before the wait. Nobody reads a matrix again before much else has been read.
+    # Weights are loaded before the wait. They are evicted first: a matrix is not read again soon.
     tile = tl.load(weight, mask=has_line & (inputs < IN), other=0.0, eviction_policy="evict_first")
     if norm_weight is not None:
         factor = tl.load(norm_weight + inputs, mask=inputs < IN, other=0.0)
@@ -247,7 +247,7 @@ def _gemv_kernel(
         sums = tl.sum(sums, axis=2, keep_dims=True)
     result = tl.sum(sums, axis=0)  # [LINES, ROWS]
     if bias is not None:
-        result += loaded_ahead(added, AHEAD and BLOCK_OUT > 1).to(tl.float32)  # one is no pair
+        result += loaded_ahead(added, AHEAD and BLOCK_OUT > 1).to(tl.float32)  # needs pairs
     if residual is not None:
         result += kept
     result = result.to(out.dtype.element_ty)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
 
-# Numbers a thread holds of a row: of 16 bits each, one load of 16 bytes, the widest there is.
+# 16-bit numbers of a row per thread: one load of 16 bytes, the widest.
 _PER_THREAD = 8
-# Numbers a program normalises at least, so that it has 4 warps: rows shorter than this share one.
+# Numbers per program at least, for 4 warps: shorter rows share a program.
 _MIN_TILE = 32 * 4 * _PER_THREAD
 _MAX_WARPS = 16
 

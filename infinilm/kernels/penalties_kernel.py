@@ -41,5 +41,5 @@ def penalize(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor, pena
         penalties,
         vocab_size,
         num_warps=8,
-        enable_fp_fusion=False,  # products are rounded before they are subtracted, as torch does it
+        enable_fp_fusion=False,  # products are rounded before they are subtracted, as in torch
     )

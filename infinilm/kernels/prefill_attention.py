@@ -1,11 +1,9 @@
-"""Attention of several new tokens per request over a paged KV cache: prompts, chunks of prompts, and what is mixed
-with them.
+"""Attention of several new tokens per request over a paged KV cache: prompts, chunks of prompts, and mixed steps.
 
-*Tiles.* The new tokens of all requests lie end to end. A program takes a tile of one request's tokens and one kv
-head; the query heads that share the kv head are rows of the tile next to each other, so that keys and values are
-read once for all of them and a short prompt still fills the tile. The device finds out which tile is whose: the host
-sends where the requests begin and no list of tiles, and no program is launched for nothing but at most one per
-request and kv head.
+*Tiles.* The new tokens of all requests are concatenated. A program computes a tile of one request's tokens for one
+kv head; the query heads that share the kv head are rows of the tile next to each other, so that keys and values are
+read once for all of them and a short prompt still fills the tile. Programs find their tile's request themselves: the
+host sends only where the requests begin, and at most one program per request and kv head has nothing to do.
 
 *Keys.* Their tiles begin at multiples of the tile's size in the request, however much of it is cached and wherever a
 chunk of it begins. So a token's output is bitwise the same for any chunking and in any batch. Without a window only the
@@ -28,7 +26,7 @@ class Tiles(NamedTuple):
     """How the work is split and how a program is run."""
 
     rows: int  # query rows of a program: tokens times the query heads of a kv head
-    keys: int  # keys taken at once
+    keys: int  # keys per iteration
     num_warps: int
     num_stages: int
 
@@ -40,7 +38,7 @@ def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     keys the instructions wait for shared memory. An accumulator of 128 x 64 takes 32 registers of every thread, scores
     and output together at most 160 of the 255, so nothing spills.
     """
-    if dtype == torch.float32:  # exact products have no tensor cores: small tiles, or registers run out
+    if dtype == torch.float32:  # exact products don't use tensor cores: small tiles, or registers run out
         return Tiles(rows=16, keys=16, num_warps=4, num_stages=1)
     if head_dim <= 128:
         return Tiles(rows=128, keys=64, num_warps=8, num_stages=3)
@@ -166,7 +164,7 @@ def _prefill_kernel(
         return
     last = tl.minimum(first + TOKENS, end) - 1
     rows = tl.arange(0, TILE_ROWS)
-    # Rows past the last token do what its own rows do, and are not written: no mask is needed for them.
+    # Rows past the last token repeat its rows and are not written, so they need no mask.
     tokens = tl.minimum(first + rows // GROUP, last)
     is_real = (rows < TOKENS * GROUP) & (first + rows // GROUP <= last)
     shift = context_len - end  # from places in the batch to places in the request

@@ -10,8 +10,8 @@ from infinilm.kernels.nonfinite import mark_nonfinite
 from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
 from infinilm.kernels.store_kv import zero_if_finite
 
-# Numbers a program turns: with 4 warps, one load of 16 bytes per thread for each half of the heads. One token's
-# heads are then spread over a few programs, and a long prefill makes programs that are worth their start.
+# Numbers per program: with 4 warps, one load of 16 bytes per thread for each half of the heads. So one token's heads
+# are spread over a few programs, each large enough to be worth its start.
 _TILE = 2048
 _WARPS = 4
 
@@ -30,12 +30,12 @@ def rope_store(
     eps: float = 0.0,
     marks_nonfinite: bool = True,
 ) -> Tensor:
-    """Norm and turn queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
+    """Norm and rotate queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
 
     - `qkv` `[T, heads + 2 * kv_heads, head_dim]`: queries, keys, values of each token; only the stride over tokens
       is free.
     - `positions` `[T]` int64: rows of `table` `[max_len, head_dim]` float32, cosines and then sines, half a head each.
-      Number i of a head is turned with number i + head_dim / 2.
+      Number i of a head is rotated with number i + head_dim / 2.
     - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
@@ -104,7 +104,7 @@ def rope_store_torch(
     return turned(q)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # or an odd number of tokens would compile another
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # otherwise odd numbers of tokens compile a variant
 def _rope_store_kernel(
     qkv,
     positions,

@@ -33,7 +33,7 @@ _BLOCK = tl.constexpr(1024)  # tokens
 # A program of the scan: 4 warps, each with its own block, of which every thread holds 4 times 16 bytes of bfloat16.
 _SCAN_BLOCKS = tl.constexpr(4)
 _SCAN_WIDTH = tl.constexpr(256)
-# Blocks the search looks at together: 16 bytes of bfloat16 for each of 512 threads.
+# Blocks that the search reads together: 16 bytes of bfloat16 for each of 512 threads.
 _GROUP = tl.constexpr(4)
 # Two programs fit on a multiprocessor, so all of 256 rows are settled at once.
 _SETTLE_LAUNCH = {"num_warps": 16, "maxnreg": 64}
@@ -103,7 +103,7 @@ def _scores(logits, token_ids, upper, lower, row_max, temperature):
     """The exact scores, float32 like the reference's, with correctly rounded logarithms."""
     hashes = _mix(_token_part(token_ids), upper, lower)
     uniform = ((hashes.to(tl.float32) + 0.5) * _HASH_SCALE).to(tl.float64)
-    # 1 − v would lose the last digits of a small v, for which two terms of the series are as good as all.
+    # 1 − v would lose the last digits of a small v, for which two terms of the series are exact enough.
     variate = tl.where(uniform < 2.0**-20, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
     noise = tl.log(variate.to(tl.float32).to(tl.float64)).to(tl.float32)
     return tl.div_rn(logits - row_max, temperature) - noise
@@ -125,7 +125,7 @@ def _scan(
     for member in range(rows_each):
         index = tl.program_id(1) * rows_each + member
         row = tl.load(rows + index, mask=index < num_rows, other=-1)
-        # Under way before anything is known about the row.
+        # Loads start before the row's settings are read.
         own = logits + index.to(tl.int64) * logits_stride
         end = tl.where(index < num_rows, vocab_size, 0)
         values = (
@@ -198,7 +198,7 @@ def _search(own, vocab_size, order, block_maxima, low, row_max, temperature, top
         pivot = tl.where(middle > low, middle, high)
         count = tl.sum((block_maxima >= low).to(tl.int32))
         reached, least, greatest = _measure(own, vocab_size, order, count, pivot, row_max, temperature, BY_WEIGHT)
-        # The least that suffices and the greatest that may: both are logits, and meet at the one looked for.
+        # Both ends are logits, and meet at the one searched for.
         low = tl.where(reached >= goal, least, low)
         high = tl.where(reached > goal, high, tl.where(reached == goal, least, greatest))
     return low
@@ -226,7 +226,7 @@ def _find_cutoff(
     _sort_blocks(block_maxima, maxima, num_blocks, order)
     cutoff = row_max - _REACH * temperature
     if top_k < vocab_size:
-        if top_k <= num_blocks:  # the greatest logits of so many blocks are logits, too
+        if top_k <= num_blocks:  # the blocks' greatest logits are logits, too
             cutoff = tl.maximum(cutoff, tl.load(maxima + tl.load(order + top_k - 1)))
         cutoff = _search(own, vocab_size, order, block_maxima, cutoff, row_max, temperature, top_k, top_p, False)
     if top_p < 1:
@@ -354,7 +354,7 @@ def draw(
     orders = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
     if cutoffs is None:
         cutoffs = torch.empty(num_rows, dtype=torch.float32, device=device)
-    # Few rows need many programs; with many, a program's share of the hashing serves several.
+    # Few rows need many programs; with many, a program reuses token hashes for several rows.
     rows_each = min(4, max(1, num_rows // 32))
     inputs = (logits, logits.stride(0), vocab_size, settings, rows, positions)
     _scan[spans, triton.cdiv(num_rows, rows_each)](
@@ -371,6 +371,6 @@ def draw(
         cutoffs,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
         **_SETTLE_LAUNCH,
-        enable_fp_fusion=False,  # `row_max + temperature · log min_p` is rounded twice, as the twin does it
+        enable_fp_fusion=False,  # `row_max + temperature · log min_p` is rounded twice, as in the reference
     )
     return token_ids, are_finite

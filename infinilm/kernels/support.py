@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
-# bfloat16 matrix instructions, and copies to shared memory that don't hold up the program.
+# Needed for bfloat16 matrix instructions and asynchronous copies to shared memory.
 _LEAST_CAPABILITY = (8, 0)
 
 

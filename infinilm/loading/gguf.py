@@ -31,7 +31,7 @@ from infinilm.errors import CheckpointError
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_ARRAY_DEPTH = 4
 _MAX_DIMS = 4
-_PAGES_AROUND = 2**16  # bytes: with a page that is touched, Linux maps those around it, given back before or not
+_PAGES_AROUND = 2**16  # bytes: Linux also maps the pages around a page that is read
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**20
 
@@ -77,7 +77,7 @@ GGML_TYPES: dict[int, GGMLType] = {
 }
 """Supported types, by their number in the file."""
 
-# Known but not readable; here only so that the error can call them by name.
+# Unsupported types, named in the error.
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
@@ -263,7 +263,7 @@ class _HeaderReader:
         if dtype is None:
             self._fail(f"{what} has the unknown value type {value_type}")
         self._check_count(count, dtype.itemsize, f"values of type {dtype} in {what}")
-        # The copy lets go of the map, which could not be closed while an array looks into it.
+        # A copy, because the map can't be closed while an array refers to it.
         values = np.frombuffer(self._data, dtype, count, self._position).copy()
         self._position += count * dtype.itemsize
         if value_type != _BOOL:

@@ -19,7 +19,7 @@ from infinilm.text.tokenizer import Tokenizer
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
 _SLICE_ELEMENTS = 2**18
 
-# Their files keep the rows of q and k in another order, see `_unpermute`.
+# Architectures whose files permute the rows of q and k, see `_unpermute`.
 _PERMUTED_ARCHITECTURES = {"llama", "mistral"}
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -81,7 +81,7 @@ class GGUFCheckpoint:
         _, num_blocks = _covering_blocks(tensor.ggml_type, starts[-1], target.shape[-1])
         decoded_shape = (*target.shape[:-1], num_blocks * tensor.ggml_type.block_elements)
         row_elements = math.prod(decoded_shape[1:])
-        granule = head_dim or 1  # a slice must hold whole heads where rows change places
+        granule = head_dim or 1  # rows are permuted within heads, so a slice holds whole heads
         step = max(1, _SLICE_ELEMENTS // (row_elements * granule)) * granule
         for offset in range(0, len(target), step):
             self._fill(target[offset : offset + step], tensor, (starts[0] + offset, *starts[1:]), head_dim)
@@ -127,7 +127,7 @@ class GGUFCheckpoint:
         if first_row % head_dim or num_rows % head_dim:
             raise CheckpointError(
                 f"{self.path}: rows {first_row} to {first_row + num_rows} of {name!r} cannot be read alone: "
-                f"rows change places inside a head, so a piece must hold whole heads of {head_dim} rows"
+                f"rows are permuted inside a head, so a part must hold whole heads of {head_dim} rows"
             )
         return head_dim
 

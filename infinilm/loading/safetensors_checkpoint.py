@@ -1,6 +1,5 @@
 """A Hugging Face directory: `config.json` and weights in one or several safetensors files."""
 
-import json
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.text.hf_tokenizer import read_json
 from infinilm.text.tokenizer import Tokenizer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -26,7 +26,7 @@ PICKLE_REFUSED = (
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Code that would have to run before the model could; a tokenizer's own code is simply not used.
+# Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 
 
@@ -43,9 +43,7 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.config = _read_config(self.path)
-        self.generation_config: dict[str, Any] = {}
-        if (self.path / "generation_config.json").is_file():
-            self.generation_config = _read_json(self.path / "generation_config.json")
+        self.generation_config = read_json(self.path / "generation_config.json")
         index = _read_index(self.path)
         files = _weight_files(self.path, index)
         self._tensors = _read_headers(files)
@@ -115,7 +113,7 @@ class _Reader:
             columns = tuple(
                 slice(start, start + length) for start, length in zip(starts[1:], target.shape[1:], strict=True)
             )
-            # Whole rows are counted, because pages hold the neighbours of the columns as well.
+            # Whole rows count, because their pages are read even if only some columns are needed.
             row_bytes = math.prod(tensor.shape[1:]) * _FLOAT_TYPES[tensor.dtype].itemsize
             step = max(1, self._max_mapped_bytes // row_bytes)
             for offset in range(0, len(target), step):
@@ -134,23 +132,11 @@ class _Reader:
         return self._handle
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, it holds a {type(content).__name__}")
-    return content
-
-
 def _read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{directory}: there is no config.json; is it the directory of a model?")
-    config = _read_json(file)
+    config = read_json(file)
     code = config.get("auto_map") or {}
     if not isinstance(code, dict) or any(name in code for name in _MODEL_CODE):
         raise CheckpointError(
@@ -170,7 +156,7 @@ def _read_index(directory: Path) -> dict[str, str]:
     file = directory / _INDEX
     if not file.is_file():
         return {}
-    weight_map = _read_json(file).get("weight_map")
+    weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: weight_map must map tensor names to files, it is {weight_map!r:.80}")
     for name, shard in weight_map.items():

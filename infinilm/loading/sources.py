@@ -45,7 +45,7 @@ ALIASES: Mapping[str, WheelSource] = MappingProxyType(
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Never code, never pickles; nor a second copy of the weights in another layout.
+# No code, no pickles, no second copy of the weights in another layout.
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT_HUB_FILES = ["*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*.safetensors"]
 
@@ -81,7 +81,7 @@ def resolve(
     if _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
         return _resolve_hub_id(name, allow_download)
     raise CheckpointError(
-        f"model {name!r} is not known: it is no existing path, not one of the aliases "
+        f"model {name!r} is not known: it is not an existing path, not one of the aliases "
         f"({', '.join(ALIASES)}), and not a Hugging Face hub id of the form 'org/name'"
     )
 
@@ -94,14 +94,14 @@ def _existing_path(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if name and path.exists() else None
-    except (OSError, RuntimeError):  # too long for a path, or the home of a user who does not exist
+    except (OSError, RuntimeError):  # a path that is too long, or an unknown user's home
         return None
 
 
 def _resolve_alias(alias: str, allow_download: bool, report: Callable[[str], None]) -> Path:
     source = ALIASES[alias]
     path = cache_dir() / alias / Path(source.member).name
-    # Files come here whole and checked; hashing them at every start would cost more than it finds.
+    # Files are checked when they are stored; hashing them at every start would be slow.
     if path.is_file() and path.stat().st_size == source.num_bytes:
         return path
     if not allow_download:
@@ -180,9 +180,10 @@ def _resolve_hub_id(repo_id: str, allow_download: bool) -> Path:
         snapshot = snapshot_download(
             repo_id, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES, local_files_only=not allow_download
         )
-    except Exception as error:  # the hub's client lets through errors of the libraries it is built on
+    except Exception as error:  # the hub's client raises errors of its own dependencies
         where = "the Hugging Face hub" if allow_download else "the local cache of the Hugging Face hub"
         raise CheckpointError(
-            f"model {repo_id!r} is no existing path and could not be had from {where}: {type(error).__name__}: {error}"
+            f"model {repo_id!r} is not an existing path and could not be fetched from {where}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return Path(snapshot)

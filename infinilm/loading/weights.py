@@ -66,7 +66,7 @@ def load_weights(
     check_shapes({name: target.full_shape for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
     def read(name: str) -> int:
-        with torch.inference_mode():  # which holds for one thread only; weights may have been made in it
+        with torch.inference_mode():  # per thread; weights may have been created in it
             targets[name].load(name, checkpoint)
         return targets[name].num_bytes
 
@@ -90,7 +90,7 @@ def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
     when other processes keep the cores busy.
     """
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads born from here on begin with this number
+    torch.set_num_threads(1)  # new threads start with this number
     try:
         with ThreadPoolExecutor(min(num_threads, _MAX_WORKERS), "load-weights") as workers:
             yield workers

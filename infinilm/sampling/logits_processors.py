@@ -118,7 +118,7 @@ class LogitsProcessors:
                 )
         stop_ids, first_stop = _NO_IDS, 0
         if params.min_tokens > len(output_ids) and start.grammar is None:  # a grammar handles stop ids itself
-            # An id past the vocabulary can't be drawn anyway.
+            # Ids past the vocabulary can't be drawn.
             stop_ids = np.array([each for each in start.stop_ids if each < self._vocab_size], dtype=np.int64)
             first_stop = len(start.prompt_token_ids) + params.min_tokens
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -209,8 +209,8 @@ def _call_functions(rules: _RowRules, logits: Tensor) -> None:
     """Apply a row's own functions to its `logits` [vocab]. Raises what they raise, or an error for a bad result."""
     for function in rules.functions:
         if not math.isfinite(logits.max()):
-            return  # not the function's fault; the sampler reports it
-        # Copies: a function can neither change our list nor hold on to our memory.
+            return  # reported by the sampler
+        # Copies, so that a function can't change the list or keep the logits' memory.
         result = function(list(rules.output_ids), logits.clone())
         _check_processed(function, result, logits)
         logits.copy_(result.detach())

@@ -67,7 +67,7 @@ class TokenMasks:
         for mask, index in zip(masks, indices, strict=True):
             try:
                 self._matchers[rows[index]].fill(mask)
-            except Exception as error:  # this row's alone
+            except Exception as error:  # an error of this row only
                 errors[index] = error
                 mask[:] = -1
         is_forbidden = self._unpacked(*to_device(self._device, masks))
@@ -82,7 +82,7 @@ class TokenMasks:
         """Record the tokens drawn: `token_ids` [n] on the device."""
         if not indices:
             return
-        self._catch_up()  # where `apply` had no reason to
+        self._catch_up()  # if `apply` did not
         matchers = [self._matchers[rows[index]] for index in indices]
         token_ids = token_ids[to_device(self._device, np.array(indices, dtype=np.int64))[0]]
         if self._device.type == "cuda":

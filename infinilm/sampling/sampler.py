@@ -85,7 +85,7 @@ class Sampler:
         self._draw = find_draw(device)
         self._draw_settings = np.zeros(max_rows, dtype=DRAW_SETTINGS)  # by row
         self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
-        self._changed: set[int] = set()  # the rows whose settings the device does not know
+        self._changed: set[int] = set()  # rows whose settings are not on the device yet
         self._live: set[int] = set()  # rows
         self._num_logprobs: dict[int, int] = {}  # by row, only those that asked
         self._processors = LogitsProcessors(vocab_size, device)

@@ -96,7 +96,7 @@ def _draw(logits: torch.Tensor, row_max: torch.Tensor, values: UniformValues) ->
     num_leaders = int(top_k.max())
     leaders = block_topk(logits, num_leaders)[0] if num_leaders <= NUM_LEADERS else sorted_descending(logits)
     reached = weights_of(leaders, scale).cumsum(dim=-1).to(torch.float32)  # [n, leaders]
-    # Without top_p the sum of all is not needed: that of the first top_k is never more.
+    # Without top_p the total is not needed: the sum of the first top_k never exceeds it.
     totals = total_weights(logits, scale).to(torch.float32) if (values["top_p"] < 1).any() else reached[:, -1:]
     top_p = _column(values["top_p"].astype(np.float32), device)
     limits = torch.minimum(reached.gather(1, _column(top_k - 1, device)), top_p * totals)

@@ -99,7 +99,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._tools: _Tools | None = None
         self._lock = Lock()
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # the one used last comes last
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # in order of last use
 
     def grammar_of(self, params: SamplingParams, stop_ids: Sequence[int]) -> CompiledGrammar | None:
         """The grammar for one request's answers, which `stop_ids` end; None if it asks for no structure."""
@@ -120,14 +120,14 @@ class GrammarCompiler:
         `cancellation` ends it from another thread, with a `TrialCancelledError`.
         """
         tools = self._ready_tools()
-        from llguidance import LLMatcher  # it is there, or there would be no tools
+        from llguidance import LLMatcher  # installed, because `_ready_tools` succeeded
 
         field = structured.kind
         text = grammar_text(structured, tools.vocabulary.drops_first_space)
         key = sha256(text.encode()).digest()
         start = self._recall(key)
         if start is None:
-            if not structured.json_object:  # the only form that is all our own
+            if not structured.json_object:  # not user input, so not tried
                 verdict = _judge(tools.trials, text, limit_s, cancellation)
                 _refuse_if(verdict.error, field)
                 text = verdict.grammar
@@ -138,7 +138,7 @@ class GrammarCompiler:
 
     def prepare(self) -> None:
         """Do the one-time work of compiling now, if possible, so that the next grammar does not wait for it."""
-        with suppress(InvalidValueError):  # the next request that needs a grammar is told
+        with suppress(InvalidValueError):  # reported to the next request that needs a grammar
             self._ready_tools().trials.prepare()
 
     def close(self) -> None:

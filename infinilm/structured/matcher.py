@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -23,50 +24,33 @@ _MAX_REASON_CHARS = 500
 _EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")  # lines that quote the grammar, and marks below them
 
 
+@dataclass(slots=True, eq=False)
 class CompiledGrammar:
     """A grammar for the answers of one request; the compiled form is shared with other requests."""
 
-    def __init__(
-        self, start: "LLMatcher", vocabulary: Vocabulary, real_tokens: Mask, field: str, on_failure: Callable[[], None]
-    ) -> None:
-        """`start` is the compiled grammar before its first token.
-
-        `real_tokens` are all tokens but the empty ones; `field` names the kind of structure. `on_failure` is called
-        when an answer can't continue.
-        """
-        self._start = start
-        self._on_failure = on_failure
-        self._vocabulary = vocabulary
-        self._real_tokens = real_tokens
-        self._field = field
-        self._left_s = ALLOWANCE_S
+    start: "LLMatcher"  # before its first token
+    vocabulary: Vocabulary
+    real_tokens: Mask  # all tokens but the empty ones
+    field: str  # the kind of structure
+    on_failure: Callable[[], None]  # called when an answer can't continue
+    left_s: float = ALLOWANCE_S
 
     def matcher(self, output_ids: Sequence[int], stop_ids: Sequence[int], min_tokens: int) -> "GrammarMatcher":
         """See `infinilm.structured_output.Grammar`."""
-        vocab_size = len(self._vocabulary.tokens)
-        stop_ids = [token_id for token_id in stop_ids if token_id < vocab_size]
-        matcher = GrammarMatcher(
-            self,
-            self._start.deep_copy(),
-            ordinary_tokens=self._real_tokens & ~token_mask(stop_ids, vocab_size),
-            stop_ids=stop_ids,
-            special_stop_ids=[token_id for token_id in stop_ids if token_id in self._vocabulary.special_ids],
-            min_tokens=min_tokens,
-            vocab_size=vocab_size,
-        )
+        matcher = GrammarMatcher(self, stop_ids, min_tokens)
         matcher.replay(output_ids)
         return matcher
 
     def spend(self, seconds: float) -> None:
         """Subtract the time for one token from the request's allowance."""
-        self._left_s = min(self._left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - seconds
-        if self._left_s < 0:
+        self.left_s = min(self.left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - seconds
+        if self.left_s < 0:
             raise self.error(f"following it takes too long ({seconds * 1000:.0f} ms for the last token)")
 
     def error(self, reason: str) -> InvalidValueError:
         """The error for a request whose answer can't continue."""
-        self._on_failure()
-        return InvalidValueError(f"structured: the answer can't go on with this {self._field}: {readable(reason)}")
+        self.on_failure()
+        return InvalidValueError(f"structured: the answer can't continue with this {self.field}: {readable(reason)}")
 
 
 class GrammarMatcher:
@@ -76,25 +60,15 @@ class GrammarMatcher:
     ids may also end the grammar itself, since they add no text.
     """
 
-    def __init__(
-        self,
-        grammar: CompiledGrammar,
-        matcher: "LLMatcher",
-        *,
-        ordinary_tokens: Mask,
-        stop_ids: Sequence[int],
-        special_stop_ids: Sequence[int],
-        min_tokens: int,
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, grammar: CompiledGrammar, stop_ids: Sequence[int], min_tokens: int) -> None:
         self._grammar = grammar
-        self._matcher = matcher
-        self._ordinary_tokens = ordinary_tokens
-        self._stop_ids = frozenset(stop_ids)
-        self._stop_tokens = token_mask(stop_ids, vocab_size)
-        self._special_stop_ids = special_stop_ids
+        self._matcher = grammar.start.deep_copy()
+        self._vocab_size = vocab_size = len(grammar.vocabulary.tokens)
+        self._stop_ids = frozenset(token_id for token_id in stop_ids if token_id < vocab_size)
+        self._special_stop_ids = [token_id for token_id in stop_ids if token_id in grammar.vocabulary.special_ids]
+        self._stop_tokens = token_mask(self._stop_ids, vocab_size)
+        self._ordinary_tokens = grammar.real_tokens & ~self._stop_tokens
         self._min_tokens = min_tokens
-        self._vocab_size = vocab_size
         self._allowed = np.zeros(_num_items(vocab_size + 1), dtype=np.int32)  # llguidance has its own end of texts
         self._num_tokens = 0
         self._has_ended = False
@@ -113,7 +87,7 @@ class GrammarMatcher:
         if self._has_ended:
             return
         start_s = thread_time()
-        self._matcher.consume_token(token_id)  # an error is the matcher's state from now on
+        self._matcher.consume_token(token_id)  # an error stays in the matcher's state
         self._spent_s += thread_time() - start_s
 
     def fill(self, mask: Mask) -> None:

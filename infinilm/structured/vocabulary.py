@@ -70,7 +70,7 @@ class Speller:
         self._encode = tokenizer.encode
         self._vocabulary = vocabulary
         self._fallback = fallback
-        # Behind a line break no tokenizer adds the space that many put before a text's first word.
+        # After a line break no tokenizer adds the space that many put before a text's first word.
         self._anchors = [(anchor, self._encode(anchor, add_special_tokens=False)) for anchor in ("", "\n")]
 
     def __call__(self, text: str) -> list[int]:

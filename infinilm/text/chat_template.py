@@ -264,58 +264,50 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _checked_messages(messages: object) -> list[dict[str, Any]]:
-    if not isinstance(messages, list | tuple):
-        raise InvalidTypeError(f"messages must be a list of dicts, not {type(messages).__name__}")
+def _require(value: object, kind: type | tuple[type, ...], path: str, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidTypeError(f"{path} must be {expected}, not {type(value).__name__}")
+
+
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
+    _require(messages, (list, tuple), "messages", "a list of dicts")
     if not messages:
         raise InvalidValueError("messages is empty; give at least one message")
     return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _checked_message(message: object, path: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidTypeError(f"{path} must be a dict with 'role' and 'content', not {type(message).__name__}")
+def _checked_message(message: Any, path: str) -> dict[str, Any]:
+    _require(message, Mapping, path, "a dict with 'role' and 'content'")
     if "role" not in message:
         raise InvalidValueError(f"{path} has no 'role'")
-    if not isinstance(message["role"], str):
-        raise InvalidTypeError(f"{path}['role'] must be a string, not {type(message['role']).__name__}")
+    _require(message["role"], str, f"{path}['role']", "a string")
     checked: dict[str, Any] = _plain(message, path)
     content = checked.get("content")
     if isinstance(content, list):
-        checked["content"] = "\n".join(
-            _part_text(part, f"{path}['content'][{index}]") for index, part in enumerate(content)
-        )
-    elif content is None:
-        if not checked.get("tool_calls"):
-            raise InvalidValueError(f"{path} has no 'content'")
-    elif not isinstance(content, str):
-        raise InvalidTypeError(
-            f"{path}['content'] must be a string or a list of text parts, not {type(content).__name__}"
-        )
+        parts = [_part_text(part, f"{path}['content'][{index}]") for index, part in enumerate(content)]
+        checked["content"] = "\n".join(parts)
+    elif content is not None:
+        _require(content, str, f"{path}['content']", "a string or a list of text parts")
+    elif not checked.get("tool_calls"):
+        raise InvalidValueError(f"{path} has no 'content'")
     return checked
 
 
 def _part_text(part: Any, path: str) -> str:
-    if not isinstance(part, dict):
-        raise InvalidTypeError(
-            f"{path} must be a dict such as {{'type': 'text', 'text': '...'}}, not {type(part).__name__}"
-        )
+    _require(part, dict, path, "a dict such as {'type': 'text', 'text': '...'}")
     if part.get("type", "text") != "text":
         raise InvalidValueError(f"{path} has type {part['type']!r}; only 'text' parts are supported")
     text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidTypeError(f"{path}['text'] must be a string, not {type(text).__name__}")
-    return text
+    _require(text, str, f"{path}['text']", "a string")
+    return str(text)
 
 
-def _checked_tools(tools: object) -> list[dict[str, Any]] | None:
+def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
-    if not isinstance(tools, list | tuple):
-        raise InvalidTypeError(f"tools must be a list of JSON schemas, not {type(tools).__name__}")
+    _require(tools, (list, tuple), "tools", "a list of JSON schemas")
     for index, tool in enumerate(tools):
-        if not isinstance(tool, Mapping):
-            raise InvalidTypeError(f"tools[{index}] must be a JSON schema (a dict), not {type(tool).__name__}")
+        _require(tool, Mapping, f"tools[{index}]", "a JSON schema (a dict)")
     return [_plain(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 

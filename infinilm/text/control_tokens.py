@@ -65,7 +65,7 @@ class ControlTokens:
         self._encoder, self._ids = _make_encoder(backend, set(control.values()))
         self._post_process = backend.post_process
         unknown = getattr(backend.model, "unk_token", None)
-        # The model may make a control token of text, where its vocabulary holds the token as a word.
+        # BPE may merge text into a control token if the vocabulary holds the token as a word.
         self._forbidden = frozenset(token_id for text, token_id in control.items() if text != unknown)
 
     def mark(self, literal: str) -> str:

@@ -24,7 +24,7 @@ _NUM_TOKEN_TYPES = 7
 
 _NO_TOKEN = 2**32 - 1  # the format's -1
 
-# Deriving merges is quadratic in a piece's length; SentencePiece's own pieces have a few dozen characters.
+# Deriving merges is quadratic in a token's length; SentencePiece's own tokens have a few dozen characters.
 _MAX_PIECE_CHARS = 512
 
 _LLAMA3_SPLIT = (
@@ -46,7 +46,7 @@ class PreTokenizer:
     split: str | None = None  # None: GPT-2's own pattern
     splits_digits: bool = False  # each digit alone, before the pattern
     ignores_merges: bool = False  # a word that is a token is not split, even if merges would
-    adds_bos: bool = False  # unless the file says otherwise
+    adds_bos: bool = False  # unless the file specifies it
 
 
 _GPT2 = PreTokenizer()
@@ -100,7 +100,7 @@ class GGUFVocabulary:
         pre = _value(metadata, "tokenizer.ggml.pre", str) or "default"
         if kind == "gpt2" and pre not in PRE_TOKENIZERS:
             raise CheckpointError(
-                f"GGUF metadata tokenizer.ggml.pre is {pre!r}, an unknown way of splitting text; known are "
+                f"GGUF metadata tokenizer.ggml.pre is {pre!r}, which is unknown; known are "
                 f"{', '.join(sorted(PRE_TOKENIZERS))}"
             )
         tokens = _list(metadata, "tokens", str)
@@ -217,7 +217,7 @@ def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[t
         )
     ranked: list[tuple[float, int, int, str, str]] = []
     for index, (piece, score) in enumerate(zip(vocabulary.tokens, vocabulary.scores, strict=True)):
-        # Text never merges into these, and a duplicate counts where it is seen last.
+        # Text never merges into these; of duplicates the last counts.
         if vocabulary.token_types[index] in (_UNKNOWN, _CONTROL, _BYTE) or ids[piece] != index:
             continue
         if len(piece) > _MAX_PIECE_CHARS:
@@ -259,7 +259,7 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> Non
 
 
 def _bos_eos_processor(vocabulary: GGUFVocabulary) -> processors.TemplateProcessing:
-    # Roles stand in for the tokens' texts, which may contain characters that mean something in a template.
+    # Roles replace the tokens' texts, which may contain template syntax.
     bos = ["bos"] if vocabulary.adds_bos else []
     eos = ["eos"] if vocabulary.adds_eos else []
     return processors.TemplateProcessing(

@@ -211,7 +211,7 @@ def test_a_piece_that_is_not_inside_is_refused(
     with pytest.raises(CheckpointError) as caught:
         checkpoint.read_into(GATE, target, starts)
     message = str(caught.value)
-    assert f"a piece of shape {list(shape)} that begins at {list(starts)} does not lie inside" in message
+    assert f"a part of shape {list(shape)} that begins at {list(starts)} does not lie inside" in message
     assert f"'{GATE}', which has shape [12, 512]" in message
     assert str(checkpoint.path) in message
     assert (target == 7).all()

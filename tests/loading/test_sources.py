@@ -190,8 +190,8 @@ def test_hub_ids_offline(tmp_path: Path) -> None:
 
     output = run_offline("resolve('org/other')", tmp_path)
     assert (
-        "CheckpointError: model 'org/other' is no existing path and could not be had from the Hugging Face hub"
+        "CheckpointError: model 'org/other' is not an existing path and could not be fetched from the Hugging Face hub"
         in output
     )
     output = run_offline("resolve('org/other', allow_download=False)", tmp_path)
-    assert "could not be had from the local cache of the Hugging Face hub: LocalEntryNotFoundError" in output
+    assert "could not be fetched from the local cache of the Hugging Face hub: LocalEntryNotFoundError" in output

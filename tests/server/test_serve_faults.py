@@ -145,7 +145,7 @@ def test_a_grammar_that_fails_at_work_fails_alone(server: Server) -> None:
         assert first["choices"][0]["text"].isalpha()
         for error in (whole, last["error"]):
             assert error["code"] == "engine_error"
-            assert "can't go on with this grammar" in error["message"]
+            assert "can't continue with this grammar" in error["message"]
         fine = server.post("/v1/completions", prompt="a", guided_choice=["fine"]).json()["choices"][0]
         assert (fine["text"], fine["finish_reason"]) == ("fine", "stop")
         assert json.loads([line for line, _ in zip(lines, range(50), strict=False) if line][-1][6:])["choices"]

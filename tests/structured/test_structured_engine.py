@@ -155,7 +155,7 @@ def test_a_grammar_that_fails_at_work_fails_alone(llm):
     )
     failed, fine, free = llm.generate(PROMPTS[:3], [slow, params(DATE), SamplingParams(max_tokens=5)], use_tqdm=False)
     assert failed.finish_reason == "abort"
-    assert "can't go on with this grammar" in failed.error
+    assert "can't continue with this grammar" in failed.error
     assert fine.error is None
     assert fine.finish_reason == "stop"
     assert free.error is None

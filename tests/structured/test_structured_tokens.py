@@ -179,7 +179,7 @@ def test_a_matcher_that_resumes_allows_what_one_that_went_on_allows(real):
 def test_a_token_that_does_not_belong_is_told_with_the_next_mask(real):
     matcher = real.compiler.compile(StructuredOutput(regex="[0-9]+")).matcher([], [real.eos_id], 0)
     matcher.advance(real.tokenizer.encode("x", add_special_tokens=False)[0])
-    with pytest.raises(InvalidValueError, match="can't go on with this regex"):
+    with pytest.raises(InvalidValueError, match="can't continue with this regex"):
         allowed(real, matcher)
     # Others are not concerned.
     assert real.texts({"regex": "[0-9]+"})

@@ -115,10 +115,10 @@ class _Reader:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
-            raise SchemaError(f"{excerpt(schema)} stands where a schema must be; give an object or a boolean")
+            raise SchemaError(f"{excerpt(schema)} is not a schema; give an object or a boolean")
         base = self._bases.get(id(schema), base)
         if "$ref" in schema and 4 <= self._draft <= 7:
-            return {"$ref": self._reference(schema["$ref"], base)}  # these drafts ignore what else there is
+            return {"$ref": self._reference(schema["$ref"], base)}  # these drafts ignore all other keywords
         result: dict[str, Any] = {}
         for keyword, value in schema.items():
             if self._draft and _SINCE.get(keyword, 4) > self._draft:
@@ -175,7 +175,7 @@ class _Reader:
         for name, value in dependencies.items():
             if isinstance(value, list):
                 result.setdefault("dependentRequired", {})[name] = _names("dependencies", value)
-            elif isinstance(value, str):  # as drafts before the fourth have it
+            elif isinstance(value, str):  # as in drafts before the fourth
                 result.setdefault("dependentRequired", {})[name] = [value]
             else:
                 result.setdefault("dependentSchemas", {})[name] = convert(value)

@@ -96,11 +96,11 @@ class _Narrowing:
             case "contains" if schema.get("minContains", 1) > 0:
                 parts.append(self._containing(value, schema))
             case "uniqueItems" if schema.get("maxItems", 2) > 1:
-                raise SchemaError("uniqueItems can't be held to; leave it out, or set maxItems to 1")
+                raise SchemaError("uniqueItems can't be enforced; leave it out, or set maxItems to 1")
             case "unevaluatedProperties" if value is not True:
-                raise SchemaError("unevaluatedProperties can't be held to; use additionalProperties")
+                raise SchemaError("unevaluatedProperties can't be enforced; use additionalProperties")
             case _ if keyword in _UNSUPPORTED and value is not True:
-                raise SchemaError(f"{keyword} {excerpt(value)} can't be held to; leave it out")
+                raise SchemaError(f"{keyword} {excerpt(value)} can't be enforced; leave it out")
 
     def _reference(self, key: str) -> str:
         if key not in self._definitions:
@@ -108,7 +108,7 @@ class _Narrowing:
             self._pending.append(key)
         return "#/$defs/" + key.replace("~", "~0").replace("/", "~1").replace("%", "%25")
 
-    # What leaves a choice
+    # Keywords with alternatives
 
     def _ways(self, result: dict[str, Any], schema: dict[str, Any]) -> Choice | None:
         """The alternatives of the keywords with a choice, each as schemas that must all hold."""
@@ -140,7 +140,7 @@ class _Narrowing:
     def _outside(self, schema: Schema, around: dict[str, Any], keyword: str) -> list[Schema]:
         ways = self._negation.ways_out(schema, property_names(around))
         if not ways:
-            raise SchemaError(f"{keyword} {excerpt(schema)} can't be held to; leave it out")
+            raise SchemaError(f"{keyword} {excerpt(schema)} can't be enforced; leave it out")
         return ways
 
     def _exclusive(self, options: list[Schema], schema: dict[str, Any]) -> Choice:
@@ -189,7 +189,7 @@ class _Narrowing:
             if "if" in part and ("then" in part or "else" in part):
                 outs = self._negation.ways_out(part["if"], property_names(schema))
                 if not outs and not self._negation.is_complete(part["if"]):
-                    raise SchemaError(f"if {excerpt(part['if'])} can't be held to; leave it out")
+                    raise SchemaError(f"if {excerpt(part['if'])} can't be enforced; leave it out")
                 met: list[Schema] = [part["if"], part.get("then", True)]
                 found.append([*([out, part.get("else", True)] for out in outs), met])
         return found
@@ -206,7 +206,7 @@ class _Narrowing:
             return {"properties": dict.fromkeys(allowed, True), "additionalProperties": False}
         pattern = self._name_pattern(resolved)
         if pattern is None:
-            raise SchemaError(f"propertyNames {excerpt(names)} can't be held to; use a pattern or an enum")
+            raise SchemaError(f"propertyNames {excerpt(names)} can't be enforced; use a pattern or an enum")
         return {"patternProperties": {pattern: True}, "additionalProperties": False} if pattern else True
 
     def _name_pattern(self, names: Schema) -> str | None:  # noqa: PLR0911
@@ -243,7 +243,7 @@ class _Narrowing:
         )
         count = schema.get("minContains", 1)
         if count > MAX_WAYS:
-            raise SchemaError(f"minContains is {count}; at most {MAX_WAYS} can be held to")
+            raise SchemaError(f"minContains is {count}; at most {MAX_WAYS} can be enforced")
         return {"prefixItems": [True] * start + [item] * count, "minItems": start + count}
 
 

@@ -66,7 +66,7 @@ def _between(
     if num_most >= len(optional) and num_least == 0:
         return [{"properties": dict.fromkeys(optional, True), "additionalProperties": False}]
     raise SchemaError(
-        f"{excerpt(counts)} can't be held to with {len(optional)} optional properties; make them required"
+        f"{excerpt(counts)} can't be enforced with {len(optional)} optional properties; make them required"
     )
 
 
