@@ -82,7 +82,10 @@ def bench(
         _write(report, json_file, [side_by_side.make_comparison(found.figures()), ""])
         return
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
-    _set_threads(threads)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     if peer is not None and config.quantization is None:
         config = config.replace(quantization="none")  # as transformers has them
     with open_engine(config) as engine:
@@ -108,13 +111,6 @@ def import_benchmark(name: str, command: str) -> Any:
             f"{command} is part of the source checkout, not of the wheel; clone InfiniLM's repository and "
             "install it there with: pip install -e ."
         ) from None
-
-
-def _set_threads(number: int | None) -> None:
-    if number is not None:
-        import torch
-
-        torch.set_num_threads(number)
 
 
 def _write(report: dict[str, Any], json_file: str | None, tables: Sequence["RenderableType"]) -> None:

@@ -20,6 +20,8 @@ from infinilm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from infinilm import LLM
 
+Number = TypeVar("Number", int, float)
+
 FENCE = '"""'
 # Small steps: Ctrl-C, which waits for a step's end, acts soon even during a long prefill.
 MAX_STEP_TOKENS = 512
@@ -81,7 +83,11 @@ class Chat:
     def handle(self, message: str) -> None:
         if message.startswith("/"):
             name, _, argument = message[1:].partition(" ")
-            find_command(name).run(self, argument.strip())
+            if name not in COMMANDS:
+                raise InvalidValueError(
+                    f"there is no command /{name}; /help lists them (a space before / makes it a message)"
+                )
+            COMMANDS[name].run(self, argument.strip())
         else:
             self.answer(message)
 
@@ -98,7 +104,7 @@ class Chat:
             if output is not None and output.text:
                 self.conversation.say("assistant", output.text)
             else:
-                self.conversation.remove_last()
+                self.conversation.turns.pop()
         self.last_output = output
         if output is not None:
             self._report_end(output)
@@ -144,9 +150,6 @@ def read_message(read_line: Callable[[str], str], *, is_interactive: bool) -> st
     return "\n".join(lines)
 
 
-Number = TypeVar("Number", int, float)
-
-
 @dataclass(frozen=True, slots=True)
 class ChatCommand:
     """A command. `act` takes the chat and, if `usage` shows one, the argument."""
@@ -155,7 +158,7 @@ class ChatCommand:
     help: str
     act: Callable[..., None]
 
-    def run(self, chat: "Chat", argument: str) -> None:
+    def run(self, chat: Chat, argument: str) -> None:
         if " " in self.usage:
             self.act(chat, argument)
         elif argument:
@@ -164,29 +167,23 @@ class ChatCommand:
             self.act(chat)
 
 
-def find_command(name: str) -> ChatCommand:
-    if name not in COMMANDS:
-        raise InvalidValueError(f"there is no command /{name}; /help lists them (a space before / makes it a message)")
-    return COMMANDS[name]
-
-
-def _help(_chat: "Chat") -> None:
+def _help(_chat: Chat) -> None:
     unique = dict.fromkeys(COMMANDS.values())
     console(err=True).print(make_facts({command.usage: command.help for command in unique}))
 
 
-def _reset(chat: "Chat") -> None:
+def _reset(chat: Chat) -> None:
     chat.conversation.turns.clear()
     note("The conversation starts anew." + (" The system message stays." if chat.conversation.system else ""))
 
 
-def _system(chat: "Chat", argument: str) -> None:
+def _system(chat: Chat, argument: str) -> None:
     if argument:
         chat.conversation.system = None if argument == "-" else argument
     note(f"System message: {chat.conversation.system or 'none of yours'}")
 
 
-def _history(chat: "Chat") -> None:
+def _history(chat: Chat) -> None:
     messages = chat.conversation.messages
     for message in messages:
         note(f"{message['role']}: {message['content']}")
@@ -194,13 +191,13 @@ def _history(chat: "Chat") -> None:
         note("Nothing was said yet.")
 
 
-def _save(chat: "Chat", argument: str) -> None:
+def _save(chat: Chat, argument: str) -> None:
     file = _file(argument, "/save")
     chat.conversation.save(file)
     note(f"Saved {len(chat.conversation.messages)} messages to {file}.")
 
 
-def _load(chat: "Chat", argument: str) -> None:
+def _load(chat: Chat, argument: str) -> None:
     file = _file(argument, "/load")
     chat.conversation = Conversation.load(file)
     note(f"Loaded {len(chat.conversation.messages)} messages from {file}.")
@@ -212,13 +209,13 @@ def _file(argument: str, command: str) -> Path:
     return Path(argument).expanduser()
 
 
-def _temperature(chat: "Chat", argument: str) -> None:
+def _temperature(chat: Chat, argument: str) -> None:
     if argument:
         chat.sampling = replace(chat.sampling, temperature=_number(float, argument, "/temperature 0.7"))
     note(f"Temperature: {chat.sampling.temperature:g}")
 
 
-def _max_tokens(chat: "Chat", argument: str) -> None:
+def _max_tokens(chat: Chat, argument: str) -> None:
     if argument:
         chat.sampling = replace(chat.sampling, max_tokens=_number(int, argument, "/max-tokens 256"))
     note(f"Tokens per answer: at most {chat.sampling.max_tokens}")
@@ -231,7 +228,7 @@ def _number(kind: Callable[[str], Number], argument: str, usage: str) -> Number:
         raise InvalidValueError(f"{argument!r} is not a number; use {usage}") from None
 
 
-def _model(chat: "Chat") -> None:
+def _model(chat: Chat) -> None:
     from infinilm.executor.memory import format_bytes
 
     engine, config, memory = chat.engine, chat.engine.model_config, chat.engine.memory
@@ -244,7 +241,7 @@ def _model(chat: "Chat") -> None:
     console(err=True).print(make_facts(facts))
 
 
-def _stats(chat: "Chat") -> None:
+def _stats(chat: Chat) -> None:
     stats = chat.engine.stats()
     num_now = len(chat.engine.chat_prompt(chat.conversation.messages)) if chat.conversation.turns else 0
     facts = {
@@ -262,7 +259,7 @@ def _stats(chat: "Chat") -> None:
     console(err=True).print(make_facts(facts))
 
 
-def _exit(chat: "Chat") -> None:
+def _exit(chat: Chat) -> None:
     chat.is_over = True
 
 

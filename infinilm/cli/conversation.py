@@ -26,9 +26,6 @@ class Conversation:
     def say(self, role: str, content: str) -> None:
         self.turns.append({"role": role, "content": content})
 
-    def remove_last(self) -> None:
-        self.turns.pop()
-
     def shorten(self, fits: Callable[[list[Message]], bool]) -> int:
         """Drop the oldest questions with their answers until the rest fits; returns how many were dropped.
 

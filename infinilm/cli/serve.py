@@ -74,7 +74,7 @@ def serve(
     from infinilm.server.settings import Limits, ServerSettings
 
     if limit == ["help"]:
-        _print_limits()
+        console().print(make_facts({item.name: f"{item.default}" for item in fields(Limits)}))
         return
     install_logging()
     if api_key:
@@ -115,12 +115,6 @@ def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
             raise InvalidValueError(f"--api-key-file {file} can't be read: {error}") from None
     keys += os.environ.pop(KEY_VARIABLE, "").split()  # not inherited by the engine's process
     return tuple(dict.fromkeys(keys))
-
-
-def _print_limits() -> None:
-    from infinilm.server.settings import Limits
-
-    console().print(make_facts({item.name: f"{item.default}" for item in fields(Limits)}))
 
 
 def _announce(service: "Service", ready: "Ready", address: str) -> None:

@@ -40,6 +40,10 @@ _MAX_WARPS = 16
 _DOT_LINES = 16
 
 
+Norm = tuple[Tensor, float]
+"""Weight `[in]` and epsilon of an RMS norm of the input."""
+
+
 class Tile(NamedTuple):
     """How a product is split: a program computes `block_out` outputs from `block_in` inputs at a time."""
 
@@ -50,88 +54,22 @@ class Tile(NamedTuple):
 
 
 def gemv(
-    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, tile: Tile | None = None
-) -> Tensor:
-    """`x` `[M, in]` times `weight` `[out, in]`, plus `bias` `[out]` and `residual` `[M, out]`: `[M, out]`, contiguous.
-
-    M is at most `MAX_ROWS`. `tile` is for measuring others than `choose_tile`'s.
-    """
-    return _launch(x, weight, None, 0.0, bias=bias, residual=residual, tile=tile)
-
-
-def gemv_torch(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    return (wide if residual is None else wide + residual).to(x.dtype)
-
-
-def norm_gemv(
     x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
     weight: Tensor,
     *,
+    norm: Norm | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    is_gated: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`gemv` of `rms_norm(x, norm_weight, eps)`, `norm_weight` being `[in]`."""
-    return _launch(x, weight, norm_weight, eps, bias=bias, residual=residual, tile=tile)
+    """`x` `[M, in]`, normed, times `weight` `[out, in]`, plus `bias` `[out]` and `residual` `[M, out]`: `[M, out]`.
 
-
-def norm_gemv_torch(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    return gemv_torch(rms_norm_torch(x, norm_weight, eps), weight, bias=bias, residual=residual)
-
-
-def norm_gemv_silu(
-    x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor, *, tile: Tile | None = None
-) -> Tensor:
-    """`silu_mul` of `norm_gemv` with `gate_up_weight` `[2n, in]`, the gate's rows first: `[M, n]`, contiguous."""
-    return _launch(x, gate_up_weight, norm_weight, eps, tile=tile, num_matrices=2)
-
-
-def norm_gemv_silu_torch(x: Tensor, norm_weight: Tensor, eps: float, gate_up_weight: Tensor) -> Tensor:
-    return silu_mul_torch(norm_gemv_torch(x, norm_weight, eps, gate_up_weight))
-
-
-def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matrices: int = 1) -> Tile:
-    """The tile for a number of rows and a matrix, or two that are read side by side.
-
-    All inputs at once, if 16 warps can hold them with one load per thread, so that all loads are in flight from the
-    start; longer rows are read in steps, with two of them in flight.
+    M is at most `MAX_ROWS`. If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
+    `silu_mul` of the product. It is contiguous. `tile` is for measuring others than `choose_tile`'s.
     """
-    warp_in = _WARP_BYTES // itemsize
-    if rows > 1:
-        block_in = (8 if 4 * warp_in < in_size <= 8 * warp_in else 4) * warp_in
-        return Tile(_DOT_LINES // num_matrices, block_in, num_warps=8, padded_rows=8 if rows <= 8 else MAX_ROWS)
-    block_in = triton.next_power_of_2(in_size)
-    if block_in > _MAX_WARPS * warp_in:
-        block_in = 8 * warp_in
-    block_out = max(_MIN_LINES, _TILE_BYTES // (block_in * itemsize)) // num_matrices
-    while block_out > 1 and triton.cdiv(out_size, block_out) < _MIN_PROGRAMS:
-        block_out //= 2
-    return Tile(block_out, block_in, num_warps=max(4, block_in // warp_in))
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    tile: Tile | None,
-    num_matrices: int = 1,
-) -> Tensor:
     num_rows, in_size = x.shape
+    num_matrices = 2 if is_gated else 1
     out_size = len(weight) // num_matrices
     tile = tile or choose_tile(num_rows, out_size, in_size, weight.element_size(), num_matrices)
     if num_rows > tile.padded_rows:
@@ -141,6 +79,7 @@ def _launch(
     if num_rows == 0:
         return out
     early = launches_early(x.device)
+    norm_weight, eps = norm or (None, 0.0)
     _gemv_kernel[(triton.cdiv(out_size, tile.block_out),)](
         x,
         norm_weight,
@@ -169,6 +108,40 @@ def _launch(
         launch_pdl=early,
     )
     return out
+
+
+def gemv_torch(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    x = x if norm is None else rms_norm_torch(x, *norm)
+    wide = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    product = (wide if residual is None else wide + residual).to(x.dtype)
+    return silu_mul_torch(product) if is_gated else product
+
+
+def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matrices: int = 1) -> Tile:
+    """The tile for a number of rows and a matrix, or two that are read side by side.
+
+    All inputs at once, if 16 warps can hold them with one load per thread, so that all loads are in flight from the
+    start; longer rows are read in steps, with two of them in flight.
+    """
+    warp_in = _WARP_BYTES // itemsize
+    if rows > 1:
+        block_in = (8 if 4 * warp_in < in_size <= 8 * warp_in else 4) * warp_in
+        return Tile(_DOT_LINES // num_matrices, block_in, num_warps=8, padded_rows=8 if rows <= 8 else MAX_ROWS)
+    block_in = triton.next_power_of_2(in_size)
+    if block_in > _MAX_WARPS * warp_in:
+        block_in = 8 * warp_in
+    block_out = max(_MIN_LINES, _TILE_BYTES // (block_in * itemsize)) // num_matrices
+    while block_out > 1 and triton.cdiv(out_size, block_out) < _MIN_PROGRAMS:
+        block_out //= 2
+    return Tile(block_out, block_in, num_warps=max(4, block_in // warp_in))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

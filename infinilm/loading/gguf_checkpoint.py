@@ -137,7 +137,8 @@ class GGUFCheckpoint:
         first, num_blocks = _covering_blocks(block, starts[-1], part.shape[-1])
         raw = torch.from_numpy(self._file.read_blocks(tensor, (*starts[:-1], first), (*part.shape[:-1], num_blocks)))
         shape = (*part.shape[:-1], num_blocks * block.block_elements)
-        if head_dim is None and _can_decode_into(part, shape, stored_dtype(block)):
+        is_same = part.shape == shape and part.dtype == stored_dtype(block) and part.device.type == "cpu"
+        if head_dim is None and is_same and part.is_contiguous():
             dequantize(raw, block, shape, part)
             return
         values = dequantize(raw, block, shape)
@@ -149,11 +150,6 @@ def _covering_blocks(block: GGMLType, start: int, length: int) -> tuple[int, int
     """The first block and the number of blocks that hold `length` elements of a row from `start` on."""
     first = start // block.block_elements
     return first, -(-(start + length) // block.block_elements) - first
-
-
-def _can_decode_into(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    is_same = part.shape == torch.Size(shape) and part.dtype == dtype
-    return is_same and part.device.type == "cpu" and part.is_contiguous()
 
 
 def _unpermute(rows: Tensor, head_dim: int) -> Tensor:

@@ -70,7 +70,7 @@ def draw_torch(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor
     token_ids = torch.empty(num_rows, dtype=torch.int64)
     scores = torch.empty(num_rows)
     for draw, is_member in (
-        (_draw_greedily, is_greedy),
+        (_draw_greedy, is_greedy),
         (_draw_freely, ~is_greedy & ~is_limited),
         (_draw_truncated, ~is_greedy & is_limited),
     ):
@@ -82,7 +82,7 @@ def draw_torch(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor
     return token_ids, scores.isfinite()
 
 
-def _draw_greedily(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _draw_greedy(logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return first_max(logits)
 
 

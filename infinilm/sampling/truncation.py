@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 BLOCK = 32
+WEIGHT_UNITS = 2.0**40
+ELEMENTS_PER_PASS = 2**18  # on a CPU, larger operands leave the cache between one operation and the next
 
 
 def first_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,18 +73,12 @@ class Scale:
         return Scale(self.row_max[rows], self.temperature[rows])
 
 
-ELEMENTS_PER_PASS = 2**18  # on a CPU, larger operands leave the cache between one operation and the next
-
-
 def row_passes(logits: torch.Tensor) -> Iterator[slice]:
     """The rows of `logits` [n, m], in slices that fit into the cache."""
     num_rows, width = logits.shape
     rows_at_once = max(1, ELEMENTS_PER_PASS // width) if logits.device.type == "cpu" else num_rows
     for start in range(0, num_rows, rows_at_once):
         yield slice(start, start + rows_at_once)
-
-
-WEIGHT_UNITS = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,11 @@ from infinilm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+CACHE_SIZE = 32  # compiled grammars; a hostile one may hold some 20 MB
 JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 """Whitespace between the parts of a JSON text: enough to indent it, and bounded."""
 
-_UNHEARD_ATTRIBUTE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(temperature|stop)[ \t]*=", re.MULTILINE)
+_IGNORED_ATTRIBUTE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(temperature|stop)[ \t]*=", re.MULTILINE)
 
 
 def grammar_text(structured: StructuredOutput, drops_first_space: bool) -> str:
@@ -49,7 +50,7 @@ def _grammar(structured: StructuredOutput) -> dict[str, Any]:
     if structured.choice is not None:
         return _regex_grammar("|".join(map(_escaped, dict.fromkeys(structured.choice))))
     assert structured.grammar is not None
-    if found := _UNHEARD_ATTRIBUTE.search(structured.grammar):
+    if found := _IGNORED_ATTRIBUTE.search(structured.grammar):
         raise InvalidValueError(
             f"grammar uses the attribute {found[1]!r}, which has no effect here; for a temperature use the request's "
             "own, for a stop use 'suffix' or 'lazy'"
@@ -71,9 +72,6 @@ def _regex_grammar(regex: str) -> dict[str, Any]:
 def _escaped(text: str) -> str:
     """A regular expression that matches exactly this text."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
-
-
-CACHE_SIZE = 32  # compiled grammars; a hostile one may hold some 20 MB
 
 
 @dataclass(frozen=True, slots=True)

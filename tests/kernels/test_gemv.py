@@ -10,10 +10,6 @@ from infinilm.kernels.gemv import (
     choose_tile,
     gemv,
     gemv_torch,
-    norm_gemv,
-    norm_gemv_silu,
-    norm_gemv_silu_torch,
-    norm_gemv_torch,
 )
 
 ON_GPU = torch.cuda.is_available()
@@ -99,9 +95,9 @@ def test_norm_gemv(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> Non
         random(shape[0], dtype=dtype),
     )
     tile = tile_for(rows, *shape, dtype)
-    assert_alike(norm_gemv(x, norm_weight, EPS, weight, tile=tile), norm_gemv_torch(x, norm_weight, EPS, weight))
-    expected = norm_gemv_torch(x, norm_weight, EPS, weight, bias=bias)
-    assert_alike(norm_gemv(x, norm_weight, EPS, weight, bias=bias, tile=tile), expected)
+    assert_alike(gemv(x, weight, norm=(norm_weight, EPS), tile=tile), gemv_torch(x, weight, norm=(norm_weight, EPS)))
+    expected = gemv_torch(x, weight, norm=(norm_weight, EPS), bias=bias)
+    assert_alike(gemv(x, weight, norm=(norm_weight, EPS), bias=bias, tile=tile), expected)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -115,9 +111,9 @@ def test_norm_gemv_silu(shape: tuple[int, int], rows: int, dtype: torch.dtype) -
     x, norm_weight, weight = settled(
         random(rows, shape[1], dtype=dtype), random(shape[1], dtype=dtype), matrix(2 * shape[0], shape[1], dtype)
     )
-    out = norm_gemv_silu(x, norm_weight, EPS, weight, tile=tile_for(rows, *shape, dtype, num_matrices=2))
+    out = gemv(x, weight, norm=(norm_weight, EPS), is_gated=True, tile=tile_for(rows, *shape, dtype, num_matrices=2))
     assert out.shape == (rows, shape[0])
-    assert_alike(out, norm_gemv_silu_torch(x, norm_weight, EPS, weight))
+    assert_alike(out, gemv_torch(x, weight, norm=(norm_weight, EPS), is_gated=True))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +133,8 @@ def test_any_tile_gives_the_same(rows: int, tile: Tile | None) -> None:
         random(rows, 576, dtype=torch.float16), random(576, dtype=torch.float16), matrix(18, 576, torch.float16)
     )
     assert_alike(gemv(x, weight, tile=tile), gemv_torch(x, weight))
-    silu = norm_gemv_silu(x, norm_weight, EPS, weight, tile=tile)
-    assert_alike(silu, norm_gemv_silu_torch(x, norm_weight, EPS, weight))
+    silu = gemv(x, weight, norm=(norm_weight, EPS), is_gated=True, tile=tile)
+    assert_alike(silu, gemv_torch(x, weight, norm=(norm_weight, EPS), is_gated=True))
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -184,11 +180,11 @@ def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
         random(shape[1], dtype=torch.bfloat16),
         matrix(*shape, torch.bfloat16),
     )
-    whole = norm_gemv(x, norm_weight, EPS, weight)
-    silu = norm_gemv_silu(x, norm_weight, EPS, weight)
+    whole = gemv(x, weight, norm=(norm_weight, EPS))
+    silu = gemv(x, weight, norm=(norm_weight, EPS), is_gated=True)
     for rows in range(2, MAX_ROWS):
-        assert torch.equal(norm_gemv(x[:rows], norm_weight, EPS, weight), whole[:rows])
-        assert torch.equal(norm_gemv_silu(x[:rows], norm_weight, EPS, weight), silu[:rows])
+        assert torch.equal(gemv(x[:rows], weight, norm=(norm_weight, EPS)), whole[:rows])
+        assert torch.equal(gemv(x[:rows], weight, norm=(norm_weight, EPS), is_gated=True), silu[:rows])
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

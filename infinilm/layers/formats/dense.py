@@ -79,11 +79,10 @@ class DenseWeight(nn.Module):
         return torch.mm(x, self._matrix)
 
     def _few_rows(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
-        from infinilm.kernels.gemv import gemv, norm_gemv
+        from infinilm.kernels.gemv import gemv
 
-        if norm is None:
-            return gemv(x, self.weight, bias=bias, residual=residual)
-        return norm_gemv(x, norm.weight, norm.eps, self.weight, bias=bias, residual=residual)
+        fused = None if norm is None else (norm.weight, norm.eps)
+        return gemv(x, self.weight, norm=fused, bias=bias, residual=residual)
 
     def _by_strips(self, x: Tensor) -> Tensor:
         strips = self.weight.view(-1, STRIP, self.weight.shape[1]).transpose(1, 2)
@@ -96,10 +95,10 @@ class DenseWeight(nn.Module):
             gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
         from infinilm.kernels.activation import silu_mul
-        from infinilm.kernels.gemv import norm_gemv_silu
+        from infinilm.kernels.gemv import gemv
 
         if len(x) <= self._max_kernel_rows and bias is None:
-            return norm_gemv_silu(x, norm.weight, norm.eps, self.weight)
+            return gemv(x, self.weight, norm=(norm.weight, norm.eps), is_gated=True)
         return silu_mul(self.multiply(x, bias, norm=norm))
 
     def look_up(self, rows: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from infinilm.structured.schema.canonical import Document, Schema, SchemaError, 
 from infinilm.structured.schema.facts import certainly_matches
 
 MAX_WAYS = 64  # alternatives that the keywords of one schema may expand to
+_WORDS = re.compile(r"\^(?:(?P<word>[\w\-]+)|\((?:\?:)?(?P<words>[\w\-]+(?:\|[\w\-]+)*)\))\$")
+"""Patterns that are lists of names."""
+_ANYTHING = frozenset({"", "^", "$", ".*", "^.*", ".*$", "^.*$"})
 
 
 def counted(result: dict[str, Any], schema: dict[str, Any]) -> list[Schema] | None:
@@ -68,11 +71,6 @@ def _between(
     raise SchemaError(
         f"{excerpt(counts)} can't be enforced with {len(optional)} optional properties; make them required"
     )
-
-
-_WORDS = re.compile(r"\^(?:(?P<word>[\w\-]+)|\((?:\?:)?(?P<words>[\w\-]+(?:\|[\w\-]+)*)\))\$")
-"""Patterns that are lists of names."""
-_ANYTHING = frozenset({"", "^", "$", ".*", "^.*", ".*$", "^.*$"})
 
 
 def told_apart(schema: dict[str, Any]) -> dict[str, Any]:
