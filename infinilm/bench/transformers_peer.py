@@ -138,7 +138,6 @@ def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Silence transformers' progress bars and warnings."""
     logging = transformers.utils.logging
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -153,8 +152,6 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Agreement:
-    """The result of a comparison."""
-
     tie_width: float
     """Tokens whose log-probabilities differ by no more than this may come out in either order."""
     num_prompts: int = 0

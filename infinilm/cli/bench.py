@@ -114,7 +114,6 @@ def import_benchmark(name: str, command: str) -> Any:
 
 
 def _write(report: dict[str, Any], json_file: str | None, tables: Sequence["RenderableType"]) -> None:
-    """Write the report to the file, if any, and print the tables unless the file is stdout."""
     if json_file is not None:
         write_json(report, json_file)
     if json_file != "-":
@@ -237,7 +236,6 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _show(result: Result) -> Iterator["RenderableType"]:
-    """The workload's name, and a table with a line per engine and the ratio of two."""
     from rich.text import Text
 
     summaries = result.summaries()

@@ -12,8 +12,6 @@ ROLES = ("system", "user", "assistant")
 
 
 class Conversation:
-    """A system message, if any, and the turns of user and assistant."""
-
     def __init__(self, system: str | None = None) -> None:
         self.system = system
         self.turns: list[Message] = []

@@ -23,7 +23,6 @@ def console(*, err: bool = False) -> "Console":
 
 
 def note(message: str) -> None:
-    """Print a dim message to stderr."""
     console(err=True).print(message, style="dim", soft_wrap=True)
 
 
@@ -81,7 +80,6 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(per_second: float | None) -> str:
-    """A rate with its significant digits."""
     if per_second is None:
         return NONE
     return f"{per_second:,.1f}" if per_second < 999.95 else f"{per_second:,.0f}"

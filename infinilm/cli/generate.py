@@ -120,7 +120,6 @@ def _answer_all(engine: "LLM", prompts: list[str] | list[list[int]], sampling: S
 
 
 def _stream(engine: "LLM", prompt: str | list[int], sampling: SamplingParams) -> RequestOutput:
-    """Print one answer as it is generated, and its times to stderr."""
     for output in stream_answer(engine, prompt, sampling):
         write_text(output.outputs[0].new_text)
     write_text("\n")
@@ -133,7 +132,6 @@ def _stream(engine: "LLM", prompt: str | list[int], sampling: SamplingParams) ->
 
 
 def _show(texts: list[str], outputs: list[RequestOutput], seconds: float) -> None:
-    """Print each prompt and its answers, then a table of times."""
     from rich.rule import Rule
     from rich.text import Text
 
@@ -187,7 +185,6 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _to_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
-    """An output's first answer and times; all answers if there are several."""
     answers = [_answer_to_json(answer) for answer in output.outputs]
     record = {
         "prompt": prompt,

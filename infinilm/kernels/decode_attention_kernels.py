@@ -142,14 +142,12 @@ def _attend(
 
 @triton.jit
 def _finish(largest, sums, output):
-    """A chunk's output and the logarithms of its sums of exponentials."""
     total = tl.sum(sums, 1)
     return output / total[:, None], largest + tl.log2(total)
 
 
 @triton.jit
 def _store(results, log_sums, slots, is_query, output, log_sum, HEAD_DIM: tl.constexpr):
-    """Store a chunk's result for `_combine`."""
     dims = tl.arange(0, output.shape[1])
     mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(results + slots[:, None] * HEAD_DIM + dims[None, :], output, mask=mask)

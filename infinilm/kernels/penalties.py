@@ -30,7 +30,6 @@ def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor
 
 
 def find_penalize(device: torch.device) -> Penalize:
-    """The fastest implementation for the device."""
     if not has_kernels(device):
         return penalize_torch
     from infinilm.kernels.penalties_kernel import penalize  # which needs Triton

@@ -54,13 +54,11 @@ _INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def _number(settings, row, column: tl.constexpr):
-    """A setting that is a float64."""
     return tl.load(settings + row * _COLUMNS + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _draw_key(settings, row, position):
-    """The two halves of the key of the draw at `position`."""
     seed = tl.load(settings + row * _COLUMNS).to(tl.uint64, bitcast=True)
     key = seed + (position.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9

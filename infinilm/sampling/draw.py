@@ -45,7 +45,6 @@ NUM_LEADERS = 256  # most truncated distributions have fewer tokens
 
 
 def find_draw(device: torch.device) -> Draw:
-    """The fastest implementation for the device."""
     if device.type == "cuda":
         from infinilm.kernels.sampling import draw  # Triton is for GPUs
 

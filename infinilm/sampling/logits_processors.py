@@ -51,7 +51,6 @@ class TokenCounts:
         self._penalize(logits, places, slots, self._counts, self._penalties)
 
     def record(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Count `token_ids` [k], drawn by the rows that have `slots` [k]."""
         ones = torch.ones_like(token_ids, dtype=torch.int32)
         self._counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones)
 

@@ -22,7 +22,6 @@ class Logprobs:
     top_logprobs: torch.Tensor  # [n, k] float32
 
     def to_pinned(self) -> "Logprobs":
-        """Starts copies into pinned memory."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return Logprobs(*map(to_pinned, columns))
 

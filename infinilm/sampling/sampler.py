@@ -43,7 +43,6 @@ class Samples:
     """By index in this batch; other rows are not affected."""
 
     def to_pinned(self) -> "Samples":
-        """Starts copies into pinned memory."""
         logprobs = self.logprobs and self.logprobs.to_pinned()
         return replace(
             self, token_ids=to_pinned(self.token_ids), is_finite=to_pinned(self.is_finite), logprobs=logprobs
@@ -67,7 +66,6 @@ class Samples:
         return self.token_ids.tolist(), logprobs, errors
 
     def to_host(self) -> list[SampledToken]:
-        """One entry per row. Waits for the device."""
         token_ids, logprobs, errors = self.read()
         return [SampledToken(token_id, logprobs.get(i), errors.get(i)) for i, token_id in enumerate(token_ids)]
 
@@ -188,7 +186,6 @@ class Sampler:
         return self._draw(logits, self._device_settings, rows, positions)
 
     def warm_up(self, logits: torch.Tensor) -> None:
-        """Compile the kernels for such `logits`."""
         padding = torch.full((len(logits),), -1, dtype=torch.int64, device=self._device)
         self.sample_rows(logits, padding, padding)
 

@@ -70,14 +70,11 @@ def _regex_grammar(regex: str) -> dict[str, Any]:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression that matches exactly this text."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tools:
-    """Built from the tokenizer, once."""
-
     vocabulary: Vocabulary
     real_tokens: Mask
     lltokenizer: "LLTokenizer"

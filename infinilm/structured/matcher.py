@@ -36,19 +36,16 @@ class CompiledGrammar:
     left_s: float = ALLOWANCE_S
 
     def matcher(self, output_ids: Sequence[int], stop_ids: Sequence[int], min_tokens: int) -> "GrammarMatcher":
-        """See `infinilm.structured_output.Grammar`."""
         matcher = GrammarMatcher(self, stop_ids, min_tokens)
         matcher.replay(output_ids)
         return matcher
 
     def spend(self, seconds: float) -> None:
-        """Subtract the time for one token from the request's allowance."""
         self.left_s = min(self.left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - seconds
         if self.left_s < 0:
             raise self.error(f"following it takes too long ({seconds * 1000:.0f} ms for the last token)")
 
     def error(self, reason: str) -> InvalidValueError:
-        """The error for a request whose answer can't continue."""
         self.on_failure()
         return InvalidValueError(f"structured: the answer can't continue with this {self.field}: {readable(reason)}")
 
@@ -75,7 +72,6 @@ class GrammarMatcher:
         self._spent_s = 0.0
 
     def replay(self, output_ids: Iterable[int]) -> None:
-        """Advance through the beginning of an answer again."""
         for token_id in output_ids:
             self.advance(token_id)
         self._spent_s = 0.0  # counted when the tokens were first drawn

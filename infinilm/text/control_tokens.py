@@ -87,7 +87,6 @@ class ControlTokens:
         return self._ids_of(self._encoder.encode(self._number_tokens(marked), add_special_tokens=False))
 
     def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Encode text in which no control token is recognised."""
         encoding = self._encoder.encode(scrub(text), add_special_tokens=False)
         return self._ids_of(self._post_process(encoding, None, add_special_tokens))
 
@@ -142,7 +141,6 @@ class ControlTokens:
 
 
 def _numbered(token_id: int) -> str:
-    """A control token as the encoder spells it."""
     return f"{OPEN}{token_id}{CLOSE}"
 
 

@@ -72,7 +72,6 @@ def decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def _refuse_unconverted(path: Path) -> None:
-    """Raise if the directory has a tokenizer, but not as tokenizer.json."""
     for name in _UNCONVERTED_FILES:
         if (path / name).is_file():
             raise CheckpointError(

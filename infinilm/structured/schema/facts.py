@@ -19,7 +19,6 @@ _MAX_STEPS = 200_000
 
 
 def types_of(names: str | Sequence[str]) -> frozenset[str]:
-    """The types that a `type` keyword stands for."""
     listed = [names] if isinstance(names, str) else names
     return frozenset(t for name in listed for t in (("integer", "fraction") if name == "number" else (name,)))
 
@@ -94,7 +93,6 @@ class Facts:
         )
 
     def forbids(self, name: str) -> bool:
-        """Whether no value has this property."""
         if any(schema is False for schema in self.properties.get(name, ())):
             return True
         return any(

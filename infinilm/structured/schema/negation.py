@@ -137,7 +137,6 @@ def any_of(schemas: Sequence[Schema]) -> Schema:
 
 
 def _beyond(keyword: str, value: Any) -> list[Schema]:  # noqa: PLR0911
-    """The values outside of a limit."""
     match keyword:
         case "minLength" | "minItems" | "minProperties" if value > 0:
             return [{"type": _HOLDERS[keyword[3:]], "max" + keyword[3:]: value - 1}]
@@ -167,7 +166,6 @@ _HOLDERS = {"Length": "string", "Items": "array", "Properties": "object"}
 
 
 def _other_values(values: Sequence[Any]) -> list[Schema]:
-    """Schemas of all other values."""
     kinds = {type_of(value) for value in values}
     found: list[Schema] = []
     if others := type_names(TYPES - kinds - ({"fraction"} if "integer" in kinds else set())):
