@@ -25,12 +25,12 @@ Runner = Callable[[Workload, list[list[int]]], Run]
 
 
 class EngineProcess:
-    """`name` is one of ours and llama.cpp; `settings` are a `Config`'s, of which llama.cpp knows the model alone."""
+    """`name` is one of ours and llama.cpp; `settings` are a `Config`'s, of which llama.cpp uses the model only."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], num_threads: int) -> None:
         self.name = name
         self.peak_bytes: int | None = None
-        """The most memory that was resident up to the last run's end. None where the system does not tell."""
+        """Peak resident memory up to the end of the last run. None where the system does not report it."""
         self._errors = TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.llamacpp.engine_process", name, json.dumps(settings), str(num_threads)],
@@ -48,11 +48,9 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._process.pid
 
     def run(self, workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:
-        """Time a workload there."""
         message = json.dumps({"workload": asdict(workload), "prompts": prompts})
         assert self._process.stdin is not None
         try:
@@ -79,7 +77,6 @@ class EngineProcess:
         return EngineError(describe_death(self.name, code, self._errors.read().decode(errors="replace")))
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -92,12 +89,12 @@ class EngineProcess:
 
 
 def environment(num_threads: int) -> dict[str, str]:
-    """Of a process that is to compute with so many threads."""
+    """The environment of a process that computes with this many threads."""
     return {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
 
 
 def describe_death(name: str, code: int, errors: str) -> str:
-    """Why an engine's process is gone, by its exit code and what it left on stderr."""
+    """Why an engine's process ended, by its exit code and stderr."""
     if code == -signal.SIGILL and name == LLAMA_CPP:
         from benchmarks.llamacpp.peer import PACKAGE, REMEDY
 
@@ -111,7 +108,7 @@ def describe_death(name: str, code: int, errors: str) -> str:
 
 
 def main(name: str, settings: dict[str, Any], num_threads: int) -> None:
-    """Load the engine, say what it is, then do the work that comes in."""
+    """Load the engine, reply with its version and sizes, then run the workloads from stdin."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries must not mix with the replies
 
@@ -131,7 +128,7 @@ def main(name: str, settings: dict[str, Any], num_threads: int) -> None:
 
 
 def _load(name: str, settings: dict[str, Any], num_threads: int) -> tuple[Runner, str, int, int]:
-    """What runs a workload, the engine's version, its vocabulary's size and the longest text it takes."""
+    """The function that runs a workload, the engine's version, its vocabulary size and its maximum length."""
     if name == LLAMA_CPP:
         from benchmarks.llamacpp.peer import LlamaCpp
 
@@ -147,7 +144,6 @@ def _load(name: str, settings: dict[str, Any], num_threads: int) -> tuple[Runner
 
 
 def _peak_bytes() -> int | None:
-    """The most memory that was ever resident in this process."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

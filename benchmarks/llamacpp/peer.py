@@ -1,7 +1,7 @@
-"""The same work done by llama.cpp: what `bench --peer llama.cpp` and the scripts for CPUs hold us against.
+"""The same work done by llama.cpp, for `bench --peer llama.cpp` and the scripts for CPUs.
 
-Nothing here imports torch, so that the memory of a process that runs it is llama.cpp's own. Work is handed to its C
-interface, which costs less per token than llama-cpp-python's classes do, and takes several streams at once.
+Nothing here imports torch, so that the memory of the process is llama.cpp's own. Its C interface is used, which costs
+less per token than llama-cpp-python's classes and computes several streams at once.
 """
 
 import logging
@@ -26,17 +26,16 @@ REMEDY = (
     '-DGGML_AVX512_BF16=ON" '
     f"pip install --force-reinstall --no-deps --no-cache-dir --no-binary {PACKAGE} {PACKAGE}"
 )
-"""For a virtual machine that announces instructions that it does not have, as AMX."""
+"""For a virtual machine that reports instructions that it does not have, such as AMX."""
 MAX_BATCH = 512
-"""Tokens in one call: its own default of what it computes at once."""
+"""Tokens per call: its default."""
 CACHE_PIECE = 256
-"""A stream's cache has a multiple of so many tokens."""
+"""A stream's cache is a multiple of this many tokens."""
 
 Logits = npt.NDArray[np.float32]
 
 
 def check_installed() -> None:
-    """Say how to get llama.cpp if it is not here."""
     if find_spec("llama_cpp") is None:
         raise EngineError(f"comparing with llama.cpp needs {PACKAGE}; install it with: {INSTALL}")
 
@@ -88,7 +87,7 @@ class LlamaCpp:
         run.token_ids += answers
 
     def logits(self, token_ids: Sequence[int], rows: int) -> Logits:
-        """What comes after each token of a text: `[tokens, vocab]`. `rows` tokens are computed at a time."""
+        """The logits after each token of a text: `[tokens, vocab]`. `rows` tokens are computed at a time."""
         found = []
         with _Context(self, 1, len(token_ids)) as context:
             for start in range(0, len(token_ids), rows):
@@ -98,7 +97,6 @@ class LlamaCpp:
         return np.concatenate(found)
 
     def close(self) -> None:
-        """Give the model's memory back."""
         self._lib.llama_model_free(self._model)
 
 
@@ -137,7 +135,7 @@ class _Context:
     def decode(
         self, tokens: Sequence[int], places: Sequence[int], streams: Sequence[int], wanted: Sequence[bool]
     ) -> Logits:
-        """Compute tokens at their places in their streams; the wanted ones' logits, good until the next call."""
+        """Compute tokens at their positions in their streams; the logits of `wanted`, valid until the next call."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, (token, place, stream, is_wanted) in enumerate(zip(tokens, places, streams, wanted, strict=True)):

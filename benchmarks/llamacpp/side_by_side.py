@@ -1,4 +1,4 @@
-"""This engine and llama.cpp on the same file, prompts and threads: by turns, each in a process of its own."""
+"""This engine and llama.cpp on the same file, prompts and threads: in turns, each in its own process."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENGINES = (OURS, LLAMA_CPP)
 FIRST_PROMPT = "The capital of France is"
 SETTLE_SECONDS = 0.05
-"""Between turns: threads that have no more work spin for a moment before they sleep."""
+"""Between turns: idle threads spin for a moment before they sleep."""
 
 # What a user would write to see a first token; `infinilm generate` is the other side of it.
 LLAMA_CPP_START = """
@@ -39,13 +39,13 @@ for piece in model(sys.argv[3], max_tokens=1, temperature=0.0, stream=True):
 
 @dataclass(frozen=True, slots=True)
 class Works:
-    """What both engines are given to do."""
+    """The workloads of both engines."""
 
     decode: Workload
     prefill: Workload
     streams: Workload
     memory: Workload
-    """Loading, this and nothing else is what the peak of resident memory is of."""
+    """For the peak of resident memory: loading and this workload only."""
 
 
 WORKS = Works(
@@ -64,11 +64,10 @@ class Setup:
     num_threads: int
 
     def start(self, engine: str) -> EngineProcess:
-        """Start one of them."""
         return EngineProcess(engine, self.settings, self.num_threads)
 
     def first_token_command(self, engine: str) -> list[str]:
-        """What shows an engine's first token, as a command of its own."""
+        """A command that prints an engine's first token."""
         if engine == LLAMA_CPP:
             arguments = ["-c", LLAMA_CPP_START, str(self.settings["model"]), str(self.num_threads), FIRST_PROMPT]
         else:
@@ -80,7 +79,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number of both engines, and which of them is to be liked."""
+    """A number of both engines, and which direction is better."""
 
     name: str
     unit: str
@@ -90,24 +89,22 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Ours to theirs."""
         return self.ours / self.theirs
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Everything that was measured, by engine."""
+    """All measurements, by engine."""
 
     works: Works
     versions: dict[str, str] = field(default_factory=dict)
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
-    """By workload's name and engine."""
+    """By workload name and engine."""
     peak_bytes: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in ENGINES})
-    """Empty where the system does not tell."""
+    """Empty where the system does not report it."""
     start_seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ENGINES})
 
     def summary(self, workload: Workload, engine: str) -> Summary:
-        """What an engine's runs of a workload come to."""
         return Summary.of(self.runs[workload.name][engine])
 
     def figures(self) -> list[Figure]:
@@ -138,7 +135,7 @@ def _medians(values: Mapping[str, Sequence[float]], unit: float = 1.0) -> list[f
 
 
 def compare(setup: Setup, repeat: int, note: Callable[[str], None], works: Works = WORKS) -> Comparison:
-    """Measure everything `repeat` times. `note` is told what is going on."""
+    """Measure everything `repeat` times. `note` is called with progress messages."""
     found = Comparison(works)
     _measure_workloads(found, setup, repeat, note)
     note(f"Measuring the peak of resident memory · {repeat} times …")
@@ -169,7 +166,7 @@ def _measure_workloads(found: Comparison, setup: Setup, repeat: int, note: Calla
 def run_by_turns(
     engines: Sequence[EngineProcess], workload: Workload, repeat: int, *, warm_up: bool = True
 ) -> dict[str, list[Run]]:
-    """Run a workload by turns, so that what else happens on the machine hits all engines alike: runs by engine."""
+    """Run a workload in turns, so that other load on the machine affects all engines alike: runs by engine."""
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     if warm_up:
         _run_each_once(engines, replace(workload, output_len=min(workload.output_len, 4)), repeat)
@@ -180,7 +177,7 @@ def run_by_turns(
 
 
 def _run_each_once(engines: Sequence[EngineProcess], workload: Workload, number: int) -> dict[str, Run]:
-    """Each engine once, all with the same prompts: those with this number."""
+    """Run each engine once, all with the prompts of this number."""
     prompts = workload.prompts(engines[0].vocab_size, number)
     runs = {}
     for engine in engines:
@@ -190,7 +187,7 @@ def _run_each_once(engines: Sequence[EngineProcess], workload: Workload, number:
 
 
 def time_to_output(engine: str, setup: Setup) -> float:
-    """The seconds from starting an engine's command until there is something on its stdout."""
+    """The seconds from starting an engine's command to its first output."""
     start_time = perf_counter()
     with subprocess.Popen(
         setup.first_token_command(engine),
@@ -210,12 +207,11 @@ def time_to_output(engine: str, setup: Setup) -> float:
 
 
 def count_cores() -> int:
-    """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compare_with_llamacpp(config: Config, num_threads: int | None, repeat: int) -> tuple[Comparison, dict[str, Any]]:
-    """Measure both engines: what was found, and the report of it."""
+    """Measure both engines: the measurements, and the report."""
     check_installed()
     setup = make_setup(config, num_threads)
     found = compare(setup, repeat, note)
@@ -237,7 +233,7 @@ def compare_with_llamacpp(config: Config, num_threads: int | None, repeat: int) 
 
 
 def make_setup(config: Config, num_threads: int | None) -> Setup:
-    """How both engines are to be started; None: with as many threads as cores."""
+    """How both engines are started; `num_threads` None: one per core."""
     path = resolve(config.model)
     if path.suffix != ".gguf":
         raise InvalidValueError(f"--peer llama.cpp: {path} is not a .gguf file, and llama.cpp reads nothing else")
@@ -250,7 +246,7 @@ def make_setup(config: Config, num_threads: int | None) -> Setup:
 
 
 def make_comparison(figures: Sequence[Figure]) -> "Table":
-    """A line for each figure, ours next to theirs."""
+    """A table with one line per figure."""
     table = make_table("", "", "infinilm", "llama.cpp", "ratio", "better", left=2)
     for figure in figures:
         values = [figure.ours, figure.theirs]

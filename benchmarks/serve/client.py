@@ -1,4 +1,4 @@
-"""Sends requests to a server as a load says, and keeps what became of each."""
+"""Sends requests to a server according to a load, and records the result of each."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from benchmarks.serve.http_connection import BodyReader, Connection, Connector, 
 from benchmarks.serve.work import Load, Work
 
 LOOK_SECONDS = 1.0
-"""How often the client looks at its own cost."""
+"""How often the client measures its own CPU use."""
 PAUSE_SECONDS = 0.1
 """After an error, until a stream of a closed loop sends its next request: a refusal may come at once."""
 MIN_STOCK = 16
@@ -23,8 +23,6 @@ MIN_STOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All there is to know about a run."""
-
     endpoint: Endpoint
     work: Work
     load: Load
@@ -34,18 +32,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Measured:
-    """What a run saw."""
-
     traces: list[Trace] = field(default_factory=list)
     cpu_share: float = 0.0
-    """Of one core, used by the client; by the busiest of its processes."""
+    """Share of one core, used by the client; by the busiest of its processes."""
     peak_cpu_share: float = 0.0
     """The same, in the busiest second."""
     is_interrupted: bool = False
 
 
 class Client:
-    """Sends requests over connections that are used again."""
+    """Sends requests over reused connections."""
 
     def __init__(self, endpoint: Endpoint, timeout: float) -> None:
         self._endpoint = endpoint
@@ -61,7 +57,7 @@ class Client:
         return reader
 
     async def stream(self, request: bytes, trace: Trace) -> None:
-        """Send a request and follow its answer. Whatever happens is in the trace."""
+        """Send a request and follow its answer. Errors are recorded in the trace."""
         reader = EventReader(trace)
         trace.start = trace.end = perf_counter()
         try:
@@ -77,7 +73,7 @@ class Client:
             raise
 
     async def open(self, number: int) -> None:
-        """Open connections in advance. Those that fail will do so again, and be reported, when they are needed."""
+        """Open connections in advance. Those that fail fail again, and are reported, when they are needed."""
         opened = await asyncio.gather(*(self._connector.connect() for _ in range(number)), return_exceptions=True)
         self._idle += [connection for connection in opened if isinstance(connection, Connection)]
 
@@ -103,14 +99,13 @@ class Client:
             self._idle.append(connection)
 
     def close(self) -> None:
-        """Close the connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
 
 class Stock:
-    """Requests made in advance: when many streams want their next one at once, none waits for the others'."""
+    """Requests made in advance, so that streams that need one at the same time don't wait for each other."""
 
     def __init__(self, make: Callable[[int], bytes], indices: Iterator[int], size: int) -> None:
         self._make = make
@@ -129,7 +124,7 @@ class Stock:
         return self._made.popleft()
 
     async def keep_full(self) -> None:
-        """Make further ones, one at a time between other things to do."""
+        """Make further requests, one at a time, between other tasks."""
         while True:
             await self._has_room.wait()
             self._has_room.clear()
@@ -160,22 +155,20 @@ class LoadRun:
 
     @property
     def num_open(self) -> int:
-        """Requests at work."""
         return len(self._measured.traces) - self.num_done
 
     @property
     def seconds(self) -> float:
-        """How long it has been going on."""
         return perf_counter() - self._begin
 
     async def prepare(self) -> None:
-        """Do what would take time from the run: open the connections that will be needed at once, clean up memory."""
+        """Do slow work before the run: open the first connections, collect garbage."""
         _allow_many_files()
         await self._client.open(self._num_at_once)
         gc.collect()
 
     async def run(self, begin: float, on_look: Callable[["LoadRun"], None] | None = None) -> Measured:
-        """Send requests from the time `begin` of `perf_counter` on; done when all are answered, or after `stop`."""
+        """Send requests from the time `begin` of `perf_counter` on; ends when all are answered, or after `stop`."""
         self._begin = begin
         gc.disable()  # a collection would hold up the clocks of all streams
         await asyncio.sleep(max(0.0, begin - perf_counter()))
@@ -200,7 +193,7 @@ class LoadRun:
         return measured
 
     def stop(self) -> None:
-        """Break off what is at work."""
+        """Cancel all open requests."""
         self._measured.is_interrupted = True
         for task in self._tasks:
             task.cancel()
@@ -223,7 +216,7 @@ class LoadRun:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _send_on_time(self) -> None:
-        """An open loop: no answer is waited for."""
+        """An open loop: requests don't wait for answers."""
         plan = self._plan
         for offset in islice(plan.load.arrivals(plan.work.seed), self._share, None, self._num_shares):
             index, request = self._stock.pop()
@@ -246,7 +239,7 @@ class LoadRun:
             self.num_errors += trace.error is not None
 
     async def _watch(self, on_look: Callable[["LoadRun"], None] | None) -> None:
-        """See how busy the client is, from time to time."""
+        """Measure the client's own CPU use."""
         while True:
             before, cpu_before = perf_counter(), process_time()
             await asyncio.sleep(LOOK_SECONDS)
@@ -257,7 +250,7 @@ class LoadRun:
 
 
 def _allow_many_files() -> None:
-    """As many connections as the system lets this process have."""
+    """Raise the limit of open connections as far as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # not every system grants what it calls its limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

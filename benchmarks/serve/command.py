@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXIT_UNANSWERED = 1
 BUSY_SHARE = 0.8
-"""A client that takes more of a core may be what limits the figures."""
+"""A client that uses more of a core may limit the figures itself."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -117,7 +117,7 @@ async def _measure(plan: "Plan", warmup: int, processes: int) -> "tuple[Plan, Me
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[LoadRun], None] | None]":
-    """A line on the terminal that tells how far the run is; it is gone afterwards."""
+    """A temporary line on the terminal that shows the progress."""
     if not sys.stderr.isatty():
         yield None
         return

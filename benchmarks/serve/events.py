@@ -1,4 +1,4 @@
-"""What a streamed answer tells: when tokens came and how many, and how it ended."""
+"""Reads streamed answers: when tokens arrived and how many, and how the answer ended."""
 
 import json
 from array import array
@@ -8,7 +8,7 @@ from typing import Any
 MAX_ERROR_BYTES = 1 << 16
 MAX_MESSAGE_LENGTH = 400
 INTERRUPTED = "interrupted"
-"""The kind of error of requests that were at work when the measuring was stopped."""
+"""The kind of error of requests that were open when the measurement was stopped."""
 
 _PLAIN = b'"finish_reason":null'
 """In every event that brings text, and in no other but the first of a chat: these need not be decoded."""
@@ -24,32 +24,32 @@ def _counts() -> "array[int]":
 
 @dataclass(slots=True)
 class Trace:
-    """What became of one request. Times are those of `perf_counter`, in seconds."""
+    """The record of one request. Times are those of `perf_counter`, in seconds."""
 
     index: int
     start: float
-    """Just before it was sent, or a connection opened for it."""
+    """Just before the request was sent, or its connection opened."""
     lateness: float = 0.0
     """How much later that was than planned."""
     end: float = 0.0
-    """When the last of the reply came."""
+    """When the last part of the reply arrived."""
     times: "array[float]" = field(default_factory=_floats)
-    """When something with tokens came."""
+    """When tokens arrived."""
     counts: "array[int]" = field(default_factory=_counts)
-    """How many came with it: tokens if the server tells in each event, otherwise events."""
+    """How many arrived: tokens if the server reports them in each event, otherwise events."""
     num_events: int = 0
     """Events with tokens."""
     num_prompt_tokens: int | None = None
-    """As the server says."""
+    """As the server reports."""
     num_output_tokens: int | None = None
     error: str | None = None
-    """The kind of error. None: it was answered in full."""
+    """The kind of error. None: answered completely."""
     message: str = ""
-    """What there is to say of the error."""
+    """Details of the error."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that came: what the server says, or else the number of events."""
+        """Tokens as the server reports, or else the number of events."""
         return sum(self.counts) if self.num_output_tokens is None else self.num_output_tokens
 
     @property
@@ -59,12 +59,12 @@ class Trace:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of a token after the first ones that came; None if no more came."""
+        """Mean seconds per token after the first arrival; None if there was no second."""
         num_later = self.num_tokens - self.counts[0] if len(self.times) > 1 else 0
         return (self.times[-1] - self.times[0]) / num_later if num_later > 0 else None
 
     def fail(self, error: str, message: object = "") -> None:
-        """Note what went wrong, unless something did before."""
+        """Record an error, unless there is one already."""
         if self.error is None:
             self.error, self.message = error, " ".join(str(message).split())
 
@@ -77,21 +77,19 @@ class EventReader:
         self._status = 0
         self._content_type = ""
         self._body = b""
-        """Of a reply that is no stream."""
+        """Of a reply that is not a stream."""
         self._line = b""
-        """The beginning of a line whose end is still to come."""
+        """The beginning of an incomplete line."""
         self._is_plain = False
-        """Whether an event can be known by its looks: the first one with text has come, and such bring one token."""
+        """Whether events need no decoding: the first one with text has arrived, and each brings one token."""
         self._has_counts = False
-        """Whether each event says how many tokens there are by then."""
+        """Whether each event reports the number of tokens so far."""
         self._is_finished = False
 
     def begin(self, status: int, content_type: str) -> None:
-        """The reply's head has come."""
         self._status, self._content_type = status, content_type
 
     def feed(self, data: bytes, now: float) -> None:
-        """A piece of the body has come."""
         trace = self._trace
         trace.end = now
         if self._status != 200 or self._content_type != "text/event-stream":
@@ -115,7 +113,7 @@ class EventReader:
             trace.counts.append(num_tokens)
 
     def conclude(self) -> None:
-        """The reply is complete: see whether it is an answer."""
+        """Check, at the end of the reply, whether it is an answer."""
         trace = self._trace
         if self._status != 200:
             trace.fail(f"HTTP {self._status}", describe_error(self._body))
@@ -127,7 +125,7 @@ class EventReader:
             trace.fail("empty", "the stream has no text")
 
     def _read_closely(self, lines: bytes) -> tuple[int, int]:
-        """Decode each event: how many bring tokens, and how many tokens."""
+        """Decode each event: the number of events with tokens, and of tokens."""
         num_events = num_tokens = 0
         for line in lines.splitlines():
             if not line.startswith(b"data:"):
@@ -147,7 +145,7 @@ class EventReader:
         return num_events, num_tokens
 
     def _read_event(self, event: dict[str, Any]) -> int:
-        """How many tokens it brings, as far as can be known."""
+        """The number of tokens in an event, as far as it is known."""
         if event.get("error"):
             self._trace.fail("error in the stream", error_message(event))
             return 0
@@ -166,7 +164,7 @@ class EventReader:
 
 
 def _has_text(choice: dict[str, Any], *, is_last: bool) -> bool:
-    """Whether an event brings a token. A piece of a character may be one without any text."""
+    """Whether an event brings a token. An incomplete character may be a token without text."""
     if "text" in choice:
         return bool(choice["text"]) or not is_last
     return any(value for name, value in choice["delta"].items() if name != "role")
@@ -181,7 +179,7 @@ def describe_error(reply: bytes) -> str:
 
 
 def error_message(reply: Any) -> str:
-    """The message in such a reply, once decoded: it may be further inside."""
+    """The message in a decoded error reply, which may be nested."""
     for name in ("error", "message", "detail"):
         if isinstance(reply, dict) and name in reply:
             reply = reply[name]

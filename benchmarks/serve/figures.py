@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 MAX_POINTS = 2000
-"""Of a line: more could not be seen."""
+"""Of a line: more are not visible."""
 BLUE, ORANGE, GREY = "#2f6f9f", "#d9822b", "#8a8f98"
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How times, in seconds, are distributed."""
+    """The distribution of times, in seconds."""
 
     p50: float
     p90: float
@@ -35,7 +35,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Floats) -> "Spread | None":
-        """None if there are none."""
+        """None if there are no values."""
         if not len(values):
             return None
         p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
@@ -44,17 +44,15 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of one kind."""
-
     kind: str
     count: int
     example: str
-    """What the first of them said."""
+    """The message of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run in numbers. Times are in seconds, and of answered requests only."""
+    """Times are in seconds, and of answered requests only."""
 
     seconds: float
     """From the first request to the end of the last answer."""
@@ -63,13 +61,13 @@ class Figures:
     num_interrupted: int
     errors: list[Errors]
     num_prompt_tokens: int | None
-    """Of answered requests, as the server says."""
+    """Of answered requests, as the server reports."""
     num_output_tokens: int
     """Of answered and interrupted requests."""
     num_events: int
     """Events that brought them: as many, if each brings one token."""
     has_usage: bool
-    """Whether the server told the number of tokens. If not they are as many as events."""
+    """Whether the server reported the number of tokens. If not, events are counted."""
     requests_per_second: float
     output_per_second: float
     total_per_second: float | None
@@ -79,9 +77,9 @@ class Figures:
     ttft: Spread | None
     """From sending a request to its first token."""
     itl: Spread | None
-    """Between two tokens of an answer. If several came at once each gets an equal part of the gap before them."""
+    """Between two tokens of an answer. Tokens that arrive together share the gap before them equally."""
     gap: Spread | None
-    """Between two arrivals of something new."""
+    """Between two arrivals of tokens."""
     tpot: Spread | None
     """Per answer, the mean time of a token after the first."""
     latency: Spread | None
@@ -93,7 +91,6 @@ class Figures:
 
     @classmethod
     def of(cls, measured: Measured, limits: Limits | None = None) -> "Figures":
-        """Sum up a run."""
         traces = measured.traces
         answered = [trace for trace in traces if trace.error is None]
         broken_off = [trace for trace in traces if trace.error == INTERRUPTED]
@@ -170,7 +167,7 @@ def find_rates(traces: Sequence[Trace], width: float) -> tuple[Floats, Floats]:
 
 
 def describe_requests(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """A line for each request, by when it was sent; times from the first one on."""
+    """One entry per request, in order of sending; times count from the first request."""
     begin = min((trace.start for trace in traces), default=0.0)
     return [
         {
@@ -188,7 +185,7 @@ def describe_requests(traces: Sequence[Trace]) -> list[dict[str, Any]]:
 
 
 def check_plot(file: Path) -> None:
-    """See, before anything is measured, whether a picture can be made at all."""
+    """Check before measuring whether a plot can be written."""
     if find_spec("matplotlib") is None:
         raise InvalidValueError("--plot needs matplotlib; install it with: pip install 'infinilm[plot]'")
     if file.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -198,7 +195,7 @@ def check_plot(file: Path) -> None:
 
 
 def plot(measured: Measured, title: str, file: Path) -> None:
-    """Draw the run, in which something was answered, into a file."""
+    """Plot a run with at least one answer into a file."""
     from matplotlib.figure import Figure
 
     answered = [trace for trace in measured.traces if trace.error is None]
@@ -223,7 +220,7 @@ def plot(measured: Measured, title: str, file: Path) -> None:
 
 
 def _draw_shares(axes: "Axes", seconds: Floats, name: str, color: str) -> None:
-    """The share of values up to each one, with the percentiles that matter written beside the line."""
+    """The cumulative distribution, with its percentiles."""
     values = np.sort(seconds) * 1000
     axes.set(xlabel="milliseconds", ylabel="share", title=name, ylim=(0, 1.02))
     if not len(values):

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for many streams: as little work per packet as there can be."""
+"""A small HTTP/1.1 client for many streams, with little work per packet."""
 
 import asyncio
 import json
@@ -15,20 +15,20 @@ MAX_HEAD_BYTES = 1 << 16
 
 
 class Reader(Protocol):
-    """Takes in one reply."""
+    """Receives one reply."""
 
     def begin(self, status: int, content_type: str) -> None:
-        """The reply's head has come."""
+        """The reply's status and content type."""
         ...
 
     def feed(self, data: bytes, now: float) -> None:
-        """A piece of its body has come, at that time of `perf_counter`."""
+        """A part of the body, received at that time of `perf_counter`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is, and how to ask it."""
+    """A server's address and key."""
 
     host: str
     port: int
@@ -39,7 +39,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, base_url: str, api_key: str | None = None) -> "Endpoint":
-        """Read an address such as `http://127.0.0.1:8000`, with or without `/v1` at its end."""
+        """Parse an address such as `http://127.0.0.1:8000`, with or without `/v1` at its end."""
         try:
             url = urlsplit(base_url)
             port = url.port
@@ -55,14 +55,13 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Host and port."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
         return f"{'https' if self.is_secure else 'http'}://{self.address}{self.prefix}"
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """A request as it is sent: a POST of `body` as JSON, or a GET if there is none."""
+        """The bytes of a request: a POST of `body` as JSON, or a GET if there is none."""
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         lines = [
             f"{'GET' if body is None else 'POST'} {self.prefix}{path} HTTP/1.1",
@@ -80,7 +79,7 @@ class Endpoint:
 class Connection(asyncio.BufferedProtocol):
     """One connection, with one request at a time.
 
-    All connections read into one buffer: each packet is used up before the next one is read.
+    All connections read into one buffer: each packet is processed before the next one is read.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -95,21 +94,20 @@ class Connection(asyncio.BufferedProtocol):
         self._has_head = False
         self._is_chunked = False
         self._num_left: int | None = None
-        """Bytes of the body that are still to come. None: it ends with the connection."""
+        """Bytes of the body that are still missing. None: it ends with the connection."""
         self._can_reuse = True
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can take a request."""
         return self._transport is not None and self._done is None
 
     @property
     def has_reply(self) -> bool:
-        """Whether any of the last request's reply has come."""
+        """Whether any part of the last request's reply has arrived."""
         return self._has_head or bool(self._unread)
 
     async def exchange(self, request: bytes, reader: Reader) -> None:
-        """Send a request and let `reader` have the whole reply; a `ConnectionResetError` if it is cut off."""
+        """Send a request and pass the whole reply to `reader`; a `ConnectionResetError` if it is cut off."""
         if self._transport is None:
             raise ConnectionResetError("the server has closed the connection")
         self._reset()
@@ -127,7 +125,6 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
 
     def close(self) -> None:
-        """Cut the connection."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -135,16 +132,13 @@ class Connection(asyncio.BufferedProtocol):
     # --- what the event loop calls ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 (there is but one buffer)
-        """Where to put the next packet."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """A packet has come."""
         now = perf_counter()
         if self._reader is None:  # there is no request
             self.close()
@@ -155,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
             self._fail(ConnectionResetError(f"the reply is no valid HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone. That ends a reply of unknown length, and cuts off any other."""
+        """Ends a reply of unknown length, and cuts off any other."""
         self._transport = None
         if self._done is None or self._done.done():
             return
@@ -167,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- replies ----------------------------------------------------------------------------------------
 
     def _read(self, data: bytes, reader: Reader, now: float) -> None:
-        """Use up what has come so far, but for what only makes sense together with what follows."""
+        """Process the data so far, and keep what is incomplete."""
         if not self._has_head:
             head, end, data = data.partition(b"\r\n\r\n")
             if not end:
@@ -211,7 +205,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def split_chunks(data: bytes) -> tuple[bytes, bytes, bool]:
-    """What whole chunks hold, what comes after them, and whether the last of all chunks is among them."""
+    """The content of complete chunks, the data after them, and whether the last chunk is among them."""
     body: list[bytes] = []
     start = 0
     while (line_end := data.find(b"\r\n", start)) >= 0:
@@ -229,23 +223,19 @@ def split_chunks(data: bytes) -> tuple[bytes, bytes, bool]:
 
 
 class BodyReader:
-    """Keeps a reply as it is."""
-
     def __init__(self) -> None:
         self.status = 0
         self.body = b""
 
     def begin(self, status: int, content_type: str) -> None:  # noqa: ARG002 (not needed)
-        """The reply's head has come."""
         self.status = status
 
     def feed(self, data: bytes, now: float) -> None:  # noqa: ARG002 (nothing is timed)
-        """A piece of its body has come."""
         self.body += data
 
 
 class Connector:
-    """Opens connections to one server; finds out its address only once."""
+    """Opens connections to one server; resolves its address only once."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -254,7 +244,7 @@ class Connector:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
 
     async def connect(self) -> Connection:
-        """A new connection; an `OSError` says why there is none."""
+        """A new connection; raises an `OSError` if there is none."""
         host, port = self._address
         transport, connection = await asyncio.get_running_loop().create_connection(
             lambda: Connection(self._buffer),

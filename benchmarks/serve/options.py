@@ -1,4 +1,4 @@
-"""The options of `infinilm bench serve`, and what they are made into."""
+"""The options of `infinilm bench serve`."""
 
 import json
 import secrets
@@ -59,17 +59,17 @@ _LIMIT_OPTIONS = {
 
 
 def takes_load() -> Callable[[Command], Command]:
-    """Give a command the options for when requests are sent, in place of its parameter `load`."""
+    """Replace a command's parameter `load` by options."""
     return expand("load", _LOAD_OPTIONS, _make_load)
 
 
 def takes_work() -> Callable[[Command], Command]:
-    """Give a command the options for what is asked, in place of its parameter `work`."""
+    """Replace a command's parameter `work` by options."""
     return expand("work", _WORK_OPTIONS, _make_work)
 
 
 def takes_limits() -> Callable[[Command], Command]:
-    """Give a command the options for what a good answer is, in place of its parameter `limits`."""
+    """Replace a command's parameter `limits` by options."""
     return expand("limits", _LIMIT_OPTIONS, _make_limits)
 
 

@@ -1,4 +1,4 @@
-"""Before the load: whether there is a server, what it serves, and what it understands."""
+"""Checks, before the load, whether there is a server, which model it serves, and which fields it supports."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ OPTIONAL_FIELDS = {
     "ignore_eos": "answers may be shorter than asked for",
     "stream_options": "tokens are counted by events",
 }
-"""Fields that not every server knows, and what is so without them."""
+"""Fields that not every server supports, and the consequence of leaving them out."""
 _HINTS = {
     401: "; give the key with --api-key",
     403: "; give the key with --api-key",
@@ -27,7 +27,7 @@ _HINTS = {
 async def probe(plan: Plan, num_warm_up: int = 0) -> tuple[Plan, list[str]]:
     """Ask for the model's name and for one short answer, then for `num_warm_up` whole ones at once.
 
-    Returns the plan as it can be measured, and what there is to say about it.
+    Returns the plan to measure, and remarks about it.
     """
     client = Client(plan.endpoint, min(plan.timeout, PROBE_TIMEOUT))
     try:
@@ -70,7 +70,7 @@ def _reason(error: OSError) -> str:
 
 
 async def _find_fields(client: Client, plan: Plan) -> tuple[Plan, list[str]]:
-    """Leave out what the server does not know."""
+    """Remove the fields that the server does not support."""
     notes: list[str] = []
     while True:
         trace = Trace(-1, 0.0)

@@ -1,7 +1,7 @@
-"""Runs a plan: in this process, or shared out over several when one can't read all streams fast enough.
+"""Runs a plan: in this process, or in several if one can't read all streams fast enough.
 
-A further process is told its plan and when to begin on stdin, says on stdout that it is ready and in the end what it
-saw, all of it as JSON. When its stdin is closed it stops.
+A child process gets its plan and the start time on stdin, and reports on stdout that it is ready and at the end its
+measurements, all as JSON. When its stdin is closed it stops.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ LEAD_SECONDS = 0.05
 
 
 async def measure(plan: Plan, num_processes: int, on_look: Callable[[LoadRun], None] | None = None) -> Measured:
-    """Run the plan. Ctrl-C ends it early, with what was seen so far."""
+    """Run the plan. Ctrl-C ends it early, with the measurements so far."""
     if num_processes > 1:
         return await _measure_shared(plan, num_processes)
     run = LoadRun(plan)
@@ -95,7 +95,7 @@ def _write_line(process: asyncio.subprocess.Process, message: Any) -> None:
 
 
 async def _read_line(process: asyncio.subprocess.Process) -> Any:
-    """The next line; it may be a very long one."""
+    """The next line, which may be very long."""
     assert process.stdout is not None
     pieces = []
     while True:
@@ -127,7 +127,7 @@ def _decode(message: dict[str, Any]) -> Measured:
 
 
 async def _run_share() -> None:
-    """Be one of the further processes."""
+    """Main function of a child process."""
     loop = asyncio.get_running_loop()
     stdin = asyncio.StreamReader(limit=1 << 30)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)

@@ -1,4 +1,4 @@
-"""What is asked of a server, and when."""
+"""The requests to a server, and when they are sent."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ WORDS = (
     "group problem fact home water room mother area money story month lot right study book word business issue side "
     "kind head house service friend father power hour game line end member law car city name team minute idea body"
 )
-"""What random chats are made of: most tokenizers have one token for each."""
+"""Words of random chats: most tokenizers have one token for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +24,14 @@ class Load:
     """When requests are sent: one of `streams`, `rate` and `burst`; for how long: `requests` or `seconds`."""
 
     streams: int | None = None
-    """Closed loop: so many at a time, each followed by another when it is answered."""
+    """Closed loop: this many at a time, each followed by another when it is answered."""
     rate: float | None = None
-    """Open loop: so many per second on average, at random times, independent of earlier ones."""
+    """Open loop: this many per second on average, at random times, independent of earlier ones."""
     burst: int | None = None
-    """So many at once."""
+    """This many at once."""
     requests: int | None = None
     seconds: float | None = None
-    """When to send no more; those at work are still waited for."""
+    """When to stop sending; open requests are still waited for."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("streams", "rate", "burst") if getattr(self, name) is not None]
@@ -52,7 +52,7 @@ class Load:
             raise InvalidValueError("the load has no end; give requests or seconds")
 
     def arrivals(self, seed: int) -> Iterator[float]:
-        """For an open loop: when requests are sent, in seconds from the beginning."""
+        """For an open loop: send times, in seconds from the beginning."""
         if self.burst is not None:
             yield from [0.0] * self.burst
             return
@@ -89,16 +89,16 @@ class Work:
     """Tokens of a prompt; of a chat, words."""
     output_len: int = 128
     prefix_len: int = 0
-    """How many at their beginning all prompts have in common."""
+    """Leading tokens that all prompts share."""
     vocab_size: int = 10_000
     """Prompts are random token ids below this."""
     seed: int = 0
     texts: tuple[str, ...] | None = None
-    """Prompts to use instead, by turns."""
+    """Prompts to use instead, in turns."""
     is_chat: bool = False
     """Ask for a chat, not for a completion."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of every request, besides those that come from the above."""
+    """Further fields of every request."""
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len"):
@@ -115,11 +115,10 @@ class Work:
 
     @property
     def path(self) -> str:
-        """Where requests go."""
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, index: int) -> dict[str, Any]:
-        """Request `index`. Below 0 there are others, for warming up."""
+        """Request `index`. Negative ones are for warming up."""
         prompt = self._prompt(index)
         content = {"messages": [{"role": "user", "content": prompt}]} if self.is_chat else {"prompt": prompt}
         return {"model": self.model, **content, "max_tokens": self.output_len, "stream": True, **self.fields}
@@ -141,7 +140,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What makes an answer a good one, in seconds. None: anything does."""
+    """Limits of a good answer, in seconds. None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
