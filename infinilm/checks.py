@@ -10,19 +10,19 @@ from infinilm.errors import InvalidTypeError, InvalidValueError
 
 
 def plain_number(value: Any) -> Any:
-    """A NumPy number, or an array or tensor without dimensions, as Python's own; anything else as it is."""
+    """A NumPy number, or an array or tensor without dimensions, as a Python number; anything else unchanged."""
     return value.item() if _num_dimensions(value) == 0 else value
 
 
 def plain_items(value: Any) -> Any:
-    """The items of a list, tuple, or array or tensor of one dimension, as a tuple; anything else as it is."""
+    """The items of a list, tuple, or one-dimensional array or tensor, as a tuple; anything else unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
         return tuple(map(plain_number, value))
     return tuple(value.tolist()) if _num_dimensions(value) == 1 else value
 
 
 def _num_dimensions(value: Any) -> int | None:
-    """Of a NumPy or torch value whose numbers can be read; None for all else. Neither package is imported for it."""
+    """Of a readable NumPy or torch value; None for anything else. Imports neither package."""
     if type(value).__module__.partition(".")[0] not in ("numpy", "torch"):
         return None
     is_readable = not any(getattr(value, name, False) for name in ("is_nested", "is_meta", "is_sparse"))
@@ -30,7 +30,7 @@ def _num_dimensions(value: Any) -> int | None:
 
 
 def make_numbers_plain(settings: object) -> None:
-    """Turn NumPy numbers among a frozen dataclass's values into Python's own."""
+    """Convert NumPy numbers among a frozen dataclass's values to Python numbers."""
     for each in fields(settings):  # type: ignore[arg-type]
         object.__setattr__(settings, each.name, plain_number(getattr(settings, each.name)))
 
@@ -48,8 +48,6 @@ def check_text(name: str, value: object) -> None:
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dict that can't be changed."""
-
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise InvalidTypeError("these values can't be changed; make new settings instead")
 
@@ -79,13 +77,11 @@ def check_real(name: str, value: object, *, low: float, high: float, above_low: 
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse anything but True and False."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name}={value!r} must be True or False")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse anything but one of the names."""
     if not isinstance(value, str):
         raise InvalidTypeError(f"{name}={value!r} must be one of {', '.join(choices)}")
     if value not in choices:

@@ -1,4 +1,4 @@
-"""The engine's settings: frozen, checked when made, never written to afterwards."""
+"""The engine's settings: frozen, and checked when created."""
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -24,7 +24,7 @@ QUANTIZATIONS = ("none", "q8", "q4")
 EXECUTORS = ("auto", "local", "processes")
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # A laptop: few rows at a time, steps short enough that decoding goes on while a prompt is read.
+    # A laptop: few rows, and steps short enough that decoding continues during a prefill.
     "cpu": {"device": "cpu", "max_num_seqs": 32, "max_num_batched_tokens": 1024},
     # The smallest footprint that still serves a chat: a short context, little prefill workspace.
     "low-memory": {
@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of an engine. What is measured at start (blocks that fit, …) is read from the engine instead."""
+    """Settings of an engine. Measured values (blocks that fit, …) are attributes of the engine."""
 
     model: str | Path | None = None
     """A Hugging Face directory, a .gguf file, a hub id or an alias. None: the embedded model, `smollm2-135m`."""
@@ -56,23 +56,24 @@ class Config:
     """Tokens of prompt and answer together. None: the checkpoint's maximum; it can't be more than that."""
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
-    """The share of the memory free at start, on any device, that the engine may take for all that it needs."""
+    """The share of the memory free at start, on any device, that the engine may use."""
     enforce_eager: bool = False
-    """Never capture CUDA graphs. A CPU has none to capture."""
+    """Never capture CUDA graphs. No effect on a CPU."""
     kvcache_block_size: int = 16
     """Tokens per KV cache block: any multiple of 16."""
     num_kvcache_blocks: int | None = None
-    """None: as many as fit into memory and can be of use."""
+    """None: as many as fit into memory and are useful."""
     device: str = "auto"
     dtype: str = "auto"
-    """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: quantised weights are turned into it."""
+    """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: quantised weights are converted to it."""
     quantization: str | None = None
-    """How matrices are kept on a CPU. None: as the checkpoint has them; those of a GGUF file stay quantised if `dtype`
-    is auto. q8, q4: those that are not quantised yet become so, with 8 or 4 bits. none: all are dense."""
+    """How matrices are stored on a CPU. None: as in the checkpoint; those of a GGUF file stay quantised if `dtype` is
+    auto. q8, q4: dense matrices are quantised to 8 or 4 bits. none: all are dense.
+    """
     kv_cache_dtype: str = "auto"
     """auto: `dtype`; float16 on a CPU whose weights are quantised."""
     seed: int = 0
-    """Requests without a seed of their own draw from this and the order they came in."""
+    """Requests without a seed derive theirs from this and their order of arrival."""
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     distributed: DistConfig | None = None

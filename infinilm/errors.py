@@ -1,4 +1,4 @@
-"""Every error the package raises on purpose.
+"""The errors that the package raises.
 
 A message names the parameter, the value seen and the remedy. Bad input is a `ValueError` or
 `TypeError` as well, so callers need not know these names to catch it.
@@ -6,11 +6,11 @@ A message names the parameter, the value seen and the remedy. Bad input is a `Va
 
 
 class InfinilmError(Exception):
-    """The base of all errors raised on purpose."""
+    """The base class of all of the package's errors."""
 
 
 class InvalidValueError(InfinilmError, ValueError):
-    """A parameter has a value that is out of range or makes no sense."""
+    """A parameter has a value that is out of range or not allowed."""
 
 
 class InvalidTypeError(InfinilmError, TypeError):
@@ -34,4 +34,4 @@ class OutOfMemoryError(EngineError):
 
 
 class WorkerDiedError(EngineError):
-    """A rank's process is gone, and with it the engine's use."""
+    """A rank's process has died, and the engine can't be used any more."""

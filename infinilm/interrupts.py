@@ -1,9 +1,9 @@
-"""Ctrl-C, kept away from where it would leave something half done.
+"""Delays Ctrl-C where it would leave state inconsistent.
 
-Python raises `KeyboardInterrupt` between any two lines of the main thread. Engines do their bookkeeping with it held
-back, and let it through where they compute or wait for others, which they can recover from.
+Python raises `KeyboardInterrupt` between any two lines of the main thread. Engines hold interrupts while they update
+their state, and allow them where they compute or wait, which they can recover from.
 
-These are classes because a generator that is interrupted on its way out would go on when it is collected.
+These are classes because an interrupted generator-based context manager would resume when it is collected.
 """
 
 import signal
@@ -13,12 +13,12 @@ from threading import current_thread, main_thread
 from typing import Any
 
 
-class interrupts_held(ContextDecorator):  # noqa: N801 - it is used as a function is
-    """Let interrupts wait until the end of the block, or until they are allowed within it."""
+class interrupts_held(ContextDecorator):  # noqa: N801 - used like a function
+    """Delay interrupts until the end of the block, or until they are allowed within it."""
 
     def __enter__(self) -> None:
         if current_thread() is not main_thread():
-            return  # others are never interrupted
+            return  # other threads are never interrupted
         handler = signal.getsignal(signal.SIGINT)
         if isinstance(handler, _Holder):
             handler.close()
@@ -32,7 +32,7 @@ class interrupts_held(ContextDecorator):  # noqa: N801 - it is used as a functio
 
 
 class interrupts_allowed:  # noqa: N801
-    """Let interrupts through in this part of a block that holds them."""
+    """Deliver interrupts in this part of a block that holds them."""
 
     def __enter__(self) -> None:
         self._holder = _current_holder()
@@ -50,9 +50,9 @@ class interrupts_allowed:  # noqa: N801
 
 
 class _Holder:
-    """A handler of interrupts in the place of another, which gets them while this one is open.
+    """A SIGINT handler that wraps another one and passes interrupts on while it is open.
 
-    It stays there for the whole of the outermost block: to change a signal's handler is a call of the system.
+    It stays installed for the whole outermost block, because changing a signal handler is a system call.
     """
 
     def __init__(self, handler: Callable[..., object]) -> None:
@@ -60,7 +60,7 @@ class _Holder:
         self._handler = handler
         self._held: list[tuple[Any, ...]] = []
         self._outer: list[bool] = []
-        """For each block within the outermost, whether interrupts were let through where it began."""
+        """For each nested block, whether interrupts were allowed where it began."""
 
     def __call__(self, *arguments: Any) -> None:
         self._held.append(arguments)
@@ -68,20 +68,19 @@ class _Holder:
             self.deliver()
 
     def deliver(self) -> None:
-        """Give the handler what was kept; several interrupts are as good as one."""
+        """Call the handler once for all held interrupts."""
         if self._held:
             arguments = self._held[0]
             self._held.clear()
             self._handler(*arguments)
 
     def close(self) -> None:
-        """Begin a block within another."""
+        """Begin a nested block."""
         was_open = self.is_open
-        self.is_open = False  # first: what comes next must not be interrupted
+        self.is_open = False  # first, so that the rest is not interrupted
         self._outer.append(was_open)
 
     def reopen(self) -> None:
-        """End a block."""
         if not self._outer:
             signal.signal(signal.SIGINT, self._handler)
             self.deliver()
@@ -89,7 +88,7 @@ class _Holder:
             self.is_open = True
             self.deliver()
         else:
-            self.is_open = False  # even if it was interrupted on its way there
+            self.is_open = False  # also after an interrupt
 
 
 def _current_holder() -> _Holder | None:

@@ -1,4 +1,4 @@
-"""What the engine answers: one `RequestOutput` per prompt, one `CompletionOutput` per sample."""
+"""The engine's outputs: one `RequestOutput` per prompt, one `CompletionOutput` per answer."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer, as far as it has come."""
+    """One answer, so far."""
 
     index: int
     text: str = ""
@@ -40,7 +40,7 @@ class RequestMetrics:
 
     arrival_time: float = 0.0
     queue_time: float | None = None
-    """From arrival until the first step that works on the request."""
+    """From arrival until the first step that computes the request."""
     ttft: float | None = None
     """From arrival until the first token."""
     itl: float | None = None
@@ -62,13 +62,13 @@ class AnswerDelta(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     """Of these tokens, if asked for."""
     finish_reason: FinishReason | None
-    """Not None: this is the answer's last."""
+    """Not None: the answer's last delta."""
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the request's first token, if asked for."""
     error: str | None = None
     metrics: RequestMetrics | None = None
-    """With an answer's last."""
+    """With an answer's last delta."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry per prompt token; the first has none."""
     error: str | None = None
-    """Why the engine ended the request, when `finish_reason` is "abort" for a cause of its own."""
+    """Why the engine ended the request, if `finish_reason` is "abort" because of an error."""
 
     @property
     def text(self) -> str:

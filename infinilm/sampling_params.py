@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, checked once when it is made."""
+"""Sampling parameters of a request, checked when created."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -31,9 +31,9 @@ MAX_STOP_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to end. All values are checked; bad ones are refused by name.
+    """How tokens are chosen and when an answer ends. All values are checked; errors name the parameter.
 
-    NumPy's numbers become Python's. Lists and dicts are copied: changing them later changes nothing here.
+    NumPy numbers become Python numbers. Lists and dicts are copied: later changes to them have no effect.
     """
 
     temperature: float = 1.0
@@ -49,10 +49,10 @@ class SamplingParams:
     """No end-of-sequence, stop id or stop string before this many tokens."""
     ignore_eos: bool = False
     stop: Sequence[str] = ()
-    """A text, or several, that end the answer; they are cut off."""
+    """One or several texts that end the answer; they are removed from it."""
     stop_token_ids: Sequence[int] = ()
     seed: int | None = None
-    """The draw at a position depends on nothing but this and the position. None: the engine picks one."""
+    """The draw at a position depends only on this and the position. None: the engine picks one."""
     n: int = 1
     """Answers per prompt. They share the prompt's KV cache."""
     repetition_penalty: float = 1.0
@@ -69,8 +69,9 @@ class SamplingParams:
     """The same for the prompt's tokens."""
     logits_processors: Sequence[LogitsProcessor] = ()
     structured: StructuredOutput | None = None
-    """The form that the answer must have. Only tokens that keep it can be drawn, whatever the other settings prefer.
-    An answer ends where it is complete and may have nothing more, even before `min_tokens`."""
+    """The structure that the answer must have. Only tokens that keep it can be drawn, regardless of other settings. An
+    answer ends where it is complete and nothing may follow, even before `min_tokens`.
+    """
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -148,7 +149,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always drawn."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
@@ -172,7 +173,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A sequence takes a row of the sampler, new or resuming after preemption."""
+    """The start of a sequence in a row of the sampler, new or resumed after preemption."""
 
     row: int
     params: SamplingParams
@@ -183,7 +184,7 @@ class RowStart:
     output_token_ids: Sequence[int] = ()
     """The answer so far, when the sequence resumes."""
     grammar: Grammar | None = None
-    """What `params.structured` asks for, ready to be followed."""
+    """The compiled `params.structured`."""
 
     @property
     def samples_on_host(self) -> bool:

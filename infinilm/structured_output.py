@@ -1,11 +1,11 @@
-"""The form an answer must have, checked once when it is asked for; and how the sampler is told what keeps it."""
+"""The structure an answer must have, and the protocols through which the sampler enforces it."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from infinilm.checks import check_flag
+from infinilm.checks import check_flag, check_text
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 MAX_SCHEMA_CHARS = 256 * 1024
 """Without spaces between values."""
 MAX_SCHEMA_TEXT_CHARS = 2 * 1024 * 1024
-"""As it is sent; some are indented very deep."""
+"""As sent; some are indented very deep."""
 MAX_SCHEMA_DEPTH = 96
-"""Objects and lists within each other. The parser behind `structured/` takes 128, and some are ours."""
+"""Nested objects and lists. llguidance's parser accepts 128, of which some levels are ours."""
 MAX_REGEX_CHARS = 16 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CHOICES = 10_000
@@ -29,7 +29,7 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """The form of an answer, given in one of five ways. What ends with `finish_reason="stop"` has it."""
+    """The structure of an answer, given in one of five ways. Answers with `finish_reason="stop"` have it."""
 
     json_schema: Mapping[str, Any] | str | bool | None = None
     """A JSON schema (draft 4, 6, 7, 2019-09 or 2020-12), as an object or as text; kept as text. Properties come in the
@@ -65,7 +65,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The way in which it was given, one of `KINDS`."""
+        """The way in which it is given, one of `KINDS`."""
         return next(filter(self._is_given, KINDS))
 
 
@@ -73,28 +73,28 @@ class TokenMatcher(Protocol):
     """Follows one answer, token by token."""
 
     def fill(self, mask: "npt.NDArray[np.int32]") -> None:
-        """Set the bits of the tokens that may come next, and no others: token t is bit t % 32 of item t // 32.
+        """Set the bits of the allowed next tokens, and no others: token t is bit t % 32 of item t // 32.
 
-        Raises if there are none, or if finding them takes more than a request may have.
+        Raises if there are none, or if computing them exceeds the request's time allowance.
         """
 
     def advance(self, token_id: int) -> None:
-        """Take in the token that came. What is wrong with it is raised by the next `fill`."""
+        """Advance by the token drawn. An error is raised by the next `fill`."""
 
 
 class Grammar(Protocol):
-    """A form that is ready to be followed, for all answers of one request."""
+    """A compiled structure, for all answers of one request."""
 
     def matcher(self, output_ids: Sequence[int], stop_ids: Sequence[int], min_tokens: int) -> TokenMatcher:
         """A matcher that has seen `output_ids`. It never raises.
 
-        `stop_ids` are let through only where the answer is complete. Before `min_tokens` they are not even then,
-        unless nothing else may come.
+        `stop_ids` are allowed only where the answer is complete, and before `min_tokens` only if nothing else is
+        allowed.
         """
 
 
 def _schema_text(schema: object) -> str:
-    """The schema as JSON text, if it is one that can be considered at all."""
+    """The schema as JSON text, after basic checks."""
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_TEXT_CHARS:
             raise InvalidValueError(
@@ -129,7 +129,7 @@ def _schema_text(schema: object) -> str:
 
 
 def _check_depth(schema: object) -> None:
-    """Refuse a schema that is nested too deep, or too large to be looked through."""
+    """Refuse a schema that is nested too deep or has too many values."""
     level: list[object] = [schema]
     num_seen = 0
     for _ in range(MAX_SCHEMA_DEPTH + 1):
@@ -170,9 +170,4 @@ def _check_text(name: str, text: object, max_chars: int) -> None:
         raise InvalidTypeError(f"{name} has a value of type {type(text).__name__}; it must be a string")
     if len(text) > max_chars:
         raise InvalidValueError(f"{name} has {len(text)} characters; at most {max_chars} are allowed")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidValueError(
-            f"{name} has a lone surrogate {text[error.start]!a} at character {error.start}, which no text can have"
-        ) from None
+    check_text(name, text)

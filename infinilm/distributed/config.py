@@ -1,4 +1,4 @@
-"""Which devices hold the shards of a model."""
+"""The devices of a model's ranks."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class DistConfig:
 
     @property
     def tp_device_ids(self) -> list[int]:
-        """The device of each rank, a copy: assign to it to change it."""
+        """The device of each rank, as a copy: assign to it to change it."""
         return self._tp_device_ids.copy()
 
     @tp_device_ids.setter

@@ -1,4 +1,4 @@
-"""The names of InfiniLM's extension module, for code that imports them from here."""
+"""The names of InfiniLM's extension module, for code that imports them from there."""
 
 from importlib import import_module
 from typing import Any
