@@ -26,7 +26,8 @@ class ShardRange:
         """The equal share of one of `size` ranks; `name` is used in the error if `full` is not divisible."""
         if full % size:
             raise InvalidValueError(
-                f"{name}={full} can't be shared out evenly over {size} ranks; use a tensor parallel size that divides it"
+                f"{name}={full} can't be shared out evenly over {size} ranks; "
+                "use a tensor parallel size that divides it"
             )
         length = full // size
         return cls(rank * length, length, full)
