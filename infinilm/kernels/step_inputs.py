@@ -102,7 +102,7 @@ class MixedInputs:
         self.num_tokens, self.num_rows = num_tokens, num_rows
         self.packed = torch.zeros(self.num_values(num_tokens, num_rows, max_blocks), dtype=torch.int32, device=device)
         self.tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        # In packed order; what kernels read as int32 needs no unpacking.
+        # In the order of the packed numbers; what kernels take as int32 needs no unpacking.
         fields = self.packed[_HEADER : self._tables_start].split([*[num_rows] * 5, num_rows + 1, *[num_tokens] * 4])
         self._sample_rows, self._sample_places, self.sample_positions, self.decode_lens, self.prefill_lens = fields[:5]
         self.query_starts = fields[5]  # [N + 1]
@@ -185,7 +185,7 @@ def _spread(source, target, num_columns, COLUMNS: tl.constexpr):
         tl.store(target + columns, tl.load(source + columns, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size", "table_stride"])  # otherwise every graph compiles its own variant
+@triton.jit(do_not_specialize=["size", "table_stride"])  # or every graph would compile one of its own
 def _unpack_decoding(
     packed,
     last_token,
