@@ -210,12 +210,12 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def compare_with_llamacpp(config: Config, num_threads: int | None, repeat: int) -> tuple[Comparison, dict[str, Any]]:
-    """Measure both engines: the measurements, and the report."""
+def report(config: Config, num_threads: int | None, repeat: int) -> tuple[dict[str, Any], "Table"]:
+    """Measure both engines: the report, and its figures as a table."""
     check_installed()
     setup = make_setup(config, num_threads)
     found = compare(setup, repeat, note)
-    report = {
+    content = {
         "model": Path(setup.settings["model"]).name,
         "device": "cpu",
         "machine": describe_machine() | {"num_threads": setup.num_threads},
@@ -229,7 +229,7 @@ def compare_with_llamacpp(config: Config, num_threads: int | None, repeat: int) 
         "peak_bytes": found.peak_bytes,
         "start_seconds": found.start_seconds,
     }
-    return found, report
+    return content, make_comparison(found.figures())
 
 
 def make_setup(config: Config, num_threads: int | None) -> Setup:

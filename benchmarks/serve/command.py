@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from benchmarks.serve.client import LoadRun, Measured, Plan
+from benchmarks.serve.figures import Figures, check_plot, describe_requests, plot
+from benchmarks.serve.http_connection import Endpoint
 from benchmarks.serve.options import takes_limits, takes_load, takes_work
+from benchmarks.serve.probe import probe
+from benchmarks.serve.processes import measure
 from benchmarks.serve.work import Limits, Load, Work
+from infinilm import __version__
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, format_rate, format_seconds, head, make_facts, make_table, note, print_error
 from infinilm.cli.options import help_of
@@ -21,9 +27,6 @@ from infinilm.errors import EngineError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from benchmarks.serve.client import LoadRun, Measured, Plan
-    from benchmarks.serve.figures import Figures
 
 EXIT_UNANSWERED = 1
 BUSY_SHARE = 0.8
@@ -69,13 +72,7 @@ def bench_serve(
     Requests are sent by --streams, --rate or --burst, and the streamed answers timed. Prompts are new in each run: none
     is in the server's prefix cache. Ctrl-C shows what was measured so far.
     """
-    from benchmarks.serve.client import Plan
-    from benchmarks.serve.figures import Figures
-    from benchmarks.serve.http_connection import Endpoint
-
     if plot_file is not None:
-        from benchmarks.serve.figures import check_plot
-
         check_plot(plot_file)
     key = api_key or next(iter(os.environ.get(KEY_VARIABLE, "").split()), None)
     plan = Plan(Endpoint.parse(base_url, key), work, load, timeout)
@@ -90,8 +87,6 @@ def bench_serve(
     if json_file != "-":
         console().print(*_show(plan, figures), sep="\n")
     if plot_file is not None and figures.num_answered:
-        from benchmarks.serve.figures import plot
-
         plot(measured, _title(plan), plot_file)
     if measured.is_interrupted:
         raise typer.Abort
@@ -103,10 +98,7 @@ def bench_serve(
 app.command(help=help_of(bench_serve))(bench_serve)
 
 
-async def _measure(plan: "Plan", warmup: int, processes: int) -> "tuple[Plan, Measured]":
-    from benchmarks.serve.probe import probe
-    from benchmarks.serve.processes import measure
-
+async def _measure(plan: Plan, warmup: int, processes: int) -> tuple[Plan, Measured]:
     plan, remarks = await probe(plan, warmup)
     for remark in remarks:
         note(remark)
@@ -116,13 +108,13 @@ async def _measure(plan: "Plan", warmup: int, processes: int) -> "tuple[Plan, Me
 
 
 @contextmanager
-def _progress() -> "Iterator[Callable[[LoadRun], None] | None]":
+def _progress() -> Iterator[Callable[[LoadRun], None] | None]:
     """A temporary line on the terminal that shows the progress."""
     if not sys.stderr.isatty():
         yield None
         return
 
-    def show(run: "LoadRun") -> None:
+    def show(run: LoadRun) -> None:
         sys.stderr.write(
             f"\r\x1b[K{run.seconds:.0f} s · {run.num_done:,} done, {run.num_open:,} at work · {run.num_errors:,} errors"
         )
@@ -135,14 +127,11 @@ def _progress() -> "Iterator[Callable[[LoadRun], None] | None]":
         sys.stderr.flush()
 
 
-def _title(plan: "Plan") -> str:
+def _title(plan: Plan) -> str:
     return f"{plan.work.model} · {plan.load} · {plan.work}"
 
 
-def _report(plan: "Plan", measured: "Measured", figures: "Figures", processes: int) -> dict[str, Any]:
-    from benchmarks.serve.figures import describe_requests
-    from infinilm import __version__
-
+def _report(plan: Plan, measured: Measured, figures: Figures, processes: int) -> dict[str, Any]:
     work = asdict(plan.work)
     texts = work.pop("texts")
     return {
@@ -158,7 +147,7 @@ def _report(plan: "Plan", measured: "Measured", figures: "Figures", processes: i
     }
 
 
-def _show(plan: "Plan", figures: "Figures") -> "Iterator[RenderableType]":
+def _show(plan: Plan, figures: Figures) -> "Iterator[RenderableType]":
     """The title, rates and times, and warnings about their validity."""
     from rich.text import Text
 
@@ -189,7 +178,7 @@ def _show(plan: "Plan", figures: "Figures") -> "Iterator[RenderableType]":
         yield Text(f"! {doubt}", style="yellow")
 
 
-def _facts(figures: "Figures") -> dict[str, str]:
+def _facts(figures: Figures) -> dict[str, str]:
     interrupted = f", {figures.num_interrupted:,} interrupted" if figures.num_interrupted else ""
     good = figures.good_per_second
     late = f"; requests were at most {format_seconds(figures.lateness.max)} late" if figures.lateness else ""
@@ -204,7 +193,7 @@ def _facts(figures: "Figures") -> dict[str, str]:
     }
 
 
-def _doubts(plan: "Plan", figures: "Figures") -> "Iterator[str]":
+def _doubts(plan: Plan, figures: Figures) -> Iterator[str]:
     if figures.peak_cpu_share > BUSY_SHARE:
         yield "the client was busy itself, so times are too long; use --processes"
     if not figures.num_answered:

@@ -77,9 +77,8 @@ def bench(
     if peer == "llama.cpp":
         if workloads or sizes:
             raise InvalidValueError(f"--peer {peer} has work of its own; leave out --workload and sizes of workloads")
-        side_by_side = import_benchmark("llamacpp.side_by_side", f"--peer {peer}")
-        found, report = side_by_side.compare_with_llamacpp(config, threads, repeat)
-        _write(report, json_file, [side_by_side.make_comparison(found.figures()), ""])
+        report, table = import_benchmark("llamacpp.side_by_side", f"--peer {peer}").report(config, threads, repeat)
+        _write(report, json_file, [table, ""])
         return
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
     if threads is not None:
