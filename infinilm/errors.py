@@ -26,7 +26,7 @@ class CheckpointError(InfinilmError, ValueError):
 
 
 class EngineError(InfinilmError, RuntimeError):
-    """The engine cannot do what was asked in the state it is in."""
+    """The engine cannot do this in its present state."""
 
 
 class OutOfMemoryError(EngineError):

@@ -66,8 +66,8 @@ def bench(
     """Measure throughput and latency of a workload.
 
     Prompts are random token ids, the same everywhere; answers are greedy and of full length. With --peer, both
-    engines do the same work by turns: transformers in this process, llama.cpp and we each in one of our own, which
-    tells its memory and its time to start as well. To measure a server, use bench serve.
+    engines do the same work in turns: transformers in this process, llama.cpp and this engine each in its own process,
+    so that memory and start time are measured as well. To measure a server, use bench serve.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)

@@ -37,8 +37,8 @@ def chat(
 ) -> None:
     """Talk with a model.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. A line that ends with a backslash goes
-    on in the next; lines between two \"\"\" are one message. Through a pipe, each line is a message.
+    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. A line that ends with a backslash
+    continues on the next; lines between two \"\"\" are one message. Through a pipe, each line is a message.
     """
     settings = config.replace(max_num_seqs=1, max_num_batched_tokens=MAX_STEP_TOKENS)
     with open_engine(settings) as engine:
@@ -162,7 +162,7 @@ class ChatCommand:
         if " " in self.usage:
             self.act(chat, argument)
         elif argument:
-            raise InvalidValueError(f"{self.usage} takes nothing after it, there is {argument!r}")
+            raise InvalidValueError(f"{self.usage} takes no argument, there is {argument!r}")
         else:
             self.act(chat)
 
@@ -174,7 +174,7 @@ def _help(_chat: Chat) -> None:
 
 def _reset(chat: Chat) -> None:
     chat.conversation.turns.clear()
-    note("The conversation starts anew." + (" The system message stays." if chat.conversation.system else ""))
+    note("The conversation is empty again." + (" The system message stays." if chat.conversation.system else ""))
 
 
 def _system(chat: Chat, argument: str) -> None:
@@ -270,7 +270,7 @@ COMMANDS = {
     "system": ChatCommand("/system [TEXT]", "Show or set the system message; - removes it.", _system),
     "history": ChatCommand("/history", "Show what was said.", _history),
     "save": ChatCommand("/save FILE", "Write the conversation as JSON.", _save),
-    "load": ChatCommand("/load FILE", "Go on with a saved conversation.", _load),
+    "load": ChatCommand("/load FILE", "Continue a saved conversation.", _load),
     "temperature": ChatCommand("/temperature [X]", "Show or set the temperature; 0 is greedy.", _temperature),
     "max-tokens": ChatCommand("/max-tokens [N]", "Show or set the longest answer.", _max_tokens),
     "model": ChatCommand("/model", "Show the model and its memory.", _model),

@@ -31,7 +31,7 @@ STDIN = "-"
 def generate(
     *,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to go on from; - is stdin.", show_default=False)
+        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue; - is stdin.", show_default=False)
     ] = None,
     files: Annotated[
         list[Path] | None,
@@ -47,7 +47,7 @@ def generate(
     ] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Files and stdin hold one prompt per line.")] = False,
     chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Use the model's chat template, or go on from the text as it is.")
+        bool, typer.Option("--chat/--raw", help="Use the model's chat template, or continue the text as it is.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
@@ -56,8 +56,8 @@ def generate(
 ) -> None:
     """Generate text from prompts.
 
-    A single prompt's answer is all that goes to stdout: a terminal shows it as it comes. Several prompts are
-    answered together and followed by a table of times. Defaults are greedy, so that runs can be repeated.
+    A single prompt's answer is streamed, and is all that is written to stdout. Several prompts are answered together,
+    with a table of times at the end. Defaults are greedy, so that runs can be repeated.
     """
     if system is not None and not chat:
         raise InvalidValueError("--system is a message of a chat; give --chat as well")

@@ -49,7 +49,7 @@ _ENGINE_OPTIONS = {
     "max_model_len": _engine_option(int, "Tokens of prompt and answer together. Default: the checkpoint's."),
     "max_num_seqs": _engine_option(int, f"Requests in one step. Default: {Config.max_num_seqs}."),
     "max_num_batched_tokens": _engine_option(int, f"Tokens in one step. Default: {Config.max_num_batched_tokens}."),
-    "num_kvcache_blocks": _engine_option(int, "Blocks of the KV cache. Default: what fits and can be of use."),
+    "num_kvcache_blocks": _engine_option(int, "Blocks of the KV cache. Default: as many as fit and are useful."),
     "gpu_memory_utilization": _engine_option(
         float, f"Share of the free memory, on any device. Default: {Config.gpu_memory_utilization}."
     ),
@@ -58,10 +58,10 @@ _ENGINE_OPTIONS = {
 _SAMPLING_OPTIONS = {
     "temperature": _sampling_option(float, "0: always the most likely token.", "--temperature", "-t"),
     "max_tokens": _sampling_option(int, "Tokens to generate at most.", "--max-tokens", "-n"),
-    "top_p": _sampling_option(float, "Draw from the likeliest tokens that make up this share."),
+    "top_p": _sampling_option(float, "Draw from the likeliest tokens with this total probability."),
     "top_k": _sampling_option(int, "Draw from this many of the likeliest tokens; -1: from all."),
     "min_p": _sampling_option(float, "Leave out tokens below this share of the likeliest one's probability."),
-    "repetition_penalty": _sampling_option(float, "Above 1: tokens that were there become less likely."),
+    "repetition_penalty": _sampling_option(float, "Above 1: repeated tokens become less likely."),
     "seed": _sampling_option(int | None, "Makes draws repeatable."),
     "stop": _sampling_option(list[str] | None, "End at this text. Can be given several times."),
     "n": _sampling_option(int, "Answers per prompt.", "--n"),

@@ -41,7 +41,7 @@ _SHARED_CHUNK_UNIT = tl.constexpr(256)
 
 @triton.jit
 def _chunking(num_tokens, num_shared):
-    """How `num_tokens` >= 1 are cut: the tokens per chunk and the number of chunks, beside `num_shared` others."""
+    """How `num_tokens` >= 1 are split: tokens per chunk and number of chunks, besides `num_shared` others."""
     is_alone = num_shared == 0
     shift = tl.where((num_tokens > 256) & (num_tokens <= 512) & is_alone, 7, 8)  # a division takes longer
     chunk = 1 << shift
@@ -55,7 +55,7 @@ def _chunking(num_tokens, num_shared):
 
 @triton.jit
 def _shared_chunking(num_tokens):
-    """The same for a shared prefix, each of whose chunks leaves results for all rows; none of no tokens."""
+    """The same for a shared prefix, each of whose chunks has results for all rows; no chunks for no tokens."""
     chunk = _SHARED_CHUNK_UNIT
     num_chunks = tl.cdiv(num_tokens, chunk)
     if num_chunks > MAX_CHUNKS - FEW_CHUNKS:

@@ -159,7 +159,7 @@ def _make_environment() -> _Sandbox:
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_make_dict, namespace=_make_namespace
     )
-    del environment.globals["lipsum"]  # it writes as much text as it is asked for
+    del environment.globals["lipsum"]  # it writes unbounded text
     return environment
 
 

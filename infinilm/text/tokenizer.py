@@ -36,7 +36,7 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.named_tokens = dict(named_tokens or {})
-        # Ids that `decode` skips unless told not to.
+        # Ids that `decode` skips by default.
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )

@@ -80,7 +80,7 @@ def test_mistakes_do_not_end_the_chat(cli: Cli, tiny_dir: Path, llm: LLM) -> Non
         errors,
         (
             "there is no command /nothing",
-            "/reset takes nothing after it",
+            "/reset takes no argument",
             "'hot' is not a number",
             "max_tokens=0 is out of range",
             "/load needs the name of a file",

@@ -104,7 +104,7 @@ class _Narrowing:
 
     def _reference(self, key: str) -> str:
         if key not in self._definitions:
-            self._definitions[key] = True  # until its turn comes
+            self._definitions[key] = True  # a placeholder until it is narrowed
             self._pending.append(key)
         return "#/$defs/" + key.replace("~", "~0").replace("/", "~1").replace("%", "%25")
 
