@@ -50,7 +50,6 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_U64 = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,14 +275,14 @@ class _HeaderReader:
     def _strings(self, count: int, what: str) -> list[str]:
         """Read an array of strings. Vocabularies are stored this way, so the loop is optimised."""
         self._check_count(count, 8, f"strings in {what}")
-        data, end, read_u64 = self._data, self._end, _U64.unpack_from
+        data, end = self._data, self._end
         position = self._position
         strings: list[str] = []
         append: Callable[[str], None] = strings.append
         try:
             for _ in range(count):
                 start = position + 8
-                position = start + read_u64(data, position)[0]
+                position = start + struct.unpack_from("<Q", data, position)[0]
                 if position > end:
                     self._fail(f"string {len(strings)} of {what} has {position - start} bytes, {self._past_end()}")
                 append(str(data[start:position], "utf-8"))

@@ -85,6 +85,7 @@ class Sampler:
         self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
         self._changed: set[int] = set()  # rows whose settings are not on the device yet
         self._live: set[int] = set()  # rows
+        self._special: set[int] = set()  # live rows with logits processors, a grammar or log-probabilities
         self._num_logprobs: dict[int, int] = {}  # by row, only those that asked
         self._processors = LogitsProcessors(vocab_size, device)
         self._masks = TokenMasks(vocab_size, device)
@@ -106,6 +107,8 @@ class Sampler:
         self._live.add(row)
         if params.logprobs is not None:
             self._num_logprobs[row] = params.logprobs
+        if any(row in rows for rows in (self._processors.rows, self._masks.rows, self._num_logprobs)):
+            self._special.add(row)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self._draw_settings[row] = (
             scrambled_seed(start.seed),
@@ -119,6 +122,7 @@ class Sampler:
     def end_row(self, row: int) -> None:
         """Remove a row's request, if it has one; the row may be started again."""
         self._live.discard(row)
+        self._special.discard(row)
         self._num_logprobs.pop(row, None)
         self._processors.end(row)
         self._masks.end(row)
@@ -133,6 +137,10 @@ class Sampler:
             raise EngineError(f"rows {list(rows)} are not all started")
         if tuple(logits.shape) != (len(rows), self._vocab_size):
             raise InvalidValueError(f"logits of shape {list(logits.shape)} must be [{len(rows)}, {self._vocab_size}]")
+        self.upload()
+        (places,) = to_device(self._device, np.array([rows, positions], dtype=np.int64))
+        if self._special.isdisjoint(rows):
+            return Samples(*self.sample_rows(logits, *places))
         num_logprobs: dict[int, int] = {}
         asked: torch.Tensor | slice = slice(None)
         if self._num_logprobs:
@@ -148,8 +156,6 @@ class Sampler:
                 raw_logits = raw_logits.clone()
         errors = self._processors.apply(logits, rows, positions) if is_edited else {}
         errors |= self._masks.apply(logits, rows, [i for i in masked if i not in errors])
-        self.upload()
-        (places,) = to_device(self._device, np.array([rows, positions], dtype=np.int64))
         token_ids, is_finite = self.sample_rows(logits, *places)
         if is_edited:
             self._processors.record(token_ids, rows)
@@ -161,9 +167,7 @@ class Sampler:
 
     def needs_host(self, rows: Iterable[int]) -> bool:
         """Whether any of these live rows has logits processors, a mask or log-probabilities, which need `sample`."""
-        wanted = set(rows)
-        special = (self._processors.rows, self._masks.rows, self._num_logprobs.keys())
-        return any(not each.isdisjoint(wanted) for each in special)
+        return not self._special.isdisjoint(rows)
 
     def upload(self) -> None:
         """Copy the settings of rows started since the last call to the device, in one copy, without waiting."""
