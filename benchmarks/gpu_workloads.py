@@ -35,7 +35,7 @@ from gpu_common import WORKLOADS, Work, print_table, timed_generate, write_json
 
 from infinilm import LLM, SamplingParams
 from infinilm.bench.measure import describe_machine
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 
 OTHER_SEED = 100
 """Of prompts that no timed run has left in the prefix cache."""
@@ -92,7 +92,7 @@ class Needs:
     prefill_operations: int
 
     @classmethod
-    def of(cls, work: Work, config: LlamaConfig, itemsize: int) -> "Needs":
+    def of(cls, work: Work, config: ModelConfig, itemsize: int) -> "Needs":
         """Count: weights and keys and values of `itemsize` bytes, two operations for a weight and token.
 
         Decoding takes at least as many steps as the longest answer has tokens. Of a beginning that all prompts have

@@ -20,7 +20,7 @@ from infinilm.debug import ALIASES, POINTS
 from infinilm.errors import InvalidValueError
 from infinilm.lowlevel.infer_input import TENSOR_FIELDS
 from infinilm.models import LlamaConfig, register_model
-from infinilm.models.architectures import ARCHITECTURES
+from infinilm.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,7 +167,7 @@ PARALLEL_NAMES = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_p
 def test_a_default_that_is_no_setting_is_refused() -> None:
     with pytest.raises(InvalidValueError, match=r"'other'.*no setting qk_nrom; it has model_type, vocab_size"):
         register_model("other", "OtherForCausalLM", defaults={"qk_norm": True, "qk_nrom": True})
-    assert "other" not in ARCHITECTURES
+    assert "other" not in FAMILIES
 
 
 def table_after(document: str, heading: str) -> list[list[str]]:

@@ -30,7 +30,7 @@ ALLOWED = {
     "sampling": LEAVES | {"kernels"},
     "debug": LEAVES | {"distributed"},
     "generation": LEAVES | {"sampling"},
-    "layers": LEAVES | {"attention", "kernels", "distributed"},
+    "layers": LEAVES | {"attention", "kernels", "distributed", "cache", "debug"},
     "text": LEAVES,
     "loading": LEAVES | {"distributed", "text"},
     "structured": LEAVES | {"text"},
@@ -112,7 +112,8 @@ NAMES = {
     "infinilm.engine": "InferEngine RankWorker LLMEngine Scheduler Sequence BlockManager ModelRunner DistConfig",
     "infinilm.cache": "CacheConfig StaticKVCacheConfig PagedKVCacheConfig StaticCacheConfig DynamicCache",
     "infinilm.distributed": "DistConfig RankInfo CommunicationGroup",
-    "infinilm.models": "LlamaConfig AutoConfig AutoLlamaModel LlamaForCausalLM InfinilmModel register_model",
+    "infinilm.models": "ModelConfig LlamaConfig AutoConfig AutoLlamaModel LlamaForCausalLM InfinilmModel "
+    "register_model",
     "infinilm.layers": "ColumnParallelLinear RowParallelLinear QKVParallelLinear GateUpParallelLinear RMSNorm",
     "infinilm.generation": "GenerationMixin infini_to_numpy",
     "infinilm.debug": "HookRegistry tensor_stats compare_tensors",

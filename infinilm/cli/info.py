@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from infinilm.loading.checkpoint import Checkpoint
-    from infinilm.models import LlamaConfig
+    from infinilm.models import ModelConfig
     from infinilm.text.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16")  # types whose memory needs are compared …
@@ -28,10 +28,10 @@ QUANTIZED = "quantised"  # … with those of weights kept as they are stored
 def collect_facts(path: Path) -> dict[str, Any]:
     """Everything that `infinilm info` prints, as plain values. Reads no weights."""
     from infinilm.loading.checkpoint import open_checkpoint
-    from infinilm.models import LlamaConfig
+    from infinilm.models import ModelConfig
 
     with closing(open_checkpoint(path)) as checkpoint:
-        config = LlamaConfig.from_dict(checkpoint.config)
+        config = ModelConfig.from_dict(checkpoint.config)
         tokenizer = checkpoint.tokenizer()
         stored: Counter[str] = Counter()
         formats = checkpoint.formats()
@@ -90,7 +90,7 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
     }
 
 
-def _memory_needs(checkpoint: "Checkpoint", model_config: "LlamaConfig", num_parameters: int) -> dict[str, Any]:
+def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_parameters: int) -> dict[str, Any]:
     """By type: bytes of the weights, of one token and of a full context in the cache, and how many tokens fit here."""
     import torch
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from infinilm.debug import HookRegistry
     from infinilm.executor.rank_worker import ForwardInput, ForwardOutput
     from infinilm.layers.formats import WeightFormats
-    from infinilm.models import LlamaConfig
+    from infinilm.models import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Executor(Protocol):
         """Memory that the KV cache holds on each rank."""
         ...
 
-    def load(self, config: "LlamaConfig", max_len: int, source: "Path | int", formats: "WeightFormats") -> None:
+    def load(self, config: "ModelConfig", max_len: int, source: "Path | int", formats: "WeightFormats") -> None:
         """Build the model on every rank, with weights from a checkpoint or random ones from a seed."""
         ...
 

@@ -23,7 +23,7 @@ from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids
 from infinilm.models.cpu import avoid_false_amx
 from infinilm.models.quantization import choose_formats, note_dense
@@ -37,7 +37,7 @@ class LoadedModel:
     """What the engine runs, and what was measured and decided on the way."""
 
     executor: Executor
-    model_config: LlamaConfig
+    model_config: ModelConfig
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
@@ -80,7 +80,7 @@ class _Choices:
 
 
 def _choose(
-    checkpoint: Checkpoint, config: Config, model_config: LlamaConfig, devices: Sequence[torch.device]
+    checkpoint: Checkpoint, config: Config, model_config: ModelConfig, devices: Sequence[torch.device]
 ) -> _Choices:
     device = devices[0]
     dtype = choose_dtype(config.dtype, model_config, device)
@@ -97,7 +97,7 @@ def _choose(
 
 
 def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
-    model_config = LlamaConfig.from_dict(checkpoint.config)
+    model_config = ModelConfig.from_dict(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     distributed = config.distributed or DistConfig(config.tensor_parallel_size)
     devices = select_devices(config.device, distributed)
@@ -180,7 +180,7 @@ def select_devices(kind: str, distributed: DistConfig) -> list[torch.device]:
 
 
 def select_attention(
-    config: Config, model_config: LlamaConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
+    config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
 ) -> str:
     """The backend asked for; with `auto` the native library's where it also multiplies with the weights, if it can."""
     if config.attention_backend not in ("auto", "native"):
@@ -211,7 +211,7 @@ def select_kv_dtype(config: Config, device: torch.device, dtype: torch.dtype, *,
     return chosen
 
 
-def select_max_model_len(config: Config, model_config: LlamaConfig) -> int:
+def select_max_model_len(config: Config, model_config: ModelConfig) -> int:
     """The length asked for, at most what the checkpoint was made for."""
     longest = model_config.max_context_len()
     if config.max_model_len is None:

@@ -18,7 +18,7 @@ from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorke
 from infinilm.executor.step_io import StepInput
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 
 
 def describe(worker: RankWorker) -> ExecutorInfo:
@@ -52,7 +52,7 @@ class LocalExecutor:
     def cache_bytes(self) -> int:
         return self.worker.cache_bytes
 
-    def load(self, config: LlamaConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
+    def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         with self._computing() as worker:
             worker.load(config, max_len, source, formats)
 

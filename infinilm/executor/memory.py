@@ -15,7 +15,7 @@ from infinilm.config import Config
 from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.executor.executor import MeasuredWorkspace
 from infinilm.layers.linear import kv_heads_per_rank
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
 # takes as much as the weights do, within these bounds.
@@ -190,7 +190,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 def plan_memory(
     config: Config,
-    model_config: LlamaConfig,
+    model_config: ModelConfig,
     *,
     device: torch.device,
     kv_dtype: torch.dtype,

@@ -26,7 +26,7 @@ from infinilm.executor.wire import Command, write_forward, write_step
 from infinilm.executor.worker_processes import Peers
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 from infinilm.models.registry import describe_registration
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class ProcessExecutor:
 
     # --- commands ---------------------------------------------------------------------------------------
 
-    def load(self, config: LlamaConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
+    def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         has_peers = self.info.num_ranks > 1
         message = Message(
             {

@@ -29,7 +29,7 @@ from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
-from infinilm.models import InfinilmModel, LlamaConfig, create_model
+from infinilm.models import InfinilmModel, ModelConfig, create_model
 from infinilm.models.random_weights import fill_randomly
 
 
@@ -116,7 +116,7 @@ class RankWorker:
 
     # --- weights and cache ------------------------------------------------------------------------------
 
-    def load(self, config: LlamaConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
+    def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         """Build the model for texts of up to `max_len` tokens, with weights from a checkpoint or a seed."""
         model = create_model(
             config, max_len=max_len, dtype=self.dtype, device=self.device, group=self.group, formats=formats

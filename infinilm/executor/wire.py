@@ -15,7 +15,7 @@ from infinilm.executor.executor import CacheShape, RunnerSettings
 from infinilm.executor.rank_worker import ForwardInput, RankWorker
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, IntArray, RowChunk, StepInput
 from infinilm.layers.formats import WeightFormats
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 
 
 class Command(StrEnum):
@@ -46,7 +46,7 @@ def handle(worker: RankWorker, command: Command, message: Message) -> Message:
         case Command.LOAD:
             source = values["source"]
             worker.load(
-                LlamaConfig.from_dict(values["config"]),
+                ModelConfig.from_dict(values["config"]),
                 values["max_len"],
                 source if isinstance(source, int) else Path(source),
                 WeightFormats(values["formats"]),

@@ -21,7 +21,7 @@ from infinilm.executor.memory import Workspace
 from infinilm.executor.model_runner import LOGIT_COPIES, PROMPT_LOGITS_AT_ONCE
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.linear import kv_heads_per_rank
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 
 if TYPE_CHECKING:
     from infinilm.executor.step_graphs import Shape
@@ -50,7 +50,7 @@ class StepShape:
 
     @classmethod
     def of(
-        cls, config: Config, model_config: LlamaConfig, dtype: torch.dtype, *, max_model_len: int, num_ranks: int = 1
+        cls, config: Config, model_config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, num_ranks: int = 1
     ) -> "StepShape":
         """The largest step that the settings allow."""
         head_dim = model_config.head_dim
@@ -108,7 +108,7 @@ class StepShape:
 
 def estimate_workspace(
     config: Config,
-    model_config: LlamaConfig,
+    model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,

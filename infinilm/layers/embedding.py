@@ -1,5 +1,7 @@
 """The table of token embeddings and the output head, shared out over ranks by tokens of the vocabulary."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -8,11 +10,14 @@ from infinilm.distributed.shard import Shard, ShardRange
 from infinilm.layers.formats import DENSE, Weight, WeightFormats
 
 
-class VocabParallelEmbedding(nn.Module):
+class _VocabParallel(nn.Module):
     """One row of `hidden` numbers per token of the vocabulary.
 
     Every rank has as many rows, so that results can be gathered; the last ranks may have rows to spare.
     """
+
+    is_table: ClassVar[bool]
+    """Whether rows are looked up as well as multiplied with."""
 
     def __init__(
         self,
@@ -28,9 +33,24 @@ class VocabParallelEmbedding(nn.Module):
         self.rows, num_rows = share_vocabulary(vocab_size, group)
         self.columns = ShardRange.whole(hidden_size)
         self.matrix: Weight = formats.create(
-            ["weight"], [num_rows], self.columns, dtype=dtype, device=device, is_table=True
+            ["weight"], [num_rows], self.columns, dtype=dtype, device=device, is_table=self.is_table
         )
         self.group = group
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, hidden]` to `[n, vocab]` on rank 0, and to nothing on the others."""
+        return gather_logits(self.matrix.multiply(hidden), self.rows.full, self.group)
+
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
+        """This rank's rows, `{prefix}weight`."""
+        (shard,) = self.matrix.shards([self.rows], self.columns)
+        return {f"{prefix}weight": shard}
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """The table of token embeddings; `logits` uses it as the output head, for models that tie the two."""
+
+    is_table = True
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids` `[T]`: `[T, hidden]`."""
@@ -41,43 +61,15 @@ class VocabParallelEmbedding(nn.Module):
         found = self.matrix.look_up(own.masked_fill_(is_elsewhere, 0))
         return self.group.all_reduce(found.masked_fill_(is_elsewhere.unsqueeze(1), 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Use the table as the output head, for models that tie the two; see `ParallelLMHead`."""
-        return gather_logits(self.matrix.multiply(hidden), self.rows.full, self.group)
 
-    def weight_targets(self, prefix: str) -> dict[str, Shard]:
-        """The table's own part, `{prefix}weight`."""
-        (shard,) = self.matrix.shards([self.rows], self.columns)
-        return {f"{prefix}weight": shard}
-
-
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(_VocabParallel):
     """The output head: `[n, hidden]` to `[n, vocab]` on rank 0, and to nothing on the others."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        group: CommunicationGroup = SINGLE,
-        formats: WeightFormats = DENSE,
-    ) -> None:
-        super().__init__()
-        self.rows, num_rows = share_vocabulary(vocab_size, group)
-        self.columns = ShardRange.whole(hidden_size)
-        self.matrix: Weight = formats.create(["weight"], [num_rows], self.columns, dtype=dtype, device=device)
-        self.group = group
+    is_table = False
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[n, hidden]` to `[n, vocab]` on rank 0."""
-        return gather_logits(self.matrix.multiply(hidden), self.rows.full, self.group)
-
-    def weight_targets(self, prefix: str) -> dict[str, Shard]:
-        """The head's own part, `{prefix}weight`."""
-        (shard,) = self.matrix.shards([self.rows], self.columns)
-        return {f"{prefix}weight": shard}
+        return self.logits(hidden)
 
 
 def share_vocabulary(vocab_size: int, group: CommunicationGroup) -> tuple[ShardRange, int]:

@@ -6,6 +6,7 @@ So a column-parallel layer followed by a row-parallel one takes one exchange bet
 """
 
 from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
-from infinilm.layers.formats import DENSE, Weight, WeightFormats
+from infinilm.layers.formats import DENSE, Weight, WeightFormats, WeightOptions
 from infinilm.layers.norm import RMSNorm
 
 
@@ -76,13 +77,11 @@ class ColumnParallelLinear(Linear):
         outputs: Mapping[str, int],
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
         group: CommunicationGroup = SINGLE,
-        formats: WeightFormats = DENSE,
+        **options: Unpack[WeightOptions],
     ) -> None:
         shares = {name: ShardRange.share(name, rows, group.rank, group.size) for name, rows in outputs.items()}
-        super().__init__(in_features, shares, bias=bias, dtype=dtype, device=device, formats=formats)
+        super().__init__(in_features, shares, bias=bias, **options)
 
 
 class GateUpParallelLinear(Linear):
@@ -94,16 +93,14 @@ class GateUpParallelLinear(Linear):
         intermediate_size: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
         group: CommunicationGroup = SINGLE,
-        formats: WeightFormats = DENSE,
+        **options: Unpack[WeightOptions],
     ) -> None:
         share = ShardRange.share("intermediate_size", intermediate_size, group.rank, group.size)
         outputs = {"gate_proj": share, "up_proj": share}
-        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
+        super().__init__(hidden_size, outputs, bias=bias, **options)
 
-    def activated(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def activated(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """`silu(gate) * up` of the normed `x`: this rank's `[T, intermediate]`."""
         return self.matrix.multiply_gated(x, norm, self.bias)
 
@@ -122,10 +119,8 @@ class QKVParallelLinear(Linear):
         num_kv_heads: int,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
         group: CommunicationGroup = SINGLE,
-        formats: WeightFormats = DENSE,
+        **options: Unpack[WeightOptions],
     ) -> None:
         check_heads(num_heads, num_kv_heads, group.size)
         self.num_copies = max(1, group.size // num_kv_heads)
@@ -136,7 +131,7 @@ class QKVParallelLinear(Linear):
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
         q, kv = (ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
         outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        super().__init__(hidden_size, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
+        super().__init__(hidden_size, outputs, bias=bias, **options)
 
 
 class RowParallelLinear(Linear):
@@ -148,13 +143,11 @@ class RowParallelLinear(Linear):
         outputs: Mapping[str, int],
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
         group: CommunicationGroup = SINGLE,
-        formats: WeightFormats = DENSE,
+        **options: Unpack[WeightOptions],
     ) -> None:
         columns = ShardRange.share("in_features", in_features, group.rank, group.size)
-        super().__init__(columns, outputs, bias=bias, dtype=dtype, device=device, formats=formats)
+        super().__init__(columns, outputs, bias=bias, **options)
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
@@ -162,6 +155,12 @@ class RowParallelLinear(Linear):
         if self.group.rank > 0:  # the sum holds bias and residual once
             return self.group.all_reduce(self.matrix.multiply(x))
         return self.group.all_reduce(super().forward(x, residual, norm))
+
+
+def native_linears(**linears: Linear) -> dict[str, Any] | None:
+    """The native library's own layers for these; None unless it has one for each."""
+    found = {name: linear.matrix.to_native(linear.bias) for name, linear in linears.items()}
+    return None if None in found.values() else found
 
 
 def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:

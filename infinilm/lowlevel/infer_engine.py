@@ -37,7 +37,7 @@ from infinilm.lowlevel.infer_input import Input as InferInput
 from infinilm.lowlevel.infer_input import Output as InferOutput
 from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
-from infinilm.models import LlamaConfig
+from infinilm.models import ModelConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids, outline_model
 from infinilm.sampling import check_uniform, draw_uniform
 from infinilm.text.tokenizer import Tokenizer
@@ -84,11 +84,11 @@ class InferEngine(GenerationMixin):
     Input: TypeAlias = InferInput
     Output: TypeAlias = InferOutput
 
-    config: LlamaConfig
+    config: ModelConfig
 
     def __init__(
         self,
-        config: LlamaConfig | str | Path,
+        config: ModelConfig | str | Path,
         distributed_config: DistConfig | None = None,
         device_type: str | torch.device | DeviceType | None = None,
         cache_config: CacheConfig | None = None,
@@ -100,14 +100,14 @@ class InferEngine(GenerationMixin):
         source: Path | int = 0
         self.tokenizer: Tokenizer | None = None
         self._end_ids: tuple[int, ...] | None = None
-        if isinstance(config, LlamaConfig):
+        if isinstance(config, ModelConfig):
             self.config = config
             dtype = choose_dtype(config.dtype, config, devices[0])
         elif isinstance(config, (str, Path)):
             source = resolve(config)
             checkpoint = open_checkpoint(source)
             try:
-                self.config = LlamaConfig.from_dict(checkpoint.config)
+                self.config = ModelConfig.from_dict(checkpoint.config)
                 self.tokenizer = checkpoint.tokenizer()
                 self._end_ids = find_eos_token_ids(checkpoint, self.config, self.tokenizer)
                 dtype = choose_dtype(None, self.config, devices[0])
@@ -115,7 +115,7 @@ class InferEngine(GenerationMixin):
             finally:
                 checkpoint.close()
         else:
-            raise InvalidTypeError(f"config={config!r} must be a LlamaConfig or the path of a checkpoint")
+            raise InvalidTypeError(f"config={config!r} must be a ModelConfig or the path of a checkpoint")
         outlines = [outline_model(self.config, dtype, len(devices), rank) for rank in range(len(devices))]
         self._params = ParamTable(outlines)
         self._weight_bytes = max(outline.num_bytes() for outline in outlines)

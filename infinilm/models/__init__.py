@@ -1,9 +1,10 @@
-"""Descriptions of models, and the models."""
+"""Model configurations, the model families, and models without an engine."""
 
 from infinilm.models.auto import AutoConfig
 from infinilm.models.base import InfinilmModel
-from infinilm.models.config import LlamaConfig
-from infinilm.models.decoder import CausalLM
+from infinilm.models.config import ModelConfig
+from infinilm.models.decoder import Decoder
+from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from infinilm.models.llama import AutoLlamaModel, LlamaForCausalLM
 from infinilm.models.registry import create_model, register_model
 
@@ -11,9 +12,14 @@ __all__ = [
     "AutoConfig",
     "AutoLlamaModel",
     "CausalLM",
+    "Decoder",
     "InfinilmModel",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "MistralConfig",
+    "ModelConfig",
+    "Qwen2Config",
+    "Qwen3Config",
     "create_model",
     "register_model",
 ]

@@ -14,7 +14,7 @@ from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.weights import check_shapes
 from infinilm.models.base import InfinilmModel
-from infinilm.models.config import LlamaConfig
+from infinilm.models.config import ModelConfig
 from infinilm.models.registry import create_model
 from infinilm.text.tokenizer import Tokenizer
 
@@ -26,9 +26,9 @@ class AutoConfig:
         raise NotImplementedError("AutoConfig is not built; call AutoConfig.from_pretrained(path)")
 
     @staticmethod
-    def from_pretrained(path: str | Path | None = None) -> LlamaConfig:
+    def from_pretrained(path: str | Path | None = None) -> ModelConfig:
         """The configuration of a directory, a .gguf file, an alias or a hub id; None: the embedded model's."""
-        return LlamaConfig.from_pretrained(resolve(path))
+        return ModelConfig.from_pretrained(resolve(path))
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
@@ -53,7 +53,7 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
     return chosen
 
 
-def choose_dtype(dtype: str | torch.dtype | None, config: LlamaConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's."""
     if dtype is None or dtype == "auto":
         name = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
@@ -67,7 +67,7 @@ def choose_dtype(dtype: str | torch.dtype | None, config: LlamaConfig, device: t
 
 def check_fits(
     checkpoint: Checkpoint,
-    config: LlamaConfig,
+    config: ModelConfig,
     dtype: torch.dtype,
     num_ranks: int = 1,
     formats: WeightFormats = DENSE,
@@ -89,7 +89,7 @@ def check_fits(
 
 
 def outline_model(
-    config: LlamaConfig, dtype: torch.dtype, num_ranks: int = 1, rank: int = 0, formats: WeightFormats = DENSE
+    config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, rank: int = 0, formats: WeightFormats = DENSE
 ) -> InfinilmModel:
     """A rank's share of the model without any memory: what its weights are called, and their shapes."""
     meta = torch.device("meta")
@@ -97,7 +97,7 @@ def outline_model(
     return create_model(config, max_len=1, dtype=dtype, device=meta, group=group, formats=formats)
 
 
-def find_eos_token_ids(checkpoint: Checkpoint, config: LlamaConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+def find_eos_token_ids(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Every id that ends an answer: those of the generation config and the model's config, else the tokenizer's."""
     found: dict[int, None] = {}
     for ids in (checkpoint.generation_config.get("eos_token_id"), config.eos_token_id):

@@ -8,7 +8,7 @@ from infinilm.attention import AttentionBackend, ForwardBatch
 from infinilm.cache.paged import PagedKVCache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Weights
-from infinilm.models.config import LlamaConfig
+from infinilm.models.config import ModelConfig
 
 
 class InfinilmModel(Protocol):
@@ -18,19 +18,18 @@ class InfinilmModel(Protocol):
     `compute_logits` after it, for each step.
     """
 
-    config: LlamaConfig
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration it was built from."""
 
     def weight_targets(self) -> Weights:
         """The weights to load, by their names in a Hugging Face checkpoint; filling them fills the model."""
-        ...
 
     def is_ignorable(self, name: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
-        ...
 
     def num_bytes(self) -> int:
         """What weights and tables of this rank take."""
-        ...
 
     def __call__(
         self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
@@ -39,11 +38,9 @@ class InfinilmModel(Protocol):
 
         `taps`, if given, are shown the activations as they come about.
         """
-        ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]`.
 
         With several ranks, all must call this; rank 0 alone gets the logits.
         """
-        ...

@@ -1,41 +1,52 @@
-"""What a checkpoint says of its model: one description for all architectures the decoder serves."""
+"""Model configurations: the base of all families, and how a `config.json` is read."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from infinilm.cache.config import DTYPES
 from infinilm.cache.specs import AttentionSpec, CacheSpec
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.models.architectures import (
-    ARCHITECTURES,
-    FULL_ATTENTION,
-    MAX_LAYERS,
-    SLIDING_ATTENTION,
-    find_model_type,
-    read_windows,
-)
 from infinilm.models.rope_parameters import ROPE_SETTINGS, check_rope_parameters, read_rope_parameters
+
+if TYPE_CHECKING:
+    from infinilm.models.registry import ModelFamily
+
+logger = logging.getLogger(__name__)
+
+MAX_LAYERS = 10_000
+"""More than any model has: a config that says so is damaged."""
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 _ALIASES = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
-# Where null means "there is none" rather than "as usual".
-_NULLABLE = ("pad_token_id", "bos_token_id", "eos_token_id", "sliding_window")
+# Keys of a config.json that no result depends on, or that are read elsewhere.
+_NEUTRAL_KEYS = frozenset(
+    (
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
+        *("attention_dropout", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
+        *("auto_map", "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label"),
+        *("initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),
+        *("output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "quantization_config"),
+        *("resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params", "tokenizer_class"),
+    )
+)
 
 
 @dataclass(init=False, frozen=True)
-class LlamaConfig:
-    """Hugging Face's Llama configuration, with its names and defaults, and the few settings in which the other
-    architectures differ from Llama.
+class ModelConfig:
+    """The settings that all families share, with Hugging Face's names.
 
-    `num_layers` is taken for `num_hidden_layers`, `torch_dtype` for `dtype`, and `rope_theta` with
+    A family's class is a dataclass that adds settings and changes defaults; `models/registry.py` lists them by
+    `model_type`. `num_layers` is taken for `num_hidden_layers`, `torch_dtype` for `dtype`, and `rope_theta` with
     `rope_scaling` for `rope_parameters`.
     """
 
-    model_type: str = "llama"
+    model_type: str = ""
     vocab_size: int = 32000
     hidden_size: int = 4096
     intermediate_size: int = 11008
@@ -45,22 +56,14 @@ class LlamaConfig:
     """If not given, one for each attention head."""
     head_dim: int = field(init=False)
     """If not given, `hidden_size / num_attention_heads`."""
-    hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = None
-    bos_token_id: int | list[int] | None = 1
-    eos_token_id: int | list[int] | None = 2
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any] = field(init=False)
     """`rope_type`, `rope_theta` (if not given: default, 10000) and what the type needs besides."""
-    attention_bias: bool = False
-    """Whether the q, k, v and o projections add a bias."""
-    qkv_bias: bool = False
-    """Whether the q, k and v projections alone add a bias."""
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether the query and key of each head are normalised."""
     sliding_window: int | None = None
     """How many tokens a sliding layer sees, the current one included."""
     layer_types: list[str] | None = None
@@ -68,19 +71,28 @@ class LlamaConfig:
     dtype: str | None = None
     """What the checkpoint's weights are stored in, if it says."""
 
+    window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
+    """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
+    ignored_settings: ClassVar[frozenset[str]] = frozenset()
+    """Flags that Hugging Face's class of the family does not read; a config.json may hold them all the same."""
+
+    def __init_subclass__(cls) -> None:
+        # In the class's own namespace, so that a plain `@dataclass(frozen=True)` adds no __init__ of its own.
+        cls.__init__ = cls.__init__  # type: ignore[method-assign]
+
     def __init__(self, **settings: Any) -> None:
         for alias, name in _ALIASES.items():
             if alias in settings:
                 if name in settings:
                     raise InvalidTypeError(f"{alias} and {name} are the same setting; give one of them")
                 settings[name] = settings.pop(alias)
-        names = [item.name for item in fields(self)]
-        unknown = settings.keys() - set(names) - set(ROPE_SETTINGS)
-        if unknown:
+        names = self.setting_names()
+        if unknown := settings.keys() - {*names, *ROPE_SETTINGS}:
             raise InvalidTypeError(
-                f"LlamaConfig has no setting {', '.join(sorted(unknown))}; it has {', '.join(names)}"
+                f"{type(self).__name__} has no setting {', '.join(sorted(unknown))}; it has {', '.join(names)}"
             )
         values = {item.name: item.default for item in fields(self) if item.default is not MISSING}
+        values |= {item.name: item.default_factory() for item in fields(self) if item.default_factory is not MISSING}
         values |= {name: value for name, value in settings.items() if name in names}
         self._check_sizes(values)
         if values.get("num_key_value_heads") is None:
@@ -96,7 +108,7 @@ class LlamaConfig:
 
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
-        """Refuse, before anything is derived from them, sizes that are no positive integers."""
+        """Refuse sizes that are no positive integers, before anything is derived from them."""
         check_integer("num_hidden_layers", values["num_hidden_layers"], low=1, high=MAX_LAYERS)
         for name in _SIZES:
             check_integer(name, values[name], low=1)
@@ -105,8 +117,18 @@ class LlamaConfig:
                 check_integer(name, values[name], low=1)
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any]) -> Self:
-        """Read a `config.json`, of transformers 4 or 5. Keys that say nothing of the model's shape are passed over."""
+    def setting_names(cls) -> list[str]:
+        """The names of all settings."""
+        return [item.name for item in fields(cls)]
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> "ModelConfig":
+        """Read a `config.json` of transformers 4 or 5: a configuration of the class that its family registered.
+
+        One line of the log names the keys that the family does not know.
+        """
+        from infinilm.models.registry import FAMILIES, find_model_type
+
         model_type = find_model_type(config)
         quantization = config.get("quantization_config")
         if quantization:
@@ -114,22 +136,35 @@ class LlamaConfig:
             raise CheckpointError(
                 f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
             )
-        architecture = ARCHITECTURES[model_type]
-        own = {item.name for item in fields(cls)} - architecture.ignored
-        settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **architecture.defaults}
-        for name, value in config.items():
-            if _ALIASES.get(name) not in config and (value is not None or name in _NULLABLE):
-                settings[_ALIASES.get(name, name)] = value
-        settings |= read_windows(settings)
-        settings = {name: value for name, value in settings.items() if name in (*own, *ROPE_SETTINGS)}
-        settings["model_type"] = model_type
-        result = cls(**settings)
+        family = FAMILIES[model_type]
+        result = family.config._read(config, {**family.defaults, "model_type": model_type})
         result.validate()
         return result
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> Self:
-        """Read the configuration of a Hugging Face directory or a GGUF file."""
+    def _read(cls, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
+        # Where null means "there is none" rather than "the default".
+        nullable = {item.name for item in fields(cls) if "None" in str(item.type) or "Optional" in str(item.type)}
+        settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **cls.window_settings, **defaults}
+        for name, value in config.items():
+            if _ALIASES.get(name) not in config and (value is not None or name in nullable):
+                settings[_ALIASES.get(name, name)] = value
+        settings |= _read_windows(settings)
+        known = {*cls.setting_names(), *ROPE_SETTINGS} - cls.ignored_settings
+        off = {name for name in cls.ignored_settings if config.get(name) is False}
+        cls._report_unknown(config, known | off)
+        settings = {name: value for name, value in settings.items() if name in known}
+        return cls(**settings | {"model_type": defaults["model_type"]})
+
+    @classmethod
+    def _report_unknown(cls, config: Mapping[str, Any], known: set[str]) -> None:
+        known = known | {*_ALIASES, *cls.window_settings, *_NEUTRAL_KEYS}
+        if unknown := sorted(str(name) for name, value in config.items() if name not in known and value is not None):
+            logger.info("%s does not know these keys of config.json: %s", cls.__name__, ", ".join(unknown))
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "ModelConfig":
+        """Read the configuration of a Hugging Face directory or a GGUF file; see `from_dict`."""
         try:
             return cls.from_dict(_read_config(Path(path)))
         except CheckpointError:
@@ -140,9 +175,15 @@ class LlamaConfig:
     def to_dict(self) -> dict[str, Any]:
         """All settings, as plain values that `from_dict` reads back."""
         self.validate()
-        class_name = ARCHITECTURES[self.model_type].class_name
         uses_window = self.sliding_window is not None
-        return {**asdict(self), "architectures": [class_name], "use_sliding_window": uses_window}
+        return {**asdict(self), "architectures": [self._family.class_name], "use_sliding_window": uses_window}
+
+    @property
+    def _family(self) -> "ModelFamily":
+        from infinilm.models.registry import FAMILIES
+
+        check_choice("model_type", self.model_type, tuple(FAMILIES))
+        return FAMILIES[self.model_type]
 
     def kv_dim(self) -> int:
         """The numbers that a token's key takes in one layer, over all kv heads; its value takes as many."""
@@ -177,8 +218,13 @@ class LlamaConfig:
         return float(self.rope_parameters["rope_theta"])
 
     def validate(self) -> None:
-        """Check the settings against each other and against what the decoder can do."""
-        check_choice("model_type", self.model_type, tuple(ARCHITECTURES))
+        """Check the settings against each other and against what the model's code can do."""
+        own = self._family.config
+        if missing := set(own.setting_names()) - set(self.setting_names()):
+            raise InvalidValueError(
+                f"model_type={self.model_type!r} has settings that {type(self).__name__} lacks: "
+                f"{', '.join(sorted(missing))}; use {own.__name__}"
+            )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise InvalidValueError(f"num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}")
@@ -189,13 +235,8 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise InvalidValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of numbers")
-        if self.hidden_act != "silu":
-            raise InvalidValueError(f"hidden_act={self.hidden_act!r} is not supported; supported is silu")
         check_real("rms_norm_eps", self.rms_norm_eps, low=0.0, high=1.0, above_low=True)
-        for name in ("tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
-            check_flag(name, getattr(self, name))
-            if getattr(self, name) and name in ARCHITECTURES[self.model_type].ignored:
-                raise InvalidValueError(f"{name}=True is not a setting of {self.model_type} models; leave it out")
+        check_flag("tie_word_embeddings", self.tie_word_embeddings)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             _check_token_ids(name, getattr(self, name))
         self._validate_layer_types()
@@ -213,6 +254,22 @@ class LlamaConfig:
             check_choice("layer_types", layer_type, (FULL_ATTENTION, SLIDING_ATTENTION))
         if self.sliding_window is None and SLIDING_ATTENTION in self.layer_types:
             raise InvalidValueError("layer_types names sliding_attention, but sliding_window=None; give its size")
+
+
+def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config means by its window: `sliding_window` and `layer_types`.
+
+    The window counts only with `use_sliding_window`, and then from layer `max_window_layers` on, unless the
+    type of each layer is given.
+    """
+    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
+    if window is None:
+        return {"sliding_window": None, "layer_types": None}
+    first, count = settings["max_window_layers"], settings["num_hidden_layers"]
+    check_integer("max_window_layers", first, low=0)
+    check_integer("num_hidden_layers", count, low=1, high=MAX_LAYERS)
+    types = [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in range(count)]
+    return {"sliding_window": window, "layer_types": settings.get("layer_types") or types}
 
 
 def _check_token_ids(name: str, value: object) -> None:

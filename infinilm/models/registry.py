@@ -1,61 +1,111 @@
-"""Which code runs which architecture."""
+"""The model families, by `model_type`: configuration class and code of each."""
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field
 from importlib import import_module
-from inspect import signature
+from inspect import get_annotations, signature
 from typing import Any
 
 import torch
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.errors import InvalidValueError
+from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import check_heads
-from infinilm.models.architectures import ARCHITECTURES, Architecture
 from infinilm.models.base import InfinilmModel
-from infinilm.models.config import LlamaConfig
-from infinilm.models.decoder import CausalLM
+from infinilm.models.config import ModelConfig
+from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from infinilm.models.rope_parameters import ROPE_SETTINGS
 
 ModelBuilder = Callable[..., InfinilmModel]
 """Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
 group's rank has, with empty weights. One that can keep matrices quantised has a parameter `formats` for it."""
 
-_BUILDERS: dict[str, ModelBuilder] = dict.fromkeys(ARCHITECTURES, CausalLM)
-_BUILT_IN = frozenset(ARCHITECTURES)
-"""What every process knows by itself."""
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """How checkpoints of one `model_type` are read and run."""
+
+    class_name: str
+    """Its name under `architectures` in a config.json."""
+    config: type[ModelConfig]
+    builder: ModelBuilder
+    """The model. Its `weight_targets` and `is_ignorable` say what its weights are called in a checkpoint."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings with other defaults than the configuration class's."""
+
+
+FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily("LlamaForCausalLM", LlamaConfig, CausalLM),
+    "mistral": ModelFamily("MistralForCausalLM", MistralConfig, CausalLM),
+    "qwen2": ModelFamily("Qwen2ForCausalLM", Qwen2Config, CausalLM),
+    "qwen3": ModelFamily("Qwen3ForCausalLM", Qwen3Config, CausalLM),
+}
+"""By `model_type`. `register_model` adds to them."""
+_BUILT_IN = frozenset(FAMILIES)
 
 
 def register_model(
     model_type: str,
     class_name: str,
     *,
+    config: type[ModelConfig] = LlamaConfig,
     defaults: Mapping[str, Any] | None = None,
     builder: ModelBuilder = CausalLM,
 ) -> None:
-    """Add an architecture, so that checkpoints of it can be loaded.
+    """Add a family, so that checkpoints of it can be loaded.
 
-    `model_type` and `class_name` are what its config.json says in `model_type` and `architectures`; `defaults` are
-    the settings of `LlamaConfig` in which it differs from Llama (`{"qk_norm": True}`, say). The decoder serves it
-    unless a `builder` is given.
+    `model_type` and `class_name` are what its config.json says in `model_type` and `architectures`. `config` is a
+    dataclass that adds its own settings to `ModelConfig` or `LlamaConfig`; the `builder` gets an instance of it.
+    `defaults` are settings with other defaults than the class's (`{"qk_norm": True}`, say). Without a `builder` the
+    model is Llama's.
     """
-    if model_type in ARCHITECTURES:
+    if model_type in FAMILIES:
         raise InvalidValueError(f"model_type={model_type!r} is registered already; choose another name")
-    windows = {"use_sliding_window": False, "max_window_layers": 0}
-    known = [*(item.name for item in fields(LlamaConfig)), *ROPE_SETTINGS, *windows]
+    _check_config_class(config, builder)
+    known = [*config.setting_names(), *ROPE_SETTINGS, *config.window_settings]
     if unknown := (defaults or {}).keys() - set(known):
         raise InvalidValueError(
-            f"defaults of model_type={model_type!r}: LlamaConfig has no setting {', '.join(sorted(unknown))}; "
+            f"defaults of model_type={model_type!r}: {config.__name__} has no setting {', '.join(sorted(unknown))}; "
             f"it has {', '.join(known)}"
         )
-    ARCHITECTURES[model_type] = Architecture(class_name, {**windows, **(defaults or {})})
-    _BUILDERS[model_type] = builder
+    FAMILIES[model_type] = ModelFamily(class_name, config, builder, dict(defaults or {}))
+
+
+def _check_config_class(config: type[ModelConfig], builder: ModelBuilder) -> None:
+    if not (isinstance(config, type) and issubclass(config, ModelConfig)):
+        raise InvalidTypeError(f"config={config!r} must be a subclass of ModelConfig")
+    if builder is CausalLM and not issubclass(config, LlamaConfig):
+        raise InvalidTypeError(f"{config.__name__} is no LlamaConfig, so the model can't be Llama's; give a builder")
+    own = [name for name, hint in get_annotations(config).items() if "ClassVar" not in str(hint)]
+    if missing := set(own) - set(config.setting_names()):
+        raise InvalidTypeError(
+            f"{config.__name__} is no dataclass, so {', '.join(sorted(missing))} would be no settings; "
+            "decorate it with @dataclass(frozen=True)"
+        )
+
+
+def find_model_type(config: Mapping[str, Any]) -> str:
+    """Which of `FAMILIES` a config.json describes, by its `model_type` or else its `architectures`."""
+    by_class = {family.class_name: name for name, family in FAMILIES.items()}
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list):
+        raise CheckpointError(f"architectures={classes!r} must be a list of names")
+    model_type = config.get("model_type") or next(
+        (by_class[str(name)] for name in classes if str(name) in by_class), ""
+    )
+    family = FAMILIES.get(str(model_type))
+    if family is None or (classes and family.class_name not in classes):
+        raise CheckpointError(
+            f"model_type={config.get('model_type')!r}, architectures={classes!r} is not supported; "
+            f"supported are {', '.join(f'{name} ({kind})' for kind, name in by_class.items())}"
+        )
+    return str(model_type)
 
 
 def create_model(
-    config: LlamaConfig,
+    config: ModelConfig,
     *,
     max_len: int | None = None,
     dtype: torch.dtype,
@@ -70,42 +120,49 @@ def create_model(
     config.validate()
     check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
     kept: dict[str, Any] = {"formats": formats} if formats.by_name else {}
-    return _BUILDERS[config.model_type](config, max_len=max_len, dtype=dtype, device=device, group=group, **kept)
+    builder = FAMILIES[config.model_type].builder
+    return builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **kept)
 
 
 def keeps_quantized(model_type: str) -> bool:
     """Whether models of this type can keep matrices quantised."""
-    return "formats" in signature(_BUILDERS[model_type]).parameters
+    return "formats" in signature(FAMILIES[model_type].builder).parameters
 
 
 def describe_registration(model_type: str) -> dict[str, Any] | None:
-    """How another process can register an architecture that was registered in this one; None for a built-in one."""
+    """How another process can register a family that was registered in this one; None for a built-in one."""
     if model_type in _BUILT_IN:
         return None
-    builder = _BUILDERS[model_type]
-    module, name = getattr(builder, "__module__", ""), getattr(builder, "__qualname__", "")
-    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not builder:
-        raise InvalidValueError(
-            f"the builder of model_type={model_type!r}, {module}.{name}, can't be imported by other processes, as "
-            "tensor parallelism needs; define it at the top level of a module"
-        )
-    architecture = ARCHITECTURES[model_type]
+    family = FAMILIES[model_type]
     return {
         "model_type": model_type,
-        "class_name": architecture.class_name,
-        "defaults": dict(architecture.defaults),
-        "module": module,
-        "builder": name,
+        "class_name": family.class_name,
+        "defaults": family.defaults,
+        "config": _describe_import(model_type, "configuration class", family.config),
+        "builder": _describe_import(model_type, "builder", family.builder),
     }
 
 
+def _describe_import(model_type: str, role: str, target: object) -> list[str]:
+    """The module and the name by which another process can import `target`."""
+    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module), name, None) is not target:
+        raise InvalidValueError(
+            f"the {role} of model_type={model_type!r}, {module}.{name}, can't be imported by other processes, as "
+            "tensor parallelism needs; define it at the top level of a module"
+        )
+    return [module, name]
+
+
 def register_described(registration: Mapping[str, Any]) -> None:
-    """Register what `describe_registration` describes, unless importing its module has done so already."""
-    module = import_module(registration["module"])
-    if registration["model_type"] not in ARCHITECTURES:
+    """Register what `describe_registration` describes, unless importing its modules has done so already."""
+    targets = [registration["config"], registration["builder"]]
+    config, builder = (getattr(import_module(module), name) for module, name in targets)
+    if registration["model_type"] not in FAMILIES:
         register_model(
             registration["model_type"],
             registration["class_name"],
+            config=config,
             defaults=registration["defaults"],
-            builder=getattr(module, registration["builder"]),
+            builder=builder,
         )

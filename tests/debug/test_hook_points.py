@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from infinilm.debug import ALIASES, POINTS, HookRegistry, RequestRows
 from infinilm.distributed import DistConfig
 from infinilm.engine import InferEngine
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.models import LlamaConfig, decoder
+from infinilm.layers import attention, mlp
+from infinilm.models import LlamaConfig, decoder, dense
 
 KINDS = ["llama-gqa", "llama-bias", "qwen3", "mistral"]
 CACHES = ["none", "static", "paged"]
@@ -327,16 +330,19 @@ class WithoutTaps(ast.NodeTransformer):
 
 
 def decoder_without_taps() -> types.ModuleType:
-    """The decoder's own source, less all that has to do with hooks."""
-    tree = ast.parse(inspect.getsource(decoder))
-    transformer = WithoutTaps()
-    tree = ast.fix_missing_locations(transformer.visit(tree))
+    """The decoder's own sources, less all that has to do with hooks."""
+    transformer, forwards = WithoutTaps(), []
+    with patch.dict(sys.modules):
+        for source in (attention, mlp, decoder, dense):
+            tree = ast.fix_missing_locations(transformer.visit(ast.parse(inspect.getsource(source))))
+            forwards += [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "forward"]
+            module = types.ModuleType(source.__name__)
+            sys.modules[source.__name__] = module  # those that follow import it from here
+            exec(compile(tree, module.__name__, "exec"), module.__dict__)
+    assert module.Attention is not attention.Attention, "it must be the one without taps"
     assert transformer.num_answers >= 8
-    forwards = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "forward"]
     assert len(forwards) == 4
     assert not any("taps.see" in ast.unparse(forward) for forward in forwards)
-    module = types.ModuleType("decoder_without_taps")
-    exec(compile(tree, module.__name__, "exec"), module.__dict__)
     return module
 
 

@@ -60,7 +60,7 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machine
             pytest.param({"device_type": cuda}, InvalidValueError, "device_type='cuda.*: torch finds no", marks=NO_CUDA)
             for cuda in ("cuda", torch.device("cuda"), torch.device("cuda:1"), DeviceType.CUDA)
         ),
-        ({"config": None}, InvalidTypeError, "config=None must be a LlamaConfig or the path"),
+        ({"config": None}, InvalidTypeError, "config=None must be a ModelConfig or the path"),
         ({"config": "/nowhere/at/all"}, CheckpointError, "/nowhere/at/all"),
         ({"distributed_config": 2}, InvalidTypeError, "distributed_config=2 must be a DistConfig"),
         ({"cache_config": "paged"}, InvalidTypeError, "cache_config='paged' must be a CacheConfig"),

@@ -17,8 +17,7 @@ from infinilm.distributed import DistConfig, group
 from infinilm.engine import InferEngine
 from infinilm.errors import CheckpointError, EngineError, InvalidValueError
 from infinilm.models import CausalLM, LlamaConfig, register_model
-from infinilm.models.architectures import ARCHITECTURES
-from infinilm.models.registry import _BUILDERS, describe_registration
+from infinilm.models.registry import FAMILIES, describe_registration
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -191,5 +190,5 @@ def test_a_builder_that_ranks_can_not_import_is_refused() -> None:
         with pytest.raises(InvalidValueError, match=message):
             describe_registration("unreachable")
     finally:
-        del ARCHITECTURES["unreachable"], _BUILDERS["unreachable"]
+        del FAMILIES["unreachable"]
     assert ranks() == before

@@ -178,7 +178,7 @@ def test_dtype_and_device_are_what_was_asked_for(model, reference, tmp_path: Pat
     for device, message in [("tpu", "is unknown"), ("meta", "is not supported"), ("cuda:99", "CUDA devices")]:
         with pytest.raises(InvalidValueError, match=f"device='{device}'.*{message}"):
             LlamaForCausalLM(model.config, device=device)
-    with pytest.raises(TypeError, match="config must be a LlamaConfig, not dict"):
+    with pytest.raises(TypeError, match="config must be a ModelConfig, not dict"):
         LlamaForCausalLM({})
 
 

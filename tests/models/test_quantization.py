@@ -15,9 +15,9 @@ from infinilm.kernels import native
 from infinilm.layers.formats import DENSE
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.models import LlamaConfig
-from infinilm.models import registry as registry_module
 from infinilm.models.auto import check_fits, outline_model
 from infinilm.models.quantization import choose_formats, note_dense
+from infinilm.models.registry import FAMILIES, ModelFamily
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"quantization": None, "dtype": "auto", "device": CPU}
@@ -85,7 +85,8 @@ def test_without_the_native_library(plain: Checkpoint, quantized: Checkpoint, mo
 def test_a_builder_that_knows_no_formats(
     plain: Checkpoint, quantized: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(registry_module._BUILDERS, "other", lambda config, **options: None)
+    other = ModelFamily("OtherForCausalLM", LlamaConfig, lambda config, **options: None)
+    monkeypatch.setitem(FAMILIES, "other", other)
     assert choose_formats(quantized, "other", **SETTINGS) == DENSE
     with pytest.raises(InvalidValueError, match="the builder of model_type='other' has no parameter `formats`"):
         choose_formats(plain, "other", **{**SETTINGS, "quantization": "q8"})

@@ -10,8 +10,7 @@ from drive import Driver
 from infinilm.distributed.group import SINGLE
 from infinilm.errors import CheckpointError, InvalidValueError
 from infinilm.models import CausalLM, LlamaConfig, create_model, register_model
-from infinilm.models.architectures import ARCHITECTURES
-from infinilm.models.registry import _BUILDERS
+from infinilm.models.registry import FAMILIES
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def llama_clone() -> Iterator[str]:
     """A new name for Llama with normalised heads, which is what Qwen3 is."""
     register_model("clone", "CloneForCausalLM", defaults={"qk_norm": True, "head_dim": 32})
     yield "clone"
-    del ARCHITECTURES["clone"], _BUILDERS["clone"]
+    del FAMILIES["clone"]
 
 
 def test_a_registered_architecture_is_read_and_run(llama_clone: str) -> None:
@@ -38,8 +37,7 @@ def test_a_registered_architecture_is_read_and_run(llama_clone: str) -> None:
 
 
 def test_a_builder_of_its_own_is_called(llama_clone: str) -> None:
-    _BUILDERS.pop(llama_clone)
-    ARCHITECTURES.pop(llama_clone)
+    FAMILIES.pop(llama_clone)
     calls = []
     register_model(llama_clone, "CloneForCausalLM", builder=lambda config, **options: calls.append((config, options)))
     config = LlamaConfig(model_type=llama_clone)

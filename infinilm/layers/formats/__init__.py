@@ -2,15 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Required, TypedDict
 
 import torch
 
+from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.shard import ShardRange
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline
 from infinilm.layers.formats.weight import Weight
 
-__all__ = ["DENSE", "FORMATS", "DenseWeight", "GGUFWeight", "MatrixOutline", "Weight", "WeightFormats"]
+__all__ = [
+    "DENSE",
+    "FORMATS",
+    "DenseWeight",
+    "GGUFWeight",
+    "LayerOptions",
+    "MatrixOutline",
+    "Weight",
+    "WeightFormats",
+    "WeightOptions",
+    "below",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +74,22 @@ class WeightFormats:
 
 DENSE = WeightFormats()
 """All matrices are plain ones."""
+
+
+class WeightOptions(TypedDict, total=False):
+    """How weights are made."""
+
+    dtype: Required[torch.dtype]
+    device: Required[torch.device | str]
+    formats: WeightFormats
+
+
+class LayerOptions(WeightOptions, total=False):
+    """How a layer makes its weights, and the ranks that share it."""
+
+    group: CommunicationGroup
+
+
+def below(options: LayerOptions, prefix: str) -> LayerOptions:
+    """The same options for a part of the model whose weight names go on after `prefix`."""
+    return {**options, "formats": options.get("formats", DENSE).below(prefix)}

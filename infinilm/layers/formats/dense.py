@@ -89,7 +89,7 @@ class DenseWeight(nn.Module):
         product = torch.bmm(x.expand(len(strips), -1, -1), strips)  # [strips, n, STRIP]
         return product.transpose(0, 1).reshape(len(x), -1)
 
-    def multiply_gated(self, x: Tensor, norm: RMSNorm, bias: Tensor | None = None) -> Tensor:
+    def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         if not self._has_kernels:
             gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
@@ -98,7 +98,7 @@ class DenseWeight(nn.Module):
         from infinilm.kernels.gemv import gemv
 
         if len(x) <= self._max_kernel_rows and bias is None:
-            return gemv(x, self.weight, norm=(norm.weight, norm.eps), is_gated=True)
+            return gemv(x, self.weight, norm=norm and (norm.weight, norm.eps), is_gated=True)
         return silu_mul(self.multiply(x, bias, norm=norm))
 
     def look_up(self, rows: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class GGUFWeight:
         self._linear.multiply(x.contiguous(), out, is_added_to)
         return out
 
-    def multiply_gated(self, x: Tensor, norm: RMSNorm, bias: Tensor | None = None) -> Tensor:
+    def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)

@@ -27,7 +27,7 @@ class Weight(Protocol):
         The residual's memory may become the result's.
         """
 
-    def multiply_gated(self, x: Tensor, norm: RMSNorm, bias: Tensor | None = None) -> Tensor:
+    def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
         """`silu(gate) * up` of two matrices, gate and up, and the normed `x`: `[T, rows / 2]`."""
 
     def look_up(self, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model on its own, without an engine: called with tokens it gives logits, and it can generate."""
+"""A model without an engine, under the names of InfiniLM's Llama module: it computes logits and generates."""
 
 import logging
 from collections.abc import Sequence
@@ -21,12 +21,15 @@ from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.weights import load_weights
 from infinilm.models.auto import check_fits, choose_device, choose_dtype, find_eos_token_ids
-from infinilm.models.config import LlamaConfig
+from infinilm.models.config import ModelConfig
 from infinilm.models.cpu import avoid_false_amx
+from infinilm.models.dense import LlamaConfig
 from infinilm.models.random_weights import fill_randomly
 from infinilm.models.registry import create_model
 from infinilm.sampling import draw_uniform
 from infinilm.text.tokenizer import Tokenizer
+
+__all__ = ["AutoLlamaModel", "LlamaConfig", "LlamaForCausalLM", "LlamaOutput"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +51,13 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
     The weights are the `checkpoint`'s, or without one random: normal with a deviation of 0.02, norms 1, biases 0.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     tokenizer: Tokenizer | None
     """The checkpoint's, if it has one; `generate` uses it unless it is given another."""
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: ModelConfig,
         *,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -62,8 +65,8 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         checkpoint: Checkpoint | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, LlamaConfig):
-            raise InvalidTypeError(f"config must be a LlamaConfig, not {type(config).__name__}; read one by AutoConfig")
+        if not isinstance(config, ModelConfig):
+            raise InvalidTypeError(f"config must be a ModelConfig, not {type(config).__name__}; read one by AutoConfig")
         check_integer("seed", seed, low=0, high=2**63 - 1)
         config.validate()
         self.config = config
@@ -96,7 +99,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         """Load a directory, a .gguf file, an alias or a hub id; None: the embedded model."""
         checkpoint = open_checkpoint(resolve(path))
         try:
-            config = LlamaConfig.from_dict(checkpoint.config)
+            config = ModelConfig.from_dict(checkpoint.config)
             return cls(config, dtype=dtype, device=device, checkpoint=checkpoint)
         finally:
             checkpoint.close()

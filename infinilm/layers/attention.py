@@ -1,0 +1,141 @@
+"""Self-attention over the paged KV cache, full or within a sliding window."""
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from infinilm.debug.taps import Taps
+from infinilm.distributed.shard import Shard, WeightShard
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.formats import LayerOptions, below
+from infinilm.layers.linear import QKVParallelLinear, RowParallelLinear, native_linears
+from infinilm.layers.mixer import ForwardContext, Mixer
+from infinilm.layers.norm import RMSNorm
+from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
+
+
+class Attention(Mixer):
+    """A token mixer in which groups of query heads share a key and a value head.
+
+    A token sees the last `window` tokens, itself included; None: all. With `qk_norm_eps` the query and the key of each
+    head are normalised before they are rotated.
+    """
+
+    prefix = "self_attn."
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary: RotaryEmbedding,
+        window: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(layer)
+        options = below(options, self.prefix)
+        self.head_dim, self.scale, self.window, self.rotary = head_dim, head_dim**-0.5, window, rotary
+        self.qkv = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, **options)
+        self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
+        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (
+                RMSNorm(head_dim, qk_norm_eps, dtype=options["dtype"], device=options["device"]) for _ in range(2)
+            )
+        self._has_kernels = has_kernels(options["device"])
+
+    def forward(
+        self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """See `Mixer`."""
+        taps, cache = step.taps, step.cache.layer(self.layer)
+        if taps is None:
+            qkv = self.qkv(x, norm=norm)
+        else:
+            if norm is not None:
+                x = norm(x)
+                taps.see("input_layernorm", x, self.layer)
+            qkv = self.qkv(x)
+        heads = qkv.view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
+        if taps is not None:
+            self._show(taps, heads, "after_proj")
+        q = self._rope_and_store_kv(heads, cache, step)
+        attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window).flatten(1)
+        if taps is None:
+            mixed: Tensor = self.out(attended, residual)
+            return mixed
+        output: Tensor = self.out(attended)
+        taps.see("attention_output", output, self.layer)
+        return output if residual is None else output.add_(residual)
+
+    def _rope_and_store_kv(self, heads: Tensor, cache: Tensor, step: ForwardContext) -> Tensor:
+        """Rotate queries and keys by their positions and store keys and values: the queries `[T, heads, head_dim]`."""
+        if self._has_kernels and step.taps is None:
+            from infinilm.kernels.rope_store import rope_store
+
+            return rope_store(
+                heads,
+                step.batch.positions,
+                self.rotary.table,
+                step.batch.slot_mapping,
+                cache,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                q_norm=None if self.q_norm is None else self.q_norm.weight,
+                k_norm=None if self.k_norm is None else self.k_norm.weight,
+                eps=0.0 if self.q_norm is None else self.q_norm.eps,
+                marks_nonfinite=getattr(step.plan, "has_prompts", True) or self.window is not None,
+            )
+        qk = heads[:, : -self.num_kv_heads]
+        normed = qk
+        if self.q_norm is not None and self.k_norm is not None:
+            normed = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+        apply_rotary(normed, *step.angles(self.rotary), out=qk)
+        if step.taps is not None:
+            self._show(step.taps, heads, "after_rope")
+        kv = heads[:, self.num_heads :].view(len(heads), 2, self.num_kv_heads, self.head_dim)
+        step.backend.store(kv, cache, step.plan)
+        return heads[:, : self.num_heads]
+
+    def _show(self, taps: Taps, heads: Tensor, stage: str) -> None:
+        """Show queries and keys to hooks, and before they are rotated values too."""
+        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        shown = {"q": (q, 1), "k": (k, self.qkv.num_copies)}
+        if stage == "after_proj":
+            shown["v"] = (v, self.qkv.num_copies)
+        for name, (tensor, num_copies) in shown.items():
+            # A projection is seen as the matrix's outputs, rotated ones as heads; both are views of `heads`.
+            view = tensor.view(len(tensor), -1) if stage == "after_proj" else tensor
+            point = f"attention_{name}_{stage}"
+            taps.see(point, view, self.layer, is_shared_out=True, num_copies=num_copies)
+
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
+        """See `Mixer`."""
+        own = prefix + self.prefix
+        targets = self.qkv.weight_targets(own) | self.out.weight_targets(own)
+        if self.q_norm is not None and self.k_norm is not None:
+            targets[f"{own}q_norm.weight"] = WeightShard.whole(self.q_norm.weight)
+            targets[f"{own}k_norm.weight"] = WeightShard.whole(self.k_norm.weight)
+        return targets
+
+    def to_native(self) -> dict[str, Any] | None:
+        """See `Mixer`."""
+        linears = native_linears(qkv=self.qkv, out=self.out)
+        if linears is None:
+            return None
+        return linears | {
+            "q_norm": None if self.q_norm is None else self.q_norm.weight,
+            "k_norm": None if self.k_norm is None else self.k_norm.weight,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "window": self.window,
+        }

@@ -1,0 +1,61 @@
+"""What a decoder layer is made of: mixers, and the context in which a forward pass calls them."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from infinilm.attention import AttentionBackend, ForwardBatch
+from infinilm.cache.paged import PagedKVCache
+from infinilm.debug.taps import Taps
+from infinilm.distributed.shard import Shard
+from infinilm.layers.norm import RMSNorm
+from infinilm.layers.rotary import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What all layers of one forward pass share."""
+
+    batch: ForwardBatch
+    cache: PagedKVCache
+    backend: AttentionBackend
+    plan: Any  # the backend's own, of this batch
+    taps: Taps | None  # None: no hook is to see anything
+    _angles: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def angles(self, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the batch's positions, `[T, 1, head_dim]` each, computed once per pass."""
+        if rotary not in self._angles:
+            self._angles[rotary] = rotary(self.batch.positions)
+        return self._angles[rotary]
+
+
+class Mixer(nn.Module):
+    """The part of a decoder layer between a norm and the residual: a token mixer or a channel mixer.
+
+    `forward(x, step, residual, norm)` computes `residual + mix(norm(x))` `[T, hidden]`, without what is None. Norm and
+    residual are arguments so that a mixer can fuse them into its first and last matrix product. The residual's memory
+    may become the result's.
+    """
+
+    prefix: ClassVar[str]
+    """Of the mixer's weights in a checkpoint, below its layer's."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """See the class."""
+        raise NotImplementedError
+
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
+        """The weights to load, by their names in a checkpoint; `prefix` is the layer's."""
+        raise NotImplementedError
+
+    def to_native(self) -> dict[str, Any] | None:
+        """Its arguments of the native library's `Layer`; None if the library can't compute it."""
+        return None

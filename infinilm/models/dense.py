@@ -1,0 +1,110 @@
+"""Llama, Mistral, Qwen2 and Qwen3: attention, full or sliding, and a gated MLP in every layer."""
+
+from dataclasses import dataclass
+
+from infinilm.checks import check_flag
+from infinilm.errors import InvalidValueError
+from infinilm.layers.attention import Attention
+from infinilm.layers.formats import LayerOptions
+from infinilm.layers.mixer import Mixer
+from infinilm.layers.mlp import MLP
+from infinilm.models.config import ModelConfig
+from infinilm.models.decoder import Decoder
+
+
+@dataclass(init=False, frozen=True)
+class LlamaConfig(ModelConfig):
+    """Hugging Face's Llama configuration, and the flags in which its relatives differ from it."""
+
+    model_type: str = "llama"
+    bos_token_id: int | list[int] | None = 1
+    eos_token_id: int | list[int] | None = 2
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    """Whether the q, k, v and o projections add a bias."""
+    qkv_bias: bool = False
+    """Whether the q, k and v projections alone add a bias."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Whether the query and key of each head are normalised."""
+
+    def validate(self) -> None:
+        """See `ModelConfig`."""
+        super().validate()
+        if self.hidden_act != "silu":
+            raise InvalidValueError(f"hidden_act={self.hidden_act!r} is not supported; supported is silu")
+        for name in ("attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
+            check_flag(name, getattr(self, name))
+            if getattr(self, name) and name in self._family.config.ignored_settings:
+                raise InvalidValueError(f"{name}=True is not a setting of {self.model_type} models; leave it out")
+
+
+@dataclass(init=False, frozen=True)
+class MistralConfig(LlamaConfig):
+    """Llama with a sliding window in all layers."""
+
+    model_type: str = "mistral"
+    intermediate_size: int = 14336
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+    window_settings = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 4096}  # noqa: RUF012
+    ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+
+
+@dataclass(init=False, frozen=True)
+class Qwen2Config(LlamaConfig):
+    """Llama with biases in the q, k and v projections."""
+
+    model_type: str = "qwen2"
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 32768
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    qkv_bias: bool = True
+
+    window_settings = {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}  # noqa: RUF012
+    ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+
+
+@dataclass(init=False, frozen=True)
+class Qwen3Config(Qwen2Config):
+    """Llama with normalised query and key heads."""
+
+    model_type: str = "qwen3"
+    head_dim: int = 128
+    qkv_bias: bool = False
+    qk_norm: bool = True
+
+    ignored_settings = frozenset({"mlp_bias"})
+
+
+class CausalLM(Decoder):
+    """The model of all four."""
+
+    config: LlamaConfig
+
+    def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
+        """Attention over all tokens or within the layer's window."""
+        config = self.config
+        return Attention(
+            layer,
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary=self.rotary,
+            window=config.window(layer),
+            qkv_bias=config.attention_bias or config.qkv_bias,
+            out_bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            **options,
+        )
+
+    def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
+        """A gated MLP."""
+        config = self.config
+        return MLP(layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, **options)
