@@ -73,7 +73,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[
 
 def test_extending_prints_what_it_says(extended: tuple[Path, str, list[str]]) -> None:
     _, output, expected = extended
-    assert len(expected) == 4
+    assert len(expected) == 6
     check_printed(output, expected)
 
 
@@ -92,12 +92,87 @@ def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
     assert " four\n four,\n four, five\n" in output  # step by step
 
 
-def test_the_added_architecture_computes_what_plain_torch_does(extended: tuple[Path, str, list[str]]) -> None:
+class PlainLlama:
+    """The parts of a Llama, computed the plain way for one text."""
+
+    def __init__(self, tokens: Tensor, weights: dict[str, Tensor], config: LlamaConfig) -> None:
+        self.tokens, self.weights, self.config = tokens, weights, config
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        return x * scale * self.weights[f"{name}.weight"]
+
+    def mlp(self, h: Tensor, prefix: str) -> Tensor:
+        inner = F.silu(self.linear(h, f"{prefix}.gate_proj")) * self.linear(h, f"{prefix}.up_proj")
+        return self.linear(inner, f"{prefix}.down_proj")
+
+    def rotate(self, x: Tensor) -> Tensor:  # [heads, T, head_dim]
+        half = self.config.head_dim // 2
+        angles = torch.outer(torch.arange(len(self.tokens)), 10000.0 ** -(torch.arange(half) / half))
+        first, second = x.split(half, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def attention(self, h: Tensor, prefix: str) -> Tensor:
+        head_dim = self.config.head_dim
+        q, k, v = (
+            self.linear(h, f"{prefix}.{each}_proj").unflatten(1, (-1, head_dim)).transpose(0, 1) for each in "qkv"
+        )
+        copies = self.config.num_attention_heads // self.config.num_key_value_heads
+        k, v = (each.repeat_interleave(copies, dim=0) for each in (self.rotate(k), v))
+        scores = self.rotate(q) @ k.transpose(1, 2) / math.sqrt(head_dim)
+        scores += torch.full(scores.shape[1:], -math.inf).triu(1)
+        return self.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{prefix}.o_proj")
+
+    def logits(self) -> Tensor:
+        """`[T, vocab]`."""
+        x = self.weights["model.embed_tokens.weight"][self.tokens]
+        for layer in range(self.config.num_hidden_layers):
+            x = self.layer(x, f"model.layers.{layer}", layer)
+        return self.linear(self.norm(x, "model.norm"), "lm_head")
+
+    def layer(self, x: Tensor, name: str, layer: int) -> Tensor:
+        raise NotImplementedError
+
+
+class PlainParallelLlama(PlainLlama):
+    """The document's `my_model`."""
+
+    def layer(self, x: Tensor, name: str, layer: int) -> Tensor:
+        h = self.norm(x, f"{name}.input_layernorm")
+        return x + self.attention(h, f"{name}.self_attn") + self.mlp(h, f"{name}.mlp")
+
+
+class PlainMoeLlama(PlainLlama):
+    """The document's `my_moe`: 2 of 4 experts in layer 0, an MLP in layer 1."""
+
+    def layer(self, x: Tensor, name: str, layer: int) -> Tensor:
+        x = x + self.attention(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn")
+        h = self.norm(x, f"{name}.post_attention_layernorm")
+        if layer == 1:
+            return x + self.mlp(h, f"{name}.mlp")
+        rows = []
+        for token, probabilities in zip(h, self.linear(h, f"{name}.mlp.gate").softmax(-1), strict=True):
+            best = sorted(range(4), key=lambda expert, p=probabilities: -p[expert])[:2]
+            rows.append(sum(probabilities[expert] * self.mlp(token, f"{name}.mlp.experts.{expert}") for expert in best))
+        return x + torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("module", "checkpoint", "plain"),
+    [("my_model", "parallel-llama", PlainParallelLlama), ("my_moe", "moe-llama", PlainMoeLlama)],
+)
+def test_the_added_architecture_computes_what_plain_torch_does(
+    extended: tuple[Path, str, list[str]], module: str, checkpoint: str, plain: type[PlainLlama]
+) -> None:
     directory = extended[0]
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
     run_python(
         f"""
-import torch, my_model
+import torch, {module}
 from safetensors.torch import save_file
 from infinilm import InferEngine
 from infinilm.cache import StaticKVCacheConfig
@@ -106,7 +181,7 @@ from infinilm.distributed import DistConfig
 tokens = torch.tensor({tokens.tolist()})
 logits = {{}}
 for tp_size in (1, 2):
-    with InferEngine("parallel-llama", DistConfig(tp_size), "cpu") as engine:
+    with InferEngine("{checkpoint}", DistConfig(tp_size), "cpu") as engine:
         logits[f"whole{{tp_size}}"] = engine(input_ids=tokens, return_logits=True).logits
         engine.reset_cache(StaticKVCacheConfig(2, 64))
         chunks = [(0, 23), (23, 24), (24, 40)]
@@ -122,46 +197,13 @@ save_file(logits, "logits.safetensors")
     config = LlamaConfig(  # what the document's is but for the name, which this process does not know
         vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
-    weights = load_file(directory / "parallel-llama/model.safetensors")
-    expected = torch.stack([parallel_llama(row, weights, config) for row in tokens])
+    weights = load_file(directory / checkpoint / "model.safetensors")
+    expected = torch.stack([plain(row, weights, config).logits() for row in tokens])
     assert expected.std() > 0.5
     found = load_file(directory / "logits.safetensors")
     assert sorted(found) == ["chunks1", "chunks2", "whole1", "whole2"]
     for logits in found.values():
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-
-
-def parallel_llama(tokens: Tensor, weights: dict[str, Tensor], config: LlamaConfig) -> Tensor:
-    """Logits `[T, vocab]` of the document's model, computed the plain way."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * weights[f"{name}.weight"]
-
-    def rotate(x: Tensor) -> Tensor:  # [heads, T, head_dim]
-        half = config.head_dim // 2
-        angles = torch.outer(torch.arange(len(tokens)), 10000.0 ** -(torch.arange(half) / half))
-        first, second = x.split(half, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-    x = weights["model.embed_tokens.weight"][tokens]
-    for layer in range(config.num_hidden_layers):
-        own = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in PARALLEL_NAMES}
-        h = norm(x, f"model.layers.{layer}.input_layernorm")
-        q, k, v = (
-            (h @ own[f"self_attn.{each}_proj"].T).unflatten(1, (-1, config.head_dim)).transpose(0, 1) for each in "qkv"
-        )
-        copies = config.num_attention_heads // config.num_key_value_heads
-        k, v = (each.repeat_interleave(copies, dim=0) for each in (rotate(k), v))
-        scores = rotate(q) @ k.transpose(1, 2) / math.sqrt(config.head_dim)
-        scores += torch.full(scores.shape[1:], -math.inf).triu(1)
-        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
-        inner = F.silu(h @ own["mlp.gate_proj"].T) * (h @ own["mlp.up_proj"].T)
-        x = x + attended @ own["self_attn.o_proj"].T + inner @ own["mlp.down_proj"].T
-    return norm(x, "model.norm") @ weights["lm_head.weight"].T
-
-
-PARALLEL_NAMES = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
 def test_a_default_that_is_no_setting_is_refused() -> None:

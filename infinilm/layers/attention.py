@@ -22,8 +22,6 @@ class Attention(Mixer):
     head are normalised before they are rotated.
     """
 
-    prefix = "self_attn."
-
     def __init__(
         self,
         layer: int,
@@ -37,10 +35,11 @@ class Attention(Mixer):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        prefix: str = "self_attn.",
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(layer)
-        options = below(options, self.prefix)
+        super().__init__(layer, prefix)
+        options = below(options, prefix)
         self.head_dim, self.scale, self.window, self.rotary = head_dim, head_dim**-0.5, window, rotary
         self.qkv = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, **options)
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)

@@ -1,7 +1,7 @@
 """What a decoder layer is made of: mixers, and the context in which a forward pass calls them."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,12 +39,10 @@ class Mixer(nn.Module):
     may become the result's.
     """
 
-    prefix: ClassVar[str]
-    """Of the mixer's weights in a checkpoint, below its layer's."""
-
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, prefix: str) -> None:
+        """`prefix` is that of the mixer's weights in a checkpoint, after the layer's."""
         super().__init__()
-        self.layer = layer
+        self.layer, self.prefix = layer, prefix
 
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None

@@ -15,13 +15,18 @@ from infinilm.layers.norm import RMSNorm
 class MLP(Mixer):
     """`down(silu(gate(x)) * up(x))`."""
 
-    prefix = "mlp."
-
     def __init__(
-        self, layer: int, hidden_size: int, intermediate_size: int, *, bias: bool, **options: Unpack[LayerOptions]
+        self,
+        layer: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        prefix: str = "mlp.",
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(layer)
-        options = below(options, self.prefix)
+        super().__init__(layer, prefix)
+        options = below(options, prefix)
         self.gate_up = GateUpParallelLinear(hidden_size, intermediate_size, bias=bias, **options)
         self.down = RowParallelLinear(intermediate_size, {"down_proj": hidden_size}, bias=bias, **options)
 

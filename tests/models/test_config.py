@@ -1,26 +1,70 @@
 """Model configurations: both generations of config.json, defaults, and what is refused."""
 
 import json
+import logging
 
 import pytest
 import transformers
 
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.models import LlamaConfig
+from infinilm.models import LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
+
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
-def test_defaults_are_hugging_faces() -> None:
-    ours, theirs = LlamaConfig(), transformers.LlamaConfig()
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_defaults_are_hugging_faces(family: type[LlamaConfig]) -> None:
+    ours, theirs = family(), getattr(transformers, family.__name__)()
     names = [
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *("num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
         *("bos_token_id", "eos_token_id", "attention_bias", "mlp_bias"),
     ]
     for name in names:
-        assert getattr(ours, name) == getattr(theirs, name), name
+        if name not in ours.ignored_settings:
+            assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.head_dim == 128
-    assert ours.kv_dim() == 4096
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    read = ModelConfig.from_dict({"model_type": ours.model_type})
+    assert type(read) is family
+    for name in {*family.setting_names()} - {"layer_types"}:
+        assert getattr(read, name) == getattr(ours, name), name
+    assert [read.window(layer) for layer in range(32)] == [ours.window(layer) for layer in range(32)]
+
+
+def test_llamas_other_settings() -> None:
+    assert LlamaConfig().kv_dim() == 4096
     assert LlamaConfig(num_layers=5).num_hidden_layers == 5
+
+
+def test_any_class_reads_a_config_as_its_familys() -> None:
+    for reader in (ModelConfig, LlamaConfig, MistralConfig):
+        config = reader.from_dict({"model_type": "qwen3"})
+        assert type(config) is Qwen3Config
+        assert isinstance(config, LlamaConfig)
+    assert type(ModelConfig.from_dict({"architectures": ["MistralForCausalLM"]})) is MistralConfig
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_family_does_not_know_are_reported(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    settings = getattr(transformers, FAMILIES[family].__name__)().to_dict()
+    with caplog.at_level(logging.INFO, logger="infinilm"):
+        config = ModelConfig.from_dict({**settings, "pretraining_tp": 1, "torch_dtype": "float32", "some_scale": None})
+        assert ModelConfig.from_dict(config.to_dict()) == config
+        assert not caplog.records
+        assert ModelConfig.from_dict({**settings, "num_experts": 8, "attn_logit_softcapping": 50.0}) is not None
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    name = FAMILIES[family].__name__
+    assert record.getMessage() == f"{name} does not know these keys of config.json: attn_logit_softcapping, num_experts"
+
+
+def test_a_flag_that_the_family_ignores_is_reported_if_set(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infinilm"):
+        assert not ModelConfig.from_dict({"model_type": "mistral", "mlp_bias": False}).mlp_bias
+        assert not caplog.records
+        assert not ModelConfig.from_dict({"model_type": "mistral", "mlp_bias": True}).mlp_bias
+    assert caplog.messages == ["MistralConfig does not know these keys of config.json: mlp_bias"]
 
 
 def test_both_generations_of_rope_settings_are_read() -> None:

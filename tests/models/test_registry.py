@@ -1,6 +1,10 @@
 """Adding an architecture from outside."""
 
+import json
+import logging
 from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +12,9 @@ from checkpoints import make_reference, reference_logits
 from drive import Driver
 
 from infinilm.distributed.group import SINGLE
-from infinilm.errors import CheckpointError, InvalidValueError
-from infinilm.models import CausalLM, LlamaConfig, create_model, register_model
-from infinilm.models.registry import FAMILIES
+from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.models import CausalLM, LlamaConfig, ModelConfig, create_model, register_model
+from infinilm.models.registry import FAMILIES, describe_registration, register_described
 
 
 @pytest.fixture
@@ -43,6 +47,90 @@ def test_a_builder_of_its_own_is_called(llama_clone: str) -> None:
     config = LlamaConfig(model_type=llama_clone)
     create_model(config, max_len=7, dtype=torch.bfloat16, device="meta")
     assert calls == [(config, {"max_len": 7, "dtype": torch.bfloat16, "device": "meta", "group": SINGLE})]
+
+
+@dataclass(frozen=True)
+class SparseConfig(LlamaConfig):
+    """A family's own settings."""
+
+    model_type: str = "sparse"
+    num_experts: int = 8
+    limit: float | None = 7.0
+    dense_layers: list[int] = field(default_factory=list)
+
+
+class SparseLM(CausalLM):
+    """A model that reads them."""
+
+    def __init__(self, config: SparseConfig, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.num_experts = config.num_experts
+
+
+@pytest.fixture
+def sparse() -> Iterator[dict[str, Any]]:
+    """The config.json of a registered family with settings of its own."""
+    register_model("sparse", "SparseForCausalLM", config=SparseConfig, builder=SparseLM, defaults={"num_experts": 6})
+    yield {"model_type": "sparse", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    FAMILIES.pop("sparse", None)
+
+
+def test_a_familys_own_keys_reach_its_builder(sparse: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infinilm"):
+        config = LlamaConfig.from_dict({**sparse, "num_experts": 4, "limit": None, "dense_layers": [3], "other": 1})
+        assert isinstance(config, SparseConfig)
+        assert (config.num_experts, config.limit, config.dense_layers, config.head_dim) == (4, None, [3], 16)
+        assert ModelConfig.from_dict(config.to_dict()) == config
+    assert caplog.messages == ["SparseConfig does not know these keys of config.json: other"]
+    assert create_model(config, dtype=torch.float32, device="meta").num_experts == 4
+    plain = ModelConfig.from_dict(sparse)
+    assert isinstance(plain, SparseConfig)
+    assert (plain.num_experts, plain.limit, plain.dense_layers) == (6, 7.0, [])
+    with pytest.raises(FrozenInstanceError):
+        plain.num_experts = 3
+    with pytest.raises(InvalidTypeError, match="SparseConfig has no setting num_expert; it has"):
+        SparseConfig(num_expert=3)
+
+
+def test_a_familys_own_keys_go_to_other_processes(sparse: dict[str, Any]) -> None:
+    config = ModelConfig.from_dict({**sparse, "num_experts": 4})
+    sent = json.loads(json.dumps([describe_registration("sparse"), config.to_dict()]))
+    family = FAMILIES.pop("sparse")
+    for _ in range(2):  # importing a module may have registered it already
+        register_described(sent[0])
+    assert FAMILIES["sparse"] == family
+    assert ModelConfig.from_dict(sent[1]) == config
+
+
+def test_a_familys_settings_need_its_class(sparse: dict[str, Any]) -> None:
+    message = r"model_type='sparse' has settings that LlamaConfig lacks: .*num_experts; use SparseConfig"
+    with pytest.raises(InvalidValueError, match=message):
+        LlamaConfig(model_type="sparse").validate()
+
+
+def test_what_is_no_configuration_class_is_refused() -> None:
+    class Undecorated(LlamaConfig):
+        num_experts: int = 8
+
+    class Base(ModelConfig):
+        pass
+
+    for config, message in [
+        (dict, "must be a subclass of ModelConfig"),
+        (Undecorated, r"num_experts would be no settings; decorate it with @dataclass\(frozen=True\)"),
+        (Base, r"Base is no LlamaConfig.*give a builder"),
+    ]:
+        with pytest.raises(InvalidTypeError, match=message):
+            register_model("refused", "RefusedForCausalLM", config=config)
+    assert "refused" not in FAMILIES
+    register_model("local", "LocalForCausalLM", config=Base, builder=SparseLM)
+    try:
+        with pytest.raises(
+            InvalidValueError, match=r"the configuration class of model_type='local'.*can't be imported"
+        ):
+            describe_registration("local")
+    finally:
+        del FAMILIES["local"]
 
 
 def test_a_name_is_taken_once(llama_clone: str) -> None:
