@@ -1,8 +1,8 @@
-"""Linear layers, whole and shared out over ranks.
+"""Linear layers, whole and sharded over ranks.
 
 A rank of a column-parallel layer has some of the matrix's rows (a checkpoint stores `[out, in]`) and computes some
-of the outputs. A rank of a row-parallel one has the columns for just those inputs, and the ranks' results are summed.
-So a column-parallel layer followed by a row-parallel one takes one exchange between the ranks.
+of the outputs. A rank of a row-parallel layer has the columns for those inputs, and the ranks' results are summed.
+So a column-parallel layer followed by a row-parallel one takes one all-reduce.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,8 @@ class Linear(nn.Module):
 
     `outputs` maps each matrix's name in the checkpoint to its rows, in the order of the result:
     `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, first the gate's values, then the up's. Where a rank
-    holds only a piece of the rows or of the columns, it says which.
-
-    How the matrices are kept and multiplied is their format's business (`matrix`).
+    holds only a part of the rows or of the columns, a `ShardRange` says which. The weight format (`matrix`) stores
+    and multiplies them.
     """
 
     def __init__(
@@ -97,8 +96,7 @@ class GateUpParallelLinear(Linear):
         **options: Unpack[WeightOptions],
     ) -> None:
         share = ShardRange.share("intermediate_size", intermediate_size, group.rank, group.size)
-        outputs = {"gate_proj": share, "up_proj": share}
-        super().__init__(hidden_size, outputs, bias=bias, **options)
+        super().__init__(hidden_size, {"gate_proj": share, "up_proj": share}, bias=bias, **options)
 
     def activated(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """`silu(gate) * up` of the normed `x`: this rank's `[T, intermediate]`."""
@@ -106,7 +104,7 @@ class GateUpParallelLinear(Linear):
 
 
 class QKVParallelLinear(Linear):
-    """The projections to queries, keys and values, shared out by heads.
+    """The projections to queries, keys and values, sharded by heads.
 
     With more ranks than key-value heads, `num_copies` ranks next to each other hold the same one.
     """
@@ -130,8 +128,7 @@ class QKVParallelLinear(Linear):
         )
         self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
         q, kv = (ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
-        outputs = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        super().__init__(hidden_size, outputs, bias=bias, **options)
+        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias, **options)
 
 
 class RowParallelLinear(Linear):
@@ -169,7 +166,7 @@ def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-    """Refuse a number of ranks over which heads can't be shared out."""
+    """Refuse a number of ranks over which heads can't be sharded."""
     divides = num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
     if num_heads % num_ranks or not divides:
         fitting = [

@@ -1,4 +1,4 @@
-"""The configuration in a GGUF file's metadata, as the `config.json` that Hugging Face would have for it."""
+"""Makes a Hugging Face `config.json` from a GGUF file's metadata."""
 
 import math
 import re
@@ -8,13 +8,7 @@ from typing import Any
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile, GGUFTensorInfo
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
+_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
 LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
@@ -67,7 +61,7 @@ class GGUFMetadata:
         """A special token's id, such as `eos`."""
         key = f"tokenizer.ggml.{name}_token_id"
         value = self._pairs.get(key)
-        if value is None or value == 0xFFFFFFFF:  # the format's own way of saying that there is none
+        if value is None or value == 0xFFFFFFFF:  # the format's value for none
             return None
         if type(value) is not int or not 0 <= value < vocab_size:
             raise self.error(f"{key} is {value!r}, which is no token of a vocabulary of {vocab_size}")
@@ -84,7 +78,7 @@ class GGUFMetadata:
 
 
 def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
-    """The equal of a Hugging Face `config.json`."""
+    """The `config.json` that Hugging Face would have for the file."""
     _refuse_other_structures(metadata)
     tensors = file.tensors
     hidden_size = metadata.integer("embedding_length")
@@ -99,7 +93,7 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         model_type = "mistral"
     config: dict[str, Any] = {
         "model_type": model_type,
-        "architectures": [_ARCHITECTURES[model_type]],
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "hidden_size": hidden_size,
         "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": metadata.integer("block_count"),
@@ -129,7 +123,7 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
 
 
 def _refuse_other_structures(metadata: GGUFMetadata) -> None:
-    """Refuse what would load but compute something else."""
+    """Refuse settings that would load but be computed wrongly."""
     if metadata.get("expert_count"):
         raise metadata.error(f"mixtures of experts are not supported, it has {metadata.get('expert_count')} experts")
     for key in ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"):
@@ -138,7 +132,7 @@ def _refuse_other_structures(metadata: GGUFMetadata) -> None:
 
 
 def _check_sizes(metadata: GGUFMetadata, config: dict[str, Any], tensors: Mapping[str, GGUFTensorInfo]) -> int:
-    """Hold the metadata against the tensors before anyone builds a model from them; the vocabulary size."""
+    """Check the metadata against the tensors; the vocabulary size."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     layers = {match[1] for name in tensors if (match := LAYER_PATTERN.fullmatch(name))}
     if len(layers) != num_layers:
@@ -193,14 +187,14 @@ def _yarn_details(metadata: GGUFMetadata, factor: float) -> dict[str, Any]:
             details[name] = metadata.number(f"rope.scaling.yarn_{name}")
     for name in ("attn_factor", "yarn_attn_factor"):
         if metadata.get(f"rope.scaling.{name}") is not None:
-            # GGUF multiplies the usual factor by this one, Hugging Face puts its own in the place of it.
+            # GGUF multiplies the usual factor by this one; Hugging Face replaces the usual factor.
             usual = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
             details["attention_factor"] = metadata.number(f"rope.scaling.{name}") * usual
     return details
 
 
 def _rope_factors(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any] | None:
-    """Divisors of the rotary frequencies, one per pair of a head; longrope with one set says just this."""
+    """Divisors of the rotary frequencies, one per pair of a head, as longrope with one set of factors."""
     tensor = file.tensors[ROPE_FACTORS]
     num_pairs = config["head_dim"] // 2
     if tensor.shape != (num_pairs,) or tensor.ggml_type.name != "F32":
@@ -224,7 +218,7 @@ def _rope_factors(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
 
 
 def _token_ids(metadata: GGUFMetadata, vocab_size: int) -> dict[str, Any]:
-    """Special tokens; a model may end with any of several tokens, then `eos_token_id` is a list."""
+    """Special tokens; `eos_token_id` is a list where several tokens end an answer."""
     ends = [metadata.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return {

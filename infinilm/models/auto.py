@@ -1,4 +1,4 @@
-"""What follows from a checkpoint and the machine, so that nobody has to say it."""
+"""Defaults that follow from a checkpoint and the machine."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the engine asks of a model."""
+"""The interface between the engine and a model."""
 
 from typing import Protocol
 
@@ -14,8 +14,7 @@ from infinilm.models.config import ModelConfig
 class InfinilmModel(Protocol):
     """A causal language model over a paged KV cache, or one rank's share of it.
 
-    Its life: built with empty weights, filled through `weight_targets`, then called, with
-    `compute_logits` after it, for each step.
+    It is built with empty weights and filled through `weight_targets`. Each step calls it, then `compute_logits`.
     """
 
     @property
@@ -23,20 +22,20 @@ class InfinilmModel(Protocol):
         """The configuration it was built from."""
 
     def weight_targets(self) -> Weights:
-        """The weights to load, by their names in a Hugging Face checkpoint; filling them fills the model."""
+        """All weights, by their names in a Hugging Face checkpoint."""
 
     def is_ignorable(self, name: str) -> bool:
         """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
 
     def num_bytes(self) -> int:
-        """What weights and tables of this rank take."""
+        """The memory that weights and tables of this rank take."""
 
     def __call__(
         self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
     ) -> Tensor:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm.
 
-        `taps`, if given, are shown the activations as they come about.
+        `taps`, if given, show the activations to hooks.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -150,17 +150,13 @@ class ModelConfig:
             if _ALIASES.get(name) not in config and (value is not None or name in nullable):
                 settings[_ALIASES.get(name, name)] = value
         settings |= _read_windows(settings)
-        known = {*cls.setting_names(), *ROPE_SETTINGS} - cls.ignored_settings
-        off = {name for name in cls.ignored_settings if config.get(name) is False}
-        cls._report_unknown(config, known | off)
-        settings = {name: value for name, value in settings.items() if name in known}
-        return cls(**settings | {"model_type": defaults["model_type"]})
-
-    @classmethod
-    def _report_unknown(cls, config: Mapping[str, Any], known: set[str]) -> None:
-        known = known | {*_ALIASES, *cls.window_settings, *_NEUTRAL_KEYS}
+        read = {*cls.setting_names(), *ROPE_SETTINGS} - cls.ignored_settings
+        known = read | {*_ALIASES, *cls.window_settings, *_NEUTRAL_KEYS}
+        known |= {name for name in cls.ignored_settings if config.get(name) is False}
         if unknown := sorted(str(name) for name, value in config.items() if name not in known and value is not None):
             logger.info("%s does not know these keys of config.json: %s", cls.__name__, ", ".join(unknown))
+        settings = {name: value for name, value in settings.items() if name in read}
+        return cls(**settings | {"model_type": defaults["model_type"]})
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "ModelConfig":

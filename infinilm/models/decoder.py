@@ -125,7 +125,7 @@ class Decoder(nn.Module):
     def forward(
         self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
     ) -> Tensor:
-        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
+        """See `InfinilmModel`."""
         steps = self._steps(batch, cache, backend, taps)
         hidden: Tensor = self.embed_tokens(batch.input_ids)
         if taps is not None:
@@ -164,14 +164,11 @@ class Decoder(nn.Module):
         return None if None in layers else library.Decoder(layers, self.rotary.table, self.norm.weight)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of `forward`'s result: `[n, hidden]` to `[n, vocab]`.
-
-        With several ranks, all must call this; rank 0 alone gets the logits.
-        """
+        """See `InfinilmModel`."""
         return (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
 
     def weight_targets(self) -> dict[str, Shard]:
-        """The weights to load, by their names in a Hugging Face checkpoint."""
+        """See `InfinilmModel`."""
         targets = self.embed_tokens.weight_targets(f"{self.body_prefix}embed_tokens.")
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -182,12 +179,12 @@ class Decoder(nn.Module):
         return targets
 
     def is_ignorable(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
+        """See `InfinilmModel`."""
         is_tied_head = self.lm_head is None and name == "lm_head.weight"
         return is_tied_head or any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
 
     def num_bytes(self) -> int:
-        """What weights and tables of this rank take."""
+        """See `InfinilmModel`."""
         kinds = Linear | VocabParallelEmbedding | ParallelLMHead
         matrix_bytes = sum(module.matrix.num_bytes for module in self.modules() if isinstance(module, kinds))
         others = sum(weight.nbytes for name, weight in self.named_parameters() if ".matrix." not in name)

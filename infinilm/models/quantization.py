@@ -14,9 +14,9 @@ from infinilm.models.registry import keeps_quantized
 logger = logging.getLogger(__name__)
 
 QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1"}
-"""The format that each setting stands for …"""
+"""The format of each setting, except for the embedding and the head."""
 OUTER_FORMAT = "Q8_0"
-"""… except for the embedding and the head, where errors cost most."""
+"""Of the embedding and the head, where rounding errors cost most."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 _MAX_LISTED = 8
 
@@ -38,7 +38,7 @@ def choose_formats(
             found[name] = stored
         elif quantization is not None:
             found[name] = OUTER_FORMAT if name in OUTER_NAMES else QUANTIZED_TO[quantization]
-    if found and native.load() is None:  # which has said so
+    if found and native.load() is None:  # `load` has logged why
         return DENSE
     return WeightFormats(found)
 
@@ -58,7 +58,7 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
 
 
 def _check_quantization(model_type: str, quantization: str, dtype: str, device: torch.device) -> None:
-    """Refuse what can't be had."""
+    """Refuse settings under which nothing can be quantised."""
     asked = f"quantization={quantization!r}"
     if device.type != "cpu":
         raise InvalidValueError(f"{asked} is for CPUs, and the device is {device}; use quantization='none'")

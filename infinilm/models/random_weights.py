@@ -11,8 +11,8 @@ STD = 0.02
 
 @torch.no_grad()
 def fill_randomly(weights: Weights, seed: int = 0) -> None:
-    """Norms become 1, biases 0, matrices random. A weight depends on its name and the seed, not on how the model
-    is shared out: every rank makes the whole and takes its piece."""
+    """Set norms to 1, biases to 0, matrices to random numbers. A weight depends on its name and the seed, not on the
+    number of ranks: every rank makes the whole and takes its shard."""
     for name, shard in dense_weights(weights).items():
         if name.endswith("bias"):
             shard.tensor.zero_()

@@ -59,7 +59,7 @@ def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
         raise InvalidValueError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(_NUMBERS)}")
     if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise InvalidValueError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; heads are turned whole (1.0)"
+            f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; whole heads are rotated (1.0)"
         )
     label = f"rope_parameters[{{!r}}] of rope_type={rope_type!r}"
     for name in ("rope_theta", *_NUMBERS[rope_type]):
