@@ -128,7 +128,7 @@ class Attention(Mixer):
     def to_native(self) -> dict[str, Any] | None:
         """See `Mixer`."""
         linears = native_linears(qkv=self.qkv, out=self.out)
-        if linears is None:
+        if linears is None or type(self) is not Attention:
             return None
         return linears | {
             "q_norm": None if self.q_norm is None else self.q_norm.weight,

@@ -55,5 +55,8 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def to_native(self) -> dict[str, Any] | None:
-        """Its arguments of the native library's `Layer`; None if the library can't compute it."""
+        """Its arguments of the native library's `Layer`; None if the library can't compute it.
+
+        A subclass of a mixer computes something else, so it has none unless it says so itself.
+        """
         return None

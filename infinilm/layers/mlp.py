@@ -57,4 +57,4 @@ class MLP(Mixer):
 
     def to_native(self) -> dict[str, Any] | None:
         """See `Mixer`."""
-        return native_linears(gate_up=self.gate_up, down=self.down)
+        return native_linears(gate_up=self.gate_up, down=self.down) if type(self) is MLP else None

@@ -73,6 +73,7 @@ class ModelConfig:
 
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
     """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
+    known_layer_types: ClassVar[tuple[str, ...]] = (FULL_ATTENTION, SLIDING_ATTENTION)
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
     """Flags that Hugging Face's class of the family does not read; a config.json may hold them all the same."""
 
@@ -149,7 +150,7 @@ class ModelConfig:
         for name, value in config.items():
             if _ALIASES.get(name) not in config and (value is not None or name in nullable):
                 settings[_ALIASES.get(name, name)] = value
-        settings |= _read_windows(settings)
+        settings |= cls._read_windows(settings)
         read = {*cls.setting_names(), *ROPE_SETTINGS} - cls.ignored_settings
         known = read | {*_ALIASES, *cls.window_settings, *_NEUTRAL_KEYS}
         known |= {name for name in cls.ignored_settings if config.get(name) is False}
@@ -157,6 +158,22 @@ class ModelConfig:
             logger.info("%s does not know these keys of config.json: %s", cls.__name__, ", ".join(unknown))
         settings = {name: value for name, value in settings.items() if name in read}
         return cls(**settings | {"model_type": defaults["model_type"]})
+
+    @staticmethod
+    def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+        """What a config means by its window: `sliding_window` and `layer_types`.
+
+        The window counts only with `use_sliding_window`, and then from layer `max_window_layers` on, unless the
+        type of each layer is given.
+        """
+        window = settings.get("sliding_window") if settings["use_sliding_window"] else None
+        if window is None:
+            return {"sliding_window": None, "layer_types": None}
+        first, count = settings["max_window_layers"], settings["num_hidden_layers"]
+        check_integer("max_window_layers", first, low=0)
+        check_integer("num_hidden_layers", count, low=1, high=MAX_LAYERS)
+        types = [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in range(count)]
+        return {"sliding_window": window, "layer_types": settings.get("layer_types") or types}
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "ModelConfig":
@@ -247,25 +264,9 @@ class ModelConfig:
                 f"num_hidden_layers={self.num_hidden_layers} layers"
             )
         for layer_type in self.layer_types:
-            check_choice("layer_types", layer_type, (FULL_ATTENTION, SLIDING_ATTENTION))
+            check_choice("layer_types", layer_type, self.known_layer_types)
         if self.sliding_window is None and SLIDING_ATTENTION in self.layer_types:
             raise InvalidValueError("layer_types names sliding_attention, but sliding_window=None; give its size")
-
-
-def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config means by its window: `sliding_window` and `layer_types`.
-
-    The window counts only with `use_sliding_window`, and then from layer `max_window_layers` on, unless the
-    type of each layer is given.
-    """
-    window = settings.get("sliding_window") if settings["use_sliding_window"] else None
-    if window is None:
-        return {"sliding_window": None, "layer_types": None}
-    first, count = settings["max_window_layers"], settings["num_hidden_layers"]
-    check_integer("max_window_layers", first, low=0)
-    check_integer("num_hidden_layers", count, low=1, high=MAX_LAYERS)
-    types = [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in range(count)]
-    return {"sliding_window": window, "layer_types": settings.get("layer_types") or types}
 
 
 def _check_token_ids(name: str, value: object) -> None:

@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
     def to_native(self) -> Any | None:
         """This layer as one of the native library's; None unless the library can compute both mixers."""
         library, parts = native.load(), (self.token_mixer.to_native(), self.channel_mixer.to_native())
-        if library is None or parts[0] is None or parts[1] is None:
+        if library is None or type(self) is not DecoderLayer or parts[0] is None or parts[1] is None:
             return None
         norms = {"input_norm": self.input_layernorm.weight, "post_norm": self.post_attention_layernorm.weight}
         return library.Layer(**parts[0], **parts[1], **norms, eps=self.input_layernorm.eps)

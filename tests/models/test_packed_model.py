@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from infinilm.attention import NativeAttention, TorchAttention
 from infinilm.distributed.shard import PackedShard, WeightShard
+from infinilm.layers import MLP
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
 from infinilm.models import CausalLM, LlamaConfig
@@ -22,13 +23,15 @@ SIZES = {"intermediate_size": 128, "vocab_size": 160}
 TOKENS = torch.randint(0, 160, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def load_quantized(reference: PreTrainedModel, directory: Path, quantization: str = "q8") -> CausalLM:
+def load_quantized(
+    reference: PreTrainedModel, directory: Path, quantization: str = "q8", builder: type[CausalLM] = CausalLM
+) -> CausalLM:
     checkpoint = open_checkpoint(save(reference, directory))
     config = LlamaConfig.from_dict(checkpoint.config)
     formats = choose_formats(
         checkpoint, config.model_type, quantization=quantization, dtype="auto", device=torch.device("cpu")
     )
-    model = CausalLM(config, formats=formats)
+    model = builder(config, formats=formats)
     load_weights(model.weight_targets(), checkpoint, show_progress=False)
     checkpoint.close()
     matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
@@ -38,7 +41,7 @@ def load_quantized(reference: PreTrainedModel, directory: Path, quantization: st
 
 def with_plain_matrices(model: CausalLM) -> CausalLM:
     """The same weights, no longer quantised."""
-    plain, shards = CausalLM(model.config), model.weight_targets()
+    plain, shards = type(model)(model.config), model.weight_targets()
     for name, target in plain.weight_targets().items():
         shard = shards[name]
         assert isinstance(target, WeightShard)
@@ -98,6 +101,33 @@ def test_bytes_of_an_outline_are_those_of_the_model(tmp_path: Path) -> None:
         shard.matrix.num_bytes if isinstance(shard, PackedShard) else shard.tensor.nbytes for shard in shards.values()
     )
     assert model.num_bytes() == expected + model.rotary.table.nbytes
+
+
+class DoubledMLP(MLP):
+    """A mixer that the native library does not have."""
+
+    def forward(self, x, step, residual=None, norm=None):
+        return residual + 2 * super().forward(x, step, None, norm)
+
+
+class MixedLM(CausalLM):
+    """A model whose layers have different channel mixers."""
+
+    def channel_mixer(self, layer, options):
+        if layer != 1:
+            return super().channel_mixer(layer, options)
+        return DoubledMLP(layer, self.config.hidden_size, self.config.intermediate_size, **options)
+
+
+def test_a_mixer_that_the_library_lacks_is_computed_by_its_own_code(tmp_path: Path) -> None:
+    reference = make_reference("llama-gqa", **SIZES)
+    model = load_quantized(reference, tmp_path, builder=MixedLM)
+    found = Driver(model, backend=NativeAttention()).run(TOKENS)
+    assert model._native is None
+    expected = Driver(with_plain_matrices(model)).run(TOKENS)
+    assert (found - expected).abs().mean() < 1e-4
+    llama = Driver(load_quantized(reference, tmp_path / "llama"), backend=NativeAttention()).run(TOKENS)
+    assert (found - llama).abs().mean() > 0.1
 
 
 def test_other_attention_runs_the_layers_one_by_one(tmp_path: Path) -> None:
