@@ -1,4 +1,4 @@
-"""The table of token embeddings and the output head, shared out over ranks by tokens of the vocabulary."""
+"""The table of token embeddings and the output head, sharded by tokens of the vocabulary."""
 
 from typing import ClassVar
 
@@ -30,7 +30,9 @@ class _VocabParallel(nn.Module):
         formats: WeightFormats = DENSE,
     ) -> None:
         super().__init__()
-        self.rows, num_rows = share_vocabulary(vocab_size, group)
+        num_rows = -(-vocab_size // group.size)
+        start = min(group.rank * num_rows, vocab_size)
+        self.rows = ShardRange(start, min(num_rows, vocab_size - start), vocab_size)  # this rank's tokens
         self.columns = ShardRange.whole(hidden_size)
         self.matrix: Weight = formats.create(
             ["weight"], [num_rows], self.columns, dtype=dtype, device=device, is_table=self.is_table
@@ -39,7 +41,8 @@ class _VocabParallel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden]` to `[n, vocab]` on rank 0, and to nothing on the others."""
-        return gather_logits(self.matrix.multiply(hidden), self.rows.full, self.group)
+        own = self.matrix.multiply(hidden)
+        return own if self.group.size == 1 else self.group.gather(own)[..., : self.rows.full]
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """This rank's rows, `{prefix}weight`."""
@@ -70,17 +73,3 @@ class ParallelLMHead(_VocabParallel):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[n, hidden]` to `[n, vocab]` on rank 0."""
         return self.logits(hidden)
-
-
-def share_vocabulary(vocab_size: int, group: CommunicationGroup) -> tuple[ShardRange, int]:
-    """The tokens that a rank has, and the number of rows that every rank keeps for them."""
-    num_rows = -(-vocab_size // group.size)
-    start = min(group.rank * num_rows, vocab_size)
-    return ShardRange(start, min(num_rows, vocab_size - start), vocab_size), num_rows
-
-
-def gather_logits(own: Tensor, vocab_size: int, group: CommunicationGroup) -> Tensor:
-    """Every rank's `[n, rows]` side by side, without the rows to spare: `[n, vocab]` on rank 0."""
-    if group.size == 1:
-        return own
-    return group.gather(own)[..., :vocab_size]
