@@ -54,7 +54,6 @@ class Attention(Mixer):
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        """See `Mixer`."""
         taps, cache = step.taps, step.cache.layer(self.layer)
         if taps is None:
             qkv = self.qkv(x, norm=norm)
@@ -117,7 +116,6 @@ class Attention(Mixer):
             taps.see(point, view, self.layer, is_shared_out=True, num_copies=num_copies)
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
-        """See `Mixer`."""
         own = prefix + self.prefix
         targets = self.qkv.weight_targets(own) | self.out.weight_targets(own)
         if self.q_norm is not None and self.k_norm is not None:
@@ -126,7 +124,6 @@ class Attention(Mixer):
         return targets
 
     def to_native(self) -> dict[str, Any] | None:
-        """See `Mixer`."""
         linears = native_linears(qkv=self.qkv, out=self.out)
         if linears is None or type(self) is not Attention:
             return None

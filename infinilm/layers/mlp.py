@@ -33,7 +33,6 @@ class MLP(Mixer):
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        """See `Mixer`."""
         taps = step.taps
         if taps is None:
             mixed: Tensor = self.down(self.gate_up.activated(x, norm), residual)
@@ -51,10 +50,8 @@ class MLP(Mixer):
         return output if residual is None else output.add_(residual)
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
-        """See `Mixer`."""
         own = prefix + self.prefix
         return self.gate_up.weight_targets(own) | self.down.weight_targets(own)
 
     def to_native(self) -> dict[str, Any] | None:
-        """See `Mixer`."""
         return native_linears(gate_up=self.gate_up, down=self.down) if type(self) is MLP else None

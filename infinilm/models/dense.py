@@ -29,7 +29,6 @@ class LlamaConfig(ModelConfig):
     """Whether the query and key of each head are normalised."""
 
     def validate(self) -> None:
-        """See `ModelConfig`."""
         super().validate()
         if self.hidden_act != "silu":
             raise InvalidValueError(f"hidden_act={self.hidden_act!r} is not supported; supported is silu")
@@ -88,7 +87,6 @@ class CausalLM(Decoder):
     config: LlamaConfig
 
     def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        """Attention over all tokens or within the layer's window."""
         config = self.config
         return Attention(
             layer,
@@ -105,6 +103,5 @@ class CausalLM(Decoder):
         )
 
     def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        """A gated MLP."""
         config = self.config
         return MLP(layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, **options)
