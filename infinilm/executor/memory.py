@@ -153,7 +153,7 @@ class MemoryLedger:
         return min(max_model_len, num_blocks * self.block_size)
 
 
-def rank_specs(model_config: LlamaConfig, num_ranks: int) -> list[CacheSpec]:
+def rank_specs(model_config: ModelConfig, num_ranks: int) -> list[CacheSpec]:
     """What each layer keeps per token on one rank."""
     return [
         replace(spec, num_kv_heads=kv_heads_per_rank(spec.num_kv_heads, num_ranks))
