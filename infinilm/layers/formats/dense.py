@@ -98,7 +98,7 @@ class DenseWeight(nn.Module):
         from infinilm.kernels.gemv import gemv
 
         if len(x) <= self._max_kernel_rows and bias is None:
-            return gemv(x, self.weight, norm=norm and (norm.weight, norm.eps), is_gated=True)
+            return gemv(x, self.weight, norm=(norm.weight, norm.eps) if norm is not None else None, is_gated=True)
         return silu_mul(self.multiply(x, bias, norm=norm))
 
     def look_up(self, rows: Tensor) -> Tensor:
