@@ -105,11 +105,8 @@ class PagedKVCache:
         owners = [places[owner] for owner in resolve_layers(specs)]
         self.group_of = [group for group, _ in owners]
         """By layer: the index of its group."""
-        self._layers: list[torch.Tensor] = [self.tensors[group][index] for group, index in owners]
-
-    def layer(self, index: int) -> torch.Tensor:
-        """One layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
-        return self._layers[index]
+        self.layers: list[torch.Tensor] = [self.tensors[group][index] for group, index in owners]
+        """Each layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
 
 
 def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:

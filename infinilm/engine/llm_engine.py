@@ -317,7 +317,7 @@ class LLMEngine:
             if index in step.stale:
                 continue
             request = seq.request
-            if request.is_plain and index < num_decoding and not seq.is_finished:
+            if request.is_plain and index < num_decoding and seq.finish_reason is None:
                 request.answers[seq.index].last_time = now
                 if request.is_reported:
                     self._unreported[request] = None

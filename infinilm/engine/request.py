@@ -70,13 +70,13 @@ class SequenceAnswer(Answer):
         """The tokens that are new since it was last `reported`; None if there are none and it has not ended since."""
         seq, request, index = self.seq, self.seq.request, self.seq.index
         first = reported.num_tokens
-        if self._is_end_reported or not (seq.is_finished or seq.num_output_tokens > first):
-            return None
         token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
+        if self._is_end_reported or not (token_ids or seq.finish_reason):
+            return None
         reported.num_tokens = first + len(token_ids)
         logprobs = self.logprobs[first:] if seq.params.logprobs is not None else None
         prompt_logprobs = request.pop_prompt_logprobs() if token_ids else None
-        if not seq.is_finished:
+        if seq.finish_reason is None:
             return AnswerDelta(request.request_id, index, token_ids, logprobs, None, prompt_logprobs=prompt_logprobs)
         self._is_end_reported = True
         return AnswerDelta(

@@ -126,7 +126,7 @@ class Scheduler:
         num_decoding = len(builder.seqs)
         limit = max(self.max_mixed_tokens, num_decoding) if num_decoding else self.max_prefill_tokens
         builder.budget = min(builder.budget, limit)
-        if builder.budget > 0:
+        if builder.budget > 0 and (self._prefilling or self.waiting):
             self._plan_prompts(builder, may_admit=not has_preempted)
         if not builder.seqs:
             if not builder.lacks_blocks or self._num_in_flight:
@@ -172,7 +172,7 @@ class Scheduler:
             ends = starts + (decoding.query_lens if decoding.has_drafts else 1)
             num_new = -((self._capacity[rows] - ends) // block_size)  # blocks that each row lacks
             grown = np.flatnonzero(num_new > 0)
-            if self.blocks.can_grow(num_new[grown].sum()):
+            if len(grown) == 0 or self.blocks.can_grow(num_new[grown].sum()):
                 break
             if decoding.has_drafts:
                 use_drafts = False
@@ -192,7 +192,8 @@ class Scheduler:
     def _propose(self, seqs: list[Sequence], rows: IntArray, starts: IntArray, *, use_drafts: bool) -> IntArray:
         """The token ids of decoding rows `[n, 1 + d]`: the last token, and drafts for those after it."""
         assert self.draft_source is not None
-        budget = self.max_num_batched_tokens - len(rows) if use_drafts else 0
+        # Half of what the rows leave of a step is for prompts.
+        budget = (self.max_num_batched_tokens - len(rows)) // 2 if use_drafts else 0
         lines: list[list[int]] = []
         # The row draws one token more than it has drafts, and none beyond the limit.
         for seq, most in zip(seqs, (self._limit[rows] - starts - 2).tolist(), strict=True):
@@ -375,7 +376,7 @@ class Scheduler:
         if is_same.all() and not output.errors and self.draft_source is None:
             num_done = self._commit_decoding(step, output.token_ids)
         for index in range(num_done, len(step.seqs)):
-            if step.seqs[index].is_finished:
+            if step.seqs[index].finish_reason is not None:
                 step.stale.add(index)
             else:
                 self._commit_one(step, index, output, is_same=bool(is_same[index]))

@@ -8,6 +8,10 @@ from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from infinilm.errors import InvalidValueError
 
@@ -52,3 +56,11 @@ def _load_build(path: str) -> ModuleType:
     sys.modules[_NAME] = module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+def draw(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The library's draw; `infinilm/sampling/draw.py` defines the arguments and the result."""
+    library: Any = load()
+    token_ids, are_finite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+    library.draw(logits.float().contiguous(), settings, rows, positions, token_ids, are_finite)
+    return token_ids, are_finite

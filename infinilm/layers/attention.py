@@ -54,7 +54,7 @@ class Attention(Mixer):
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        taps, cache = step.taps, step.cache.layer(self.layer)
+        taps, cache = step.taps, step.cache.layers[self.layer]
         if taps is None:
             qkv = self.qkv(x, norm=norm)
         else:

@@ -151,7 +151,8 @@ class RowParallelLinear(Linear):
         """This rank's `x` `[T, share of in]` to the whole `[T, out]`, added to the `residual` if there is one."""
         if self.group.rank > 0:  # the sum holds bias and residual once
             return self.group.all_reduce(self.matrix.multiply(x))
-        return self.group.all_reduce(super().forward(x, residual, norm))
+        whole = super().forward(x, residual, norm)
+        return self.group.all_reduce(whole) if self.group.communicates else whole
 
 
 def native_linears(**linears: Linear) -> dict[str, Any] | None:

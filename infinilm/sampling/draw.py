@@ -49,14 +49,7 @@ def find_draw(device: torch.device) -> Draw:
         from infinilm.kernels.sampling import draw  # Triton is for GPUs
 
         return draw
-    return draw_torch if native.load() is None else _draw_natively
-
-
-def _draw_natively(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    library: Any = native.load()
-    token_ids, are_finite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
-    library.draw(logits.float().contiguous(), settings, rows, positions, token_ids, are_finite)
-    return token_ids, are_finite
+    return draw_torch if native.load() is None else native.draw
 
 
 def draw_torch(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,43 +52,43 @@ def make_cache(num_blocks: int, dtype: torch.dtype = torch.float32, memory: Cach
 def test_memory_that_is_large_enough_is_used_again_and_reads_zero(num_blocks: int, dtype: torch.dtype) -> None:
     first = make_cache(8)
     for layer in range(2):
-        first.layer(layer).fill_(float("nan"))
-    address = first.layer(0).data_ptr()
+        first.layers[layer].fill_(float("nan"))
+    address = first.layers[0].data_ptr()
     second = make_cache(num_blocks, dtype, first.memory)
     assert second.memory is first.memory
-    assert second.layer(0).data_ptr() == address
-    assert second.layer(1).shape == (num_blocks, 16, 2, 2, 8)
-    assert second.layer(1).dtype == dtype
-    assert not second.layer(0).any()
-    assert not second.layer(1).any()
+    assert second.layers[0].data_ptr() == address
+    assert second.layers[1].shape == (num_blocks, 16, 2, 2, 8)
+    assert second.layers[1].dtype == dtype
+    assert not second.layers[0].any()
+    assert not second.layers[1].any()
 
 
 def test_layers_of_a_cache_in_used_memory_do_not_overlap() -> None:
     cache = make_cache(5, torch.bfloat16, make_cache(8).memory)
-    cache.layer(0).fill_(1)
-    assert not cache.layer(1).any()
-    cache.layer(1).fill_(2)
-    assert cache.layer(0).float().sum() == cache.layer(0).numel()
+    cache.layers[0].fill_(1)
+    assert not cache.layers[1].any()
+    cache.layers[1].fill_(2)
+    assert cache.layers[0].float().sum() == cache.layers[0].numel()
 
 
 def test_memory_that_is_too_small_is_replaced() -> None:
     first = make_cache(8)
-    first.layer(0).fill_(3)
+    first.layers[0].fill_(3)
     second = make_cache(9, memory=first.memory)
-    second.layer(1).fill_(7)
-    assert first.layer(0).data_ptr() != second.layer(0).data_ptr()
-    assert (first.layer(0) == 3).all()
-    assert not second.layer(0).any()
+    second.layers[1].fill_(7)
+    assert first.layers[0].data_ptr() != second.layers[0].data_ptr()
+    assert (first.layers[0] == 3).all()
+    assert not second.layers[0].any()
     # What is large enough now is what the larger cache left.
-    assert make_cache(9, memory=second.memory).layer(0).data_ptr() == second.layer(0).data_ptr()
+    assert make_cache(9, memory=second.memory).layers[0].data_ptr() == second.layers[0].data_ptr()
 
 
 def test_memory_of_another_device_is_left_alone() -> None:
     first = make_cache(4)
-    first.layer(0).fill_(3)
+    first.layers[0].fill_(3)
     other = PagedKVCache(SPECS, 4, 16, dtype=torch.float32, device="meta", memory=first.memory)
-    assert other.layer(0).is_meta
-    assert (first.layer(0) == 3).all()
+    assert other.layers[0].is_meta
+    assert (first.layers[0] == 3).all()
 
 
 @pytest.mark.parametrize("platform", ["linux", "other"])
@@ -98,7 +98,7 @@ def test_memory_is_cleared_on_every_system_and_whatever_the_mode(
     monkeypatch.setattr("sys.platform", platform)
     with torch.inference_mode():
         first = make_cache(4)
-        first.layer(0).fill_(3)
+        first.layers[0].fill_(3)
     second = make_cache(3, memory=first.memory)
-    assert second.layer(0).data_ptr() == first.layer(0).data_ptr()
-    assert not second.layer(0).any()
+    assert second.layers[0].data_ptr() == first.layers[0].data_ptr()
+    assert not second.layers[0].any()

@@ -63,16 +63,16 @@ def test_groups_have_their_own_shapes_in_one_memory(dtype: torch.dtype) -> None:
     specs, memory = [SLIDING, FULL, WIDE, SharedKV(1), SLIDING], CacheMemory("cpu")
     cache = PagedKVCache(specs, [3, 7, 5], 16, dtype=dtype, device="cpu", memory=memory)
     shapes = {0: (3, 16, 2, 2, 8), 1: (7, 16, 2, 2, 8), 2: (5, 16, 2, 1, 16), 4: (3, 16, 2, 2, 8)}
-    assert {layer: cache.layer(layer).shape for layer in shapes} == shapes
+    assert {layer: cache.layers[layer].shape for layer in shapes} == shapes
     assert cache.group_of == [0, 1, 2, 1, 0]
-    assert memory.num_bytes == sum(cache.layer(layer).nbytes for layer in shapes)
+    assert memory.num_bytes == sum(cache.layers[layer].nbytes for layer in shapes)
     assert memory.num_bytes == sum(
         count * bytes_per_block(group, 16, dtype) for group, count in zip(cache.groups, [3, 7, 5], strict=True)
     )
     for layer in shapes:
-        cache.layer(layer).fill_(layer + 1)
-    assert all((cache.layer(layer) == layer + 1).all() for layer in shapes), "no two overlap"
-    assert cache.layer(3).data_ptr() == cache.layer(1).data_ptr()
+        cache.layers[layer].fill_(layer + 1)
+    assert all((cache.layers[layer] == layer + 1).all() for layer in shapes), "no two overlap"
+    assert cache.layers[3].data_ptr() == cache.layers[1].data_ptr()
 
 
 def test_one_number_of_blocks_serves_all_groups() -> None:

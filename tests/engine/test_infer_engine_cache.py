@@ -70,7 +70,7 @@ def test_sizes_in_bytes_count_what_a_rank_keeps(engine: InferEngine, dtype: str 
     assert engine.get_cache_config() == PagedKVCacheConfig(5, dtype=dtype)
     cache = engine._executor.worker.cache
     assert cache is not None
-    assert sum(cache.layer(layer).nbytes for layer in range(2)) == 5 * block_bytes
+    assert sum(cache.layers[layer].nbytes for layer in range(2)) == 5 * block_bytes
 
 
 def test_a_cache_of_all_free_memory_is_no_larger_the_second_time(engine: InferEngine) -> None:
@@ -86,7 +86,7 @@ def test_memory_is_used_again_where_it_suffices_and_is_empty(engine: InferEngine
     def layer() -> torch.Tensor:
         cache = engine._executor.worker.cache
         assert cache is not None
-        return cache.layer(0)
+        return cache.layers[0]
 
     engine.reset_cache(PagedKVCacheConfig(16))
     memory = layer().data_ptr()

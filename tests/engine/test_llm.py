@@ -402,7 +402,7 @@ def test_configs_and_presets_build_engines(tiny_dir) -> None:
 
 def test_bfloat16(tiny_dir) -> None:
     with LLM(tiny_dir, num_kvcache_blocks=8, dtype="bfloat16") as llm:
-        assert llm.executor.worker.cache.layer(0).dtype == torch.bfloat16
+        assert llm.executor.worker.cache.layers[0].dtype == torch.bfloat16
         assert len(llm.generate("to", GREEDY, use_tqdm=False)[0].token_ids) == 12
 
 
