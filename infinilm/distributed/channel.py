@@ -51,6 +51,5 @@ class Channel(FrameSocket):
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    if tensor.numel() == 0:
-        return memoryview(b"")  # an empty tensor may have strides that `view` refuses
-    return tensor.flatten().view(torch.uint8).numpy().data
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # those of no or one number may have strides that `view` refuses
+    return flat.view(torch.uint8).numpy().data

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,3 +165,15 @@ def test_waiting_takes_nothing_and_ends_when_somebody_hangs_up(ends: tuple[Chann
     for end in ends:
         with pytest.raises(ChannelClosedError):
             end.receive()
+
+
+@pytest.mark.parametrize("array", [np.empty((0, 1)), np.ones((4, 3))[::2, 1][:1], np.ones((2, 3)), np.float32(3)])
+def test_tensors_of_odd_strides_arrive(array: np.ndarray) -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    tensor = torch.from_numpy(np.asarray(array))
+    ours.send(Message({}, {"x": tensor, "y": torch.arange(3)}))
+    received = theirs.receive().tensors
+    torch.testing.assert_close(received["x"], tensor)
+    assert received["y"].tolist() == [0, 1, 2]
+    ours.close()
+    theirs.close()
