@@ -14,7 +14,7 @@ from infinilm import LLM, RequestOutput, SamplingParams
 from infinilm.executor import loader
 from infinilm.executor.executor import ExecutorInfo
 from infinilm.executor.loader import LoadedModel
-from infinilm.executor.memory import MemoryLedger, Workspace
+from infinilm.executor.memory import GroupMemory, MemoryLedger, Workspace
 from infinilm.executor.step_io import StepInput, StepOutput
 from infinilm.models import LlamaConfig
 from infinilm.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def start(monkeypatch: pytest.MonkeyPatch, num_blocks: int, **config: int) -> LL
         utilization=1.0,
         weight_bytes=0,
         workspace=Workspace(0),
-        block_bytes=0,
+        groups=(GroupMemory(None, 0, None, None),),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,

@@ -9,7 +9,7 @@ from fuzz.cases import PATHS, make_case
 from fuzz.oracle import Oracle, make_checkpoint
 from fuzz.runs import Lab, reproduce
 from infinilm import LLM
-from infinilm.engine.block_manager import BlockManager
+from infinilm.engine.block_manager import BlockManager, BlockPool
 from infinilm.engine.sequence import Sequence
 from infinilm.text.detokenizer import Detokenizer
 
@@ -30,12 +30,13 @@ def test_company_changes_nothing(lab: Lab, path: str) -> None:
         assert not report.problems, reproduce(report.case)
 
 
-def lose_a_block(manager: BlockManager, blocks: list[int], release=BlockManager.release) -> None:
-    release(manager, blocks[:-1] if len(blocks) > 2 else blocks)
+def lose_a_block(pool: BlockPool, blocks: list[int], release=BlockPool.release) -> None:
+    release(pool, blocks[:-1] if len(blocks) > 2 else blocks)
 
 
-def find_anything(manager: BlockManager, seq: Sequence) -> list[int]:
-    return list(manager._content_of)[: (seq.num_tokens - 1) // manager.block_size]
+def find_anything(manager: BlockManager, seq: Sequence) -> list[list[int]]:
+    count = (seq.num_tokens - 1) // manager.block_size
+    return [list(pool.content_of)[:count] for pool in manager.pools]
 
 
 def lose_a_letter(detokenizer: Detokenizer, ids: list[int], feed=Detokenizer.feed) -> str:
@@ -51,7 +52,7 @@ def abort_all(engine: LLM, request_id: str, answer: int | None = None, abort=LLM
 @pytest.mark.parametrize(
     ("target", "name", "fault"),
     [
-        (BlockManager, "release", lose_a_block),
+        (BlockPool, "release", lose_a_block),
         (BlockManager, "find_prefix", find_anything),
         (Detokenizer, "feed", lose_a_letter),
         (LLM, "abort", abort_all),
