@@ -25,7 +25,7 @@ class CacheMemory:
         return len(self._bytes)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """`[num_bytes]` uint8, all 0. Whoever had some before must be done with it: it is the same memory if it fits.
+        """`[num_bytes]` uint8, all 0. No cache before may still be in use: it is the same memory if it fits.
 
         On a CPU it costs nothing before it is touched.
         """

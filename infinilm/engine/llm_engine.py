@@ -255,7 +255,7 @@ class LLMEngine:
             self._compute_step()
         finally:
             try:
-                self._tell_listeners()
+                self._emit_updates()
             finally:
                 self._is_stepping = False
 
@@ -329,7 +329,7 @@ class LLMEngine:
             if output.tokens_of(index) or seq.is_finished:
                 self._updated[request] = None
 
-    def _tell_listeners(self) -> None:
+    def _emit_updates(self) -> None:
         """Report the updated requests, and remove those that have ended. Listeners may abort any of them."""
         leaving: BaseException | None = None
         while self._updated:
@@ -441,7 +441,7 @@ class LLMEngine:
         if not self._is_stepping:
             self._is_stepping = True
             try:
-                self._tell_listeners()
+                self._emit_updates()
             finally:
                 self._is_stepping = False
 

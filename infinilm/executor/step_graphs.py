@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     num_rows: int
     num_tokens: int  # 0: every row decodes
-    draws: bool  # or ends with the logits
+    samples: bool  # or ends with the logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +127,24 @@ class StepGraphs:
         The results are overwritten by the next step.
         """
         num_samples = len(batch.sample_places)
-        graph = self._launch(batch, draws=True)
+        graph = self._launch(batch, samples=True)
         assert graph.token_ids is not None
         assert graph.is_finite is not None
         return graph.token_ids[:num_samples], graph.is_finite[:num_samples]
 
     def run_to_logits(self, batch: "StepBatch") -> Tensor:
         """Start a step, up to the logits `[S, vocab]` of the tokens to draw."""
-        logits = self._launch(batch, draws=False).logits
+        logits = self._launch(batch, samples=False).logits
         assert logits is not None
         return logits[: len(batch.sample_places)]
 
     @torch.inference_mode()
-    def _launch(self, batch: "StepBatch", *, draws: bool) -> _Graph:
+    def _launch(self, batch: "StepBatch", *, samples: bool) -> _Graph:
         staging = self._staging[self._num_steps % NUM_STAGING]
         self._num_steps += 1
         tokens, num_rows = batch.tokens, len(batch.tokens.query_lens)
         if batch.num_decoding == num_rows:
-            shape = self._choose_size(num_rows, draws=draws)
+            shape = self._choose_size(num_rows, samples=samples)
             inputs = self._decode_inputs.first(shape.num_rows)
             num_shared = count_shared(tokens.block_tables, tokens.context_lens, self._block_size)
             used = inputs.pack(staging.numpy(), batch.token_rows, tokens.context_lens, tokens.block_tables, num_shared)
@@ -153,7 +153,7 @@ class StepGraphs:
             largest = max(num_rows, len(batch.sample_places))
             num_rows = self._mixed_rows[bisect_left(self._mixed_rows, largest)]
             num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(tokens.input_ids))]
-            shape = Shape(num_rows, num_tokens, draws)
+            shape = Shape(num_rows, num_tokens, samples)
             mixed = self._mixed(num_tokens, num_rows)
             used = mixed.pack(
                 staging.numpy(),
@@ -175,13 +175,13 @@ class StepGraphs:
         graph.graph.replay()
         return graph
 
-    def _choose_size(self, num_rows: int, *, draws: bool) -> Shape:
+    def _choose_size(self, num_rows: int, *, samples: bool) -> Shape:
         """The graph for so many decoding rows, or one up to twice as large if that saves capturing another now.
 
         Few rows are computed by kernels made for their number, and nothing larger will do.
         """
         best = bisect_left(self._sizes, num_rows)
-        shapes = [Shape(size, 0, draws) for size in self._sizes[best:] if size <= 2 * self._sizes[best]]
+        shapes = [Shape(size, 0, samples) for size in self._sizes[best:] if size <= 2 * self._sizes[best]]
         if shapes[0].num_rows < MIN_SHARED_ROWS:
             return shapes[0]
         return next((shape for shape in shapes if shape in self._graphs), shapes[0])
@@ -257,7 +257,7 @@ class StepGraphs:
         shared = SharedPrefix(inputs.num_shared, inputs.tables[0]) if shape.num_rows >= MIN_SHARED_ROWS else None
         plan = DecodePlan(inputs.tables, inputs.context_lens, inputs.slots, self._workspace, shared)
         hidden = self._forward(inputs, plan)
-        return self._finish(hidden, inputs.rows, inputs.context_lens, draws=shape.draws)
+        return self._finish(hidden, inputs.rows, inputs.context_lens, samples=shape.samples)
 
     def _mixed_step(self, inputs: MixedInputs, shape: Shape) -> "StepOutputs":
         inputs.unpack(self._last_token)
@@ -277,15 +277,15 @@ class StepGraphs:
             decode_tokens=decoding,
         )
         hidden = self._forward(inputs, plan)[inputs.sample_places]
-        return self._finish(hidden, inputs.sample_rows, inputs.sample_positions, draws=shape.draws)
+        return self._finish(hidden, inputs.sample_rows, inputs.sample_positions, samples=shape.samples)
 
     def _forward(self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan) -> Tensor:
         batch = ForwardBatch(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS, plan)
         return self._worker.model(batch, self._cache, self._backend)
 
-    def _finish(self, hidden: Tensor, rows: Tensor, positions: Tensor, *, draws: bool) -> "StepOutputs":
+    def _finish(self, hidden: Tensor, rows: Tensor, positions: Tensor, *, samples: bool) -> "StepOutputs":
         logits = self._worker.model.compute_logits(hidden)
-        if not draws:
+        if not samples:
             return None, None, logits
         if self._sampler is None:  # rank 0 samples
             token_ids, is_finite = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)

@@ -102,7 +102,7 @@ class StepShape:
         if not shapes:
             return 0
         largest = self.layer_bytes(max(max(shape.num_tokens, shape.num_rows) for shape in shapes))
-        logits = [shape.num_rows * self.vocab * self.itemsize for shape in shapes if not shape.draws]
+        logits = [shape.num_rows * self.vocab * self.itemsize for shape in shapes if not shape.samples]
         return 2 * (largest + max(logits)) + sum(logits) + len(shapes) * GRAPH_BYTES
 
 
@@ -163,7 +163,7 @@ def graph_shapes(num_rows: int, num_tokens: int) -> list["Shape"]:
     sizes = [(size, 0) for size in decode_sizes(num_rows)]
     needed_tokens = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, num_tokens) + 1]
     sizes += product(sorted({min(size, num_rows) for size in MIXED_ROWS}), needed_tokens)
-    return [Shape(*size, draws) for size in sizes for draws in (True, False)]
+    return [Shape(*size, samples) for size in sizes for samples in (True, False)]
 
 
 def graph_table_rows(shapes: Sequence["Shape"]) -> int:

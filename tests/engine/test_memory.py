@@ -83,7 +83,7 @@ def test_a_long_prompt_by_hand() -> None:
 
 def test_graphs_by_hand() -> None:
     # Steps of one and of four rows, and of up to eight tokens in two rows.
-    shapes = [Shape(*size, draws) for size in ((1, 0), (4, 0), (2, 8)) for draws in (True, False)]
+    shapes = [Shape(*size, samples) for size in ((1, 0), (4, 0), (2, 8)) for samples in (True, False)]
     layer, logits = 8 * 168, 20  # eight tokens; one row
     assert SHAPE.graph_bytes(shapes) == 2 * (layer + 4 * logits) + (1 + 4 + 2) * logits + 6 * GRAPH_BYTES
     assert graph_table_rows(shapes) == 4 + 2
@@ -92,14 +92,14 @@ def test_graphs_by_hand() -> None:
 
 def test_the_graphs_that_may_be_captured() -> None:
     shapes = graph_shapes(num_rows=20, num_tokens=100)
-    assert [shape.num_rows for shape in shapes if shape.num_tokens == 0 and shape.draws] == [1, 2, 4, 8, 16, 20]
+    assert [shape.num_rows for shape in shapes if shape.num_tokens == 0 and shape.samples] == [1, 2, 4, 8, 16, 20]
     assert {(shape.num_rows, shape.num_tokens) for shape in shapes if shape.num_tokens} == {
         (16, 64),
         (16, 128),
         (20, 64),
         (20, 128),
     }
-    assert sum(shape.draws for shape in shapes) == len(shapes) / 2
+    assert sum(shape.samples for shape in shapes) == len(shapes) / 2
 
 
 def test_the_workspaces_of_decode_attention_are_covered() -> None:
