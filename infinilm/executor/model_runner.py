@@ -278,7 +278,7 @@ class ModelRunner:
         if step.samples_on_host:
             logits = self._graphs.run_to_logits(batch)
             if step.num_samples > 0:
-                self._sample(submitted, logits.float(), batch)
+                self._sample(submitted, logits, batch)
             return
         if self._sampler is not None:
             self._sampler.upload()
@@ -296,7 +296,7 @@ class ModelRunner:
         return torch.where(ids == LAST_TOKEN, self._last_token[rows], ids)
 
     def _sample(self, submitted: SubmittedStep, logits: Tensor, batch: StepBatch) -> None:
-        """Draw the step's tokens from their logits `[S, vocab]` float32, and have all ranks know them."""
+        """Draw the step's tokens from their logits `[S, vocab]`, and have all ranks know them."""
         rows = batch.sample_rows
         if self._sampler is not None:
             if self._worker.registry is not None:

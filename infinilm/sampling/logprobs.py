@@ -44,6 +44,7 @@ def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Lo
     num_top = min(num_top, logits.shape[1])
     if has_kernels(logits.device):
         return _logprobs_by_kernel(logits, targets, num_top)
+    logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)
     _, top_ids = block_topk(logits, num_top)

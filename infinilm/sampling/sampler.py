@@ -1,7 +1,7 @@
 """The sampler: settings of every live row, and one batched pass from logits to tokens."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels.copies import to_device, to_pinned
+from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling.draw import DRAW_SETTINGS, find_draw
 from infinilm.sampling.logits_processors import LogitsProcessors
@@ -128,10 +129,10 @@ class Sampler:
         self._masks.end(row)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Samples:
-        """Draw one token per row from its raw `logits` [n, vocab] float32, which may be overwritten.
+        """Draw one token per row from its raw `logits` [n, vocab] of any floating type.
 
-        `rows` are live rows; `positions` say how many tokens come before each drawn one. Waits for the device
-        only if a row has logits processors, or for its previous draw if a row has a grammar.
+        Those in float32 may be overwritten. `rows` are live; `positions` say how many tokens come before each drawn one.
+        Waits for the device only if a row has logits processors, or for its previous draw if a row has a grammar.
         """
         if not self._live.issuperset(rows):
             raise EngineError(f"rows {list(rows)} are not all started")
@@ -149,11 +150,11 @@ class Sampler:
                 (asked,) = to_device(self._device, np.array(list(num_logprobs), dtype=np.int64))
         masked = self._masks.places(rows)
         is_edited = bool(masked) or not self._processors.rows.isdisjoint(rows)
-        raw_logits = logits
-        if num_logprobs:
-            raw_logits = logits[asked]
-            if is_edited and len(num_logprobs) == len(rows):
-                raw_logits = raw_logits.clone()
+        raw_logits = logits[asked] if num_logprobs else logits
+        if is_edited and logits.dtype != torch.float32:
+            logits = self._to_float32(logits)
+        elif is_edited and len(num_logprobs) == len(rows):
+            raw_logits = raw_logits.clone()
         errors = self._processors.apply(logits, rows, positions) if is_edited else {}
         errors |= self._masks.apply(logits, rows, [i for i in masked if i not in errors])
         token_ids, is_finite = self.sample_rows(logits, *places)
@@ -165,9 +166,12 @@ class Sampler:
             logprobs = logprobs_of(raw_logits, token_ids[asked], max(num_logprobs.values()))
         return Samples(token_ids, is_finite, logprobs, num_logprobs, errors)
 
-    def needs_host(self, rows: Iterable[int]) -> bool:
-        """Whether any of these live rows has logits processors, a mask or log-probabilities, which need `sample`."""
-        return not self._special.isdisjoint(rows)
+    def _to_float32(self, logits: torch.Tensor) -> torch.Tensor:
+        if not has_kernels(self._device):
+            return logits.float()
+        from infinilm.kernels.cast import to_float32  # which needs Triton
+
+        return to_float32(logits)
 
     def upload(self) -> None:
         """Copy the settings of rows started since the last call to the device, in one copy, without waiting."""

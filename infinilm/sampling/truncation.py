@@ -47,7 +47,7 @@ def block_topk(
     blocks = maxima.topk(count, sorted=False).indices  # [n, count]
     within = torch.arange(BLOCK, device=values.device)
     indices = (blocks.unsqueeze(-1) * BLOCK + within).flatten(1)  # [n, count * BLOCK]
-    best = values.gather(1, indices).topk(count)
+    best = values.gather(1, indices).float().topk(count)
     return best.values, indices.gather(1, best.indices)
 
 

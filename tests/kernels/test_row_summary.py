@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from infinilm.kernels.cast import to_float32, to_float32_torch
 from infinilm.sampling.logprobs import _logprobs_by_kernel, logprobs_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,3 +35,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         alone = _logprobs_by_kernel(logits[row : row + 1], targets[row : row + 1], 3)
         assert torch.equal(alone.logprobs[0], whole.logprobs[row])
         assert torch.equal(alone.top_logprobs[0], whole.top_logprobs[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_are_cast_as_torch_casts_them(dtype: torch.dtype) -> None:
+    values = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(2)).to(dtype)
+    values[1, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    part = values.to(DEVICE)[:, :9001]  # rows are not next to each other
+    torch.testing.assert_close(to_float32(part), to_float32_torch(part), rtol=0, atol=0, equal_nan=True)

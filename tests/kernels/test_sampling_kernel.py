@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from draw_cases import (
@@ -202,11 +201,11 @@ def test_who_needs_the_host():
         SamplingParams(logits_processors=(lambda _, logits: logits,)),
         SamplingParams(min_tokens=2),
     ]
-    for row, settings in enumerate(params):
-        sampler.start_row(RowStart(row, settings, 0, (2,), ()))
-    assert [sampler.needs_host([row]) for row in range(5)] == [False, True, True, True, True]
-    assert sampler.needs_host(np.array([0, 1]))
-    assert not sampler.needs_host([0, 0])
+    starts = [RowStart(row, settings, 0, (2,), ()) for row, settings in enumerate(params)]
+    for start in starts:
+        sampler.start_row(start)
+    assert [row in sampler._special for row in range(5)] == [False, True, True, True, True]
+    assert [start.samples_on_host for start in starts] == [False, True, True, True, True]
 
 
 def test_no_rows_and_bad_strides():

@@ -59,8 +59,8 @@ def test_masked_rows_draw_what_is_allowed_and_others_what_they_like():
         RowStart(2, GREEDY, 0, (), [1]),
         RowStart(3, SamplingParams(), 0, (71,), [1], [64, 63], Countdown(64)),
     )
-    assert sampler.needs_host([1])
-    assert not sampler.needs_host([0, 2])
+    assert sampler._special & set([1])
+    assert not sampler._special & {0, 2}
     drawn = [[token.token_id for token in draw(sampler, [0, 1, 2, 3])] for _ in range(3)]
     assert drawn == [[74, 3, 74, 62], [74, 2, 74, 61], [74, 1, 74, 60]]
     assert [token.token_id for token in draw(sampler, [1, 3])] == [0, 59]
@@ -139,5 +139,5 @@ def test_a_row_that_could_not_start_leaves_no_rule_behind() -> None:
         with pytest.raises(ValueError, match=r"logit_bias names token|no matcher"):
             sampler.start_row(RowStart(0, params, 0, (), [1], (), grammar))
         sampler.start_row(RowStart(0, GREEDY, 0, (), [1]))
-        assert not sampler.needs_host([0])
+        assert 0 not in sampler._special
         assert sampler.sample(logits.clone(), [0], [1]).token_ids.tolist() == [VOCAB_SIZE - 1]
