@@ -326,7 +326,10 @@ class LLMEngine:
             if request.update(seq.index, start, output, index, now):
                 self.scheduler.finish(seq, "stop")
                 seq.finish_reason = "stop"  # also if the token limit was reached by the same token
-            if output.tokens_of(index) or seq.is_finished:
+            if request.on_token is None and seq.finish_reason is None:
+                if request.is_reported and output.tokens_of(index):
+                    self._unreported[request] = None
+            elif output.tokens_of(index) or seq.finish_reason is not None:
                 self._updated[request] = None
 
     def _emit_updates(self) -> None:
