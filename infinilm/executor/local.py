@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.model_runner import SubmittedStep
 from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorker
 from infinilm.executor.step_io import StepInput
+from infinilm.executor.wire import Command
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import ModelConfig
@@ -52,41 +54,47 @@ class LocalExecutor:
     def cache_bytes(self) -> int:
         return self.worker.cache_bytes
 
+    def call_all(self, command: Command, *arguments: Any) -> list[Any]:
+        """Call the worker's method of this name on every rank, one call at a time. Ctrl-C is let through.
+
+        Returns the results by rank.
+        """
+        with interrupts_held(), exclusively(self._lock):
+            worker = self.worker
+            with worker.computing(), interrupts_allowed():
+                return [getattr(worker, command)(*arguments)]
+
     def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
-        with self._computing() as worker:
-            worker.load(config, max_len, source, formats)
+        self.call_all(Command.LOAD, config, max_len, source, formats)
 
     def load_shards(self, shards: Sequence[Mapping[str, Tensor]]) -> None:
-        with self._computing() as worker:
-            worker.load_shards(shards[0])
+        self.call_all(Command.LOAD_SHARDS, shards)
 
     def state_dicts(self) -> list[dict[str, Tensor]]:
-        with self._computing() as worker:
-            return [worker.state_dict()]
+        return self.call_all(Command.STATE_DICT)
 
     def reset_cache(self, shape: CacheShape | None) -> None:
-        with self._computing() as worker:
-            worker.reset_cache(shape)
+        self.call_all(Command.RESET_CACHE, shape)
 
     def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
-        with self._computing() as worker:
-            return worker.measure_workspace(settings)
+        found: list[MeasuredWorkspace] = self.call_all(Command.MEASURE_WORKSPACE, settings)
+        return MeasuredWorkspace(max(each.activations for each in found), max(each.libraries for each in found))
 
     def start_rows(self, settings: RunnerSettings) -> None:
-        with self._computing() as worker:
-            worker.start_rows(settings)
+        self.call_all(Command.START_ROWS, settings)
 
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         self.worker.registry = registry
 
     def submit(self, step: StepInput) -> SubmittedStep:
-        with self._computing() as worker:
-            registry = worker.registry
-            return worker.execute(step, registry.patterns() if registry is not None else ())
+        registry = self._worker.registry if self._worker is not None else None
+        patterns = registry.patterns() if registry is not None else ()
+        submitted: SubmittedStep = self.call_all(Command.EXECUTE, step, patterns)[0]
+        return submitted
 
     def forward(self, given: ForwardInput) -> ForwardOutput:
-        with self._computing() as worker:
-            return worker.forward(given)
+        output: ForwardOutput = self.call_all(Command.FORWARD, given)[0]
+        return output
 
     def check_health(self) -> None:
         if self._worker is None:
@@ -94,14 +102,6 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         self._worker = None
-
-    @contextmanager
-    def _computing(self) -> Iterator[RankWorker]:
-        """Compute with this rank's threads, in one call at a time. Ctrl-C is let through."""
-        with interrupts_held(), exclusively(self._lock):
-            worker = self.worker
-            with worker.computing(), interrupts_allowed():
-                yield worker
 
 
 @contextmanager

@@ -1,41 +1,29 @@
 """Ranks on this host: rank 0 in this process, the others in processes of their own."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from operator import methodcaller
-from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from infinilm.debug import HookRegistry
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
 from infinilm.errors import EngineError, WorkerDiedError
-from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
-from infinilm.executor.local import describe, exclusively
+from infinilm.executor.local import LocalExecutor, describe, exclusively
 from infinilm.executor.memory import free_memory_bytes
-from infinilm.executor.model_runner import SubmittedStep
 from infinilm.executor.rank_process import RankSettings, WireError
-from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorker
-from infinilm.executor.step_io import StepInput
-from infinilm.executor.wire import Command, write_forward, write_step
+from infinilm.executor.rank_worker import RankWorker
+from infinilm.executor.wire import Command, read_reply, write_call
 from infinilm.executor.worker_processes import Peers
 from infinilm.interrupts import interrupts_allowed, interrupts_held
-from infinilm.layers.formats import DENSE, WeightFormats
-from infinilm.models import ModelConfig
-from infinilm.models.registry import describe_registration
-
-T = TypeVar("T")
 
 JOIN_ATTEMPTS = 20
 """How often a rendezvous is tried, on a machine too busy for the ranks to join in time."""
 
 
-class ProcessExecutor:
+class ProcessExecutor(LocalExecutor):
     """See `Executor`. Rank 0 sends each command to the other ranks and carries it out itself."""
 
     def __init__(self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto") -> None:
@@ -46,7 +34,7 @@ class ProcessExecutor:
         self._num_rendezvous = 0
         store, port = make_store()
         group = CommunicationGroup(RankInfo(0, len(devices), devices[0]), store)
-        self._worker: RankWorker | None = RankWorker(group, dtype, attention_backend)
+        self._worker = RankWorker(group, dtype, attention_backend)
         self._peers = Peers(on_death=group.abort)
         self._finalizer = weakref.finalize(self, self._peers.close)
         self.info = describe(self._worker)
@@ -81,68 +69,6 @@ class ProcessExecutor:
             self.free_bytes //= num_ranks
         self._join()
 
-    @property
-    def worker(self) -> RankWorker:
-        """Rank 0."""
-        self.check_health()
-        assert self._worker is not None
-        return self._worker
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.worker.cache_bytes
-
-    # --- commands ---------------------------------------------------------------------------------------
-
-    def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
-        has_peers = self.info.num_ranks > 1
-        message = Message(
-            {
-                "config": config.to_dict(),
-                "max_len": max_len,
-                "source": source if isinstance(source, int) else str(source.absolute()),
-                "formats": dict(formats.by_name),
-                "registration": describe_registration(config.model_type) if has_peers else None,
-            }
-        )
-        self._on_all(Command.LOAD, message, methodcaller("load", config, max_len, source, formats))
-
-    def load_shards(self, shards: Sequence[Mapping[str, Tensor]]) -> None:
-        messages = [Message(tensors=each) for each in shards[1:]]
-        self._on_all(Command.LOAD_SHARDS, messages, methodcaller("load_shards", shards[0]))
-
-    def state_dicts(self) -> list[dict[str, Tensor]]:
-        own, replies = self._on_all(Command.STATE_DICT, Message(), methodcaller("state_dict"))
-        return [own, *(dict(reply.tensors) for reply in replies)]
-
-    def reset_cache(self, shape: CacheShape | None) -> None:
-        message = Message(asdict(shape) if shape else {})
-        self._on_all(Command.RESET_CACHE, message, methodcaller("reset_cache", shape))
-
-    def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
-        measure = methodcaller("measure_workspace", settings)
-        own, replies = self._on_all(Command.MEASURE_WORKSPACE, Message(asdict(settings)), measure)
-        found = [own, *(MeasuredWorkspace(**reply.values) for reply in replies)]
-        return MeasuredWorkspace(max(each.activations for each in found), max(each.libraries for each in found))
-
-    def start_rows(self, settings: RunnerSettings) -> None:
-        self._on_all(Command.START_ROWS, Message(asdict(settings)), methodcaller("start_rows", settings))
-
-    def set_hook_registry(self, registry: HookRegistry | None) -> None:
-        self.worker.registry = registry
-
-    def submit(self, step: StepInput) -> SubmittedStep:
-        registry = self._worker.registry if self._worker is not None else None
-        patterns = registry.patterns() if registry is not None else ()
-        execute = methodcaller("execute", step, patterns)
-        submitted: SubmittedStep = self._on_all(Command.EXECUTE, write_step(step, patterns), execute)[0]
-        return submitted
-
-    def forward(self, given: ForwardInput) -> ForwardOutput:
-        forward = methodcaller("forward", given)
-        output: ForwardOutput = self._on_all(Command.FORWARD, write_forward(given), forward)[0]
-        return output
-
     def check_health(self) -> None:
         self._peers.check()
         if self._worker is None:
@@ -156,33 +82,29 @@ class ProcessExecutor:
 
     # --- how a command is carried out -------------------------------------------------------------------
 
-    def _on_all(
-        self, command: Command, message: Message | Sequence[Message], own: Callable[[RankWorker], T]
-    ) -> tuple[T, list[Message]]:
-        """Carry out a command on all ranks: the result of `own` with rank 0's worker, and the others' replies.
-
-        `message` goes to all other ranks, or one of several to each.
-        """
+    def call_all(self, command: Command, *arguments: Any) -> list[Any]:
+        """As `LocalExecutor.call_all`; the other ranks get the arguments as messages."""
         with interrupts_held(), exclusively(self._lock):
             try:
                 worker = self.worker
+                messages = write_call(command, arguments, self.info.num_ranks)
                 with worker.computing():
-                    return self._send_and_compute(command, message, own)
+                    return self._send_and_compute(worker, command, messages, arguments)
             except WorkerDiedError:
                 self.shutdown()
                 raise
 
     def _send_and_compute(
-        self, command: Command, message: Message | Sequence[Message], own: Callable[[RankWorker], T]
-    ) -> tuple[T, list[Message]]:
+        self, worker: RankWorker, command: Command, messages: Sequence[Message], arguments: Sequence[Any]
+    ) -> list[Any]:
         if not self._is_whole:
             self._recover()
         self._is_whole = False
         try:
-            for index, peer in enumerate(self._peers.all):
-                peer.send(command, message if isinstance(message, Message) else message[index])
+            for peer, message in zip(self._peers.all, messages, strict=True):
+                peer.send(command, message)
             with interrupts_allowed():
-                result = own(self.worker)
+                result = getattr(worker, command)(*arguments)
             replies = self._peers.receive()
             _raise_first(replies)
         except WorkerDiedError:
@@ -193,7 +115,7 @@ class ProcessExecutor:
                 _raise_first(replies)  # which are nearer to the cause
             raise
         self._is_whole = True
-        return result, replies
+        return [result, *(read_reply(command, reply) for reply in replies)]
 
     def _recover(self) -> list[Message]:
         """After an error: have all ranks join a new group. Returns how the command that failed ended on each.

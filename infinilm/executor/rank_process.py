@@ -18,9 +18,8 @@ from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
 from infinilm.errors import EngineError
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_worker import RankWorker
-from infinilm.executor.wire import Command, handle
+from infinilm.executor.wire import Command, handle_call
 from infinilm.framing import ChannelClosedError
-from infinilm.models.registry import register_described
 from infinilm.processes import exit_with_parent, parent_socket
 
 
@@ -77,10 +76,8 @@ class _Rank:
         if command is Command.JOIN:
             self.worker.group.join(message.values["rendezvous"])
             return Message()
-        if registration := message.values.pop("registration", None):
-            register_described(registration)
         with self.worker.computing():
-            return handle(self.worker, command, message)
+            return handle_call(self.worker, command, message)
 
 
 @dataclass(frozen=True, slots=True)

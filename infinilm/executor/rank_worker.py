@@ -143,10 +143,10 @@ class RankWorker:
         self._wait_for_weights()
 
     @torch.inference_mode()
-    def load_shards(self, shards: Mapping[str, Tensor]) -> None:
-        """Copy this rank's shards of some weights into the model."""
+    def load_shards(self, shards: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Copy this rank's shards of some weights into the model; `shards` are by rank."""
         targets = dense_weights(self.model.weight_targets())
-        for name, shard in shards.items():
+        for name, shard in shards[self.group.rank].items():
             targets[name].tensor.copy_(shard)
         self._wait_for_weights()
 

@@ -11,15 +11,16 @@ import torch
 
 from infinilm.attention import HostBatch
 from infinilm.distributed.channel import Message
-from infinilm.executor.executor import CacheShape, RunnerSettings
+from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.rank_worker import ForwardInput, RankWorker
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, IntArray, RowChunk, StepInput
 from infinilm.layers.formats import WeightFormats
 from infinilm.models import ModelConfig
+from infinilm.models.registry import describe_registration, register_described
 
 
 class Command(StrEnum):
-    """What a rank can be told to do."""
+    """What a rank can be told to do. All but INIT, JOIN and STOP are methods of `RankWorker`."""
 
     INIT = "init"
     """Set up the device."""
@@ -39,12 +40,30 @@ class Command(StrEnum):
     STOP = "stop"
 
 
-def handle(worker: RankWorker, command: Command, message: Message) -> Message:
-    """Carry out a command on a rank of another process."""
+def write_call(command: Command, arguments: Sequence[Any], num_ranks: int) -> list[Message]:
+    """The arguments of a worker's method as messages to all ranks but 0."""
+    match command:
+        case Command.LOAD_SHARDS:
+            return [Message(tensors=shards) for shards in arguments[0][1:]]
+        case Command.LOAD:
+            message = _write_load(*arguments) if num_ranks > 1 else Message()
+        case Command.EXECUTE:
+            message = write_step(*arguments)
+        case Command.FORWARD:
+            message = write_forward(*arguments)
+        case _:
+            message = Message(asdict(arguments[0]) if arguments and arguments[0] is not None else {})
+    return [message] * (num_ranks - 1)
+
+
+def handle_call(worker: RankWorker, command: Command, message: Message) -> Message:
+    """Carry out a command on another rank than 0."""
     values = message.values
     match command:
         case Command.LOAD:
             source = values["source"]
+            if registration := values["registration"]:
+                register_described(registration)
             worker.load(
                 ModelConfig.from_dict(values["config"]),
                 values["max_len"],
@@ -52,7 +71,7 @@ def handle(worker: RankWorker, command: Command, message: Message) -> Message:
                 WeightFormats(values["formats"]),
             )
         case Command.LOAD_SHARDS:
-            worker.load_shards(message.tensors)
+            worker.load_shards({worker.group.rank: message.tensors})
         case Command.STATE_DICT:
             return Message(tensors=worker.state_dict())
         case Command.RESET_CACHE:
@@ -68,6 +87,25 @@ def handle(worker: RankWorker, command: Command, message: Message) -> Message:
         case _:
             raise ValueError(f"rank {worker.group.rank} got the command {command!r}, which it does not know")
     return Message()
+
+
+def read_reply(command: Command, reply: Message) -> Any:
+    """The result of a worker's method, from its message."""
+    if command is Command.STATE_DICT:
+        return dict(reply.tensors)
+    return MeasuredWorkspace(**reply.values) if command is Command.MEASURE_WORKSPACE else None
+
+
+def _write_load(config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats) -> Message:
+    return Message(
+        {
+            "config": config.to_dict(),
+            "max_len": max_len,
+            "source": source if isinstance(source, int) else str(source.absolute()),
+            "formats": dict(formats.by_name),
+            "registration": describe_registration(config.model_type),
+        }
+    )
 
 
 def _message(values: dict[str, Any], arrays: dict[str, IntArray]) -> Message:
