@@ -40,15 +40,15 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def body(self) -> dict[str, Any]:
-        """The reply as a dictionary."""
-        usual = "server_error" if self.status >= _FIRST_SERVER_STATUS else "invalid_request_error"
-        kind = _TYPES.get(self.status, usual)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
     def encode(self) -> bytes:
         """The reply as JSON."""
-        return msgspec.json.encode(self.body())
+        usual = "server_error" if self.status >= _FIRST_SERVER_STATUS else "invalid_request_error"
+        kind = _TYPES.get(self.status, usual)
+        detail = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": detail})
+
+    def to_response(self) -> Response:
+        return Response(self.encode(), self.status, media_type="application/json", headers=self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -57,7 +57,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def body_too_large(max_bytes: int) -> ApiError:
-    """A 413."""
     return ApiError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large")
 
 
@@ -76,36 +75,29 @@ def unavailable(message: str, retry_after: float = 1.0, code: str = "engine_unav
 
 def install_handlers(app: FastAPI) -> None:
     """Give every error of the application this form."""
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
+    for kind in (ApiError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _handle)
 
 
-def _to_response(error: ApiError) -> Response:
-    return Response(error.encode(), error.status, media_type="application/json", headers=error.headers)
-
-
-async def _api_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
+async def _handle(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        error = describe(error.errors())
+    elif isinstance(error, HTTPException):
+        error = _from_http(request, error)
     assert isinstance(error, ApiError)
-    return _to_response(error)
+    return error.to_response()
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    assert isinstance(error, RequestValidationError)
-    return _to_response(describe(error.errors()))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _from_http(request: Request, error: HTTPException) -> ApiError:
     messages = {
         404: f"there is nothing at {request.url.path[:200]!r}",
         405: f"{request.method} is not allowed for {request.url.path[:200]!r}",
     }
     if error.status_code == 400:  # the framework can't read the body
-        return _to_response(_unreadable(error.__cause__))
+        return _unreadable(error.__cause__)
     message = messages.get(error.status_code) or str(error.detail) or HTTPStatus(error.status_code).phrase
     headers = {name: value for name, value in (error.headers or {}).items() if name.lower() == "allow"}
-    return _to_response(ApiError(error.status_code, message, headers=headers))
+    return ApiError(error.status_code, message, headers=headers)
 
 
 def _unreadable(cause: BaseException | None) -> ApiError:
@@ -136,7 +128,7 @@ def describe(errors: Any) -> ApiError:
         return bad_request(f"{', '.join(names[:10])} {known} to this server", names[0], "unknown_field")
     field = wrong[0]["loc"][:2]
     reasons = list(dict.fromkeys(_reason(error) for error in wrong if error["loc"][:2] == field))
-    return bad_request(f"{'; or '.join(reasons[:4])}", _path(field) or None, "invalid_value")
+    return bad_request("; or ".join(reasons[:4]), _path(field) or None, "invalid_value")
 
 
 def _reason(error: Any) -> str:

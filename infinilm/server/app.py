@@ -26,8 +26,8 @@ from infinilm.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     ErrorReply,
+    JsonRoute,
     TokenizeRequest,
-    json_route,
 )
 from infinilm.server.service import Service
 
@@ -44,7 +44,8 @@ _UNREADY: Responses = {
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="infinilm", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
-    app.router.route_class = json_route(service.limits)
+    app.router.route_class = JsonRoute
+    app.state.max_json_nodes = service.limits.max_json_nodes
     install_handlers(app)
     _add_openai_routes(app, service)
     _add_token_routes(app, service)

@@ -69,7 +69,6 @@ class Guard:
         self._keys = KeyRing(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -77,7 +76,7 @@ class Guard:
         scope["direct_send"] = send  # for events: middleware need not see them
         path = scope["path"]
         label = path if path in self._paths else "other"
-        headers = _first_headers(scope)
+        headers = dict(reversed(scope["headers"]))  # of several with one name, the first
         own_id = choose_request_id(headers.get(b"x-request-id"))
         request_id.set(own_id)
         has_started = False
@@ -97,7 +96,7 @@ class Guard:
             self._check_key(scope, headers)
             self._check_body(scope, headers)
         except ApiError as error:
-            await refuse(error, watched_send)
+            await _refuse(error, scope, receive, watched_send)
             return
         try:
             await self._app(scope, receive, watched_send)
@@ -106,10 +105,8 @@ class Guard:
             if has_started:
                 scope["extensions"][CUT]()
             else:
-                await refuse(
-                    ApiError(500, f"the server failed to handle this request; its log says more at {own_id}"),
-                    watched_send,
-                )
+                failed = ApiError(500, f"the server failed to handle this request; its log says more at {own_id}")
+                await _refuse(failed, scope, receive, watched_send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Without keys, refuse other host names: a page in a browser could reach this server by DNS rebinding."""
@@ -160,21 +157,8 @@ class Guard:
                 )
 
 
-def _first_headers(scope: Scope) -> dict[bytes, bytes]:
-    found: dict[bytes, bytes] = {}
-    for name, value in scope["headers"]:
-        found.setdefault(name, value)
-    return found
-
-
-async def refuse(error: ApiError, send: Send) -> None:
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error and close the connection: the client may still be sending a body."""
-    body = error.encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-        *((name.lower().encode(), value.encode()) for name, value in error.headers.items()),
-    ]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    response = error.to_response()
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)

@@ -6,6 +6,7 @@ Unknown fields and wrong types are refused by name.
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
@@ -219,16 +220,15 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 
 
 class JsonRequest(Request):
-    """A request whose body is JSON in UTF-8 with at most `max_nodes` arrays, objects and members of objects."""
-
-    max_nodes: int
+    """A request whose body is JSON in UTF-8 with at most `max_json_nodes` arrays, objects and members of objects."""
 
     async def json(self) -> Any:
         """The parsed body. Raises `ValueError` if it is not JSON."""
         text = (await self.body()).decode("utf-8-sig")
-        if _count_nodes(text) > self.max_nodes < _count_nodes(_STRING.sub("", text)):
+        max_nodes = self.app.state.max_json_nodes
+        if _count_nodes(text) > max_nodes < _count_nodes(_STRING.sub("", text)):
             raise bad_request(
-                f"the body has more than {self.max_nodes} arrays, objects and members of objects (max_json_nodes)",
+                f"the body has more than {max_nodes} arrays, objects and members of objects (max_json_nodes)",
                 code="body_too_complex",
             )
         return json.loads(text)
@@ -238,39 +238,22 @@ def _count_nodes(text: str) -> int:
     return text.count("[") + text.count("{") + text.count(":")
 
 
-def json_route(limits: Limits) -> type[APIRoute]:
-    """A class of routes whose requests are `JsonRequest`s."""
+class JsonRoute(APIRoute):
+    """A route whose requests are `JsonRequest`s. The application's state holds `max_json_nodes`."""
 
-    class JsonRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-            handle = super().get_route_handler()
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handle = super().get_route_handler()
 
-            async def handle_json(request: Request) -> Response:
-                bounded = JsonRequest(request.scope, request.receive)
-                bounded.max_nodes = limits.max_json_nodes
-                return await handle(bounded)
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
 
-            return handle_json
-
-    return JsonRoute
+        return handle_json
 
 
 # --- sampling parameters --------------------------------------------------------------------------------------
 
-_SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "n",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+_CONVERTED = {"max_tokens", "stop", "logit_bias"}
+_SAME_NAMES = SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingParams)} - _CONVERTED
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _GUIDES = {
     "guided_json": "json_schema",

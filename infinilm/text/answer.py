@@ -42,10 +42,7 @@ class Answer:
         return self.finish_reason is not None
 
     def append(
-        self,
-        token_ids: Sequence[int],
-        finish_reason: FinishReason | None = None,
-        stop_reason: int | str | None = None,
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None = None, stop_reason: int | str | None = None
     ) -> str:
         """Append the next tokens, and how the answer ends with them. Returns the text that is new and final.
 
