@@ -100,12 +100,10 @@ class Admission:
             num_after = num_rows + queue[0].params.n
             if num_after > max_rows:
                 return None  # a request with fewer answers must not pass this one: it would wait for ever
-            if self._may_begin(lane) and num_after <= self._max_rows_with(lane[0], max_rows):
+            max_ahead = NUM_LONG_AHEAD if lane[1] else NUM_STEPS_AHEAD * self._max_step_tokens
+            if self._num_ahead[lane] < max_ahead and num_after <= self._max_rows_with(lane[0], max_rows):
                 return lane
         return None
-
-    def _may_begin(self, lane: Lane) -> bool:
-        return self._num_ahead[lane] < (NUM_LONG_AHEAD if lane[1] else NUM_STEPS_AHEAD * self._max_step_tokens)
 
     def _max_rows_with(self, tenant: str, max_rows: int) -> int:
         """Rows that may be in use with a tenant's next request. A tenant that has its share leaves some to others."""
@@ -121,7 +119,7 @@ class Admission:
         return 1 if self._lane(request)[1] else len(request.prompt_token_ids)
 
     def note_first_token(self, request: EngineRequest) -> None:
-        """Count a prompt as computed."""
+        """Count a prompt as computed, or as not to be computed."""
         self._num_ahead[self._lane(request)] -= self._size(request)
 
     def note_end(self, request: EngineRequest) -> None:
@@ -130,7 +128,7 @@ class Admission:
         if not self._num_rows[request.tenant]:
             del self._num_rows[request.tenant]
         if request.first_time is None:
-            self._num_ahead[self._lane(request)] -= self._size(request)
+            self.note_first_token(request)
         self._mean_seconds += 0.1 * (now() - request.arrival_time - self._mean_seconds)
         self._uncount(request)
 
@@ -145,13 +143,9 @@ class Admission:
         self._uncount(request)
 
     def fail_waiting(self, error: ApiError) -> None:
-        """End all waiting requests with an error."""
-        queues, self._queues = self._queues, {}
-        for queue in queues.values():
-            for request in queue:
-                request.fail(error)
-                self.num_waiting -= 1
-                self._uncount(request)
+        for request in [request for queue in self._queues.values() for request in queue]:
+            request.fail(error)
+            self.remove(request)
 
     def _uncount(self, request: EngineRequest) -> None:
         request.is_ended = True

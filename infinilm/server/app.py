@@ -144,14 +144,18 @@ def _add_health_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health/ready", operation_id="is_ready", responses=_UNREADY)
     async def ready() -> Response:
         """Whether requests are served now."""
-        report = _health(service)
-        return _json(report, 200 if report["status"] == "ready" else 503)
+        return _health(service)
 
     @app.get("/health", operation_id="health", responses=_UNREADY)
     async def health() -> Response:
         """The same, with what the engine is doing."""
-        report = _health(service)
-        return _json({**report, "engine": _engine_state(service)}, 200 if report["status"] == "ready" else 503)
+        engine = {
+            **asdict(service.client.stats),
+            "num_queued": service.admission.num_waiting,
+            "num_restarts": service.client.num_restarts,
+            "num_output_tokens": service.metrics.num_output_tokens,
+        }
+        return _health(service, engine=engine)
 
     @app.get("/metrics", operation_id="metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -159,20 +163,12 @@ def _add_health_routes(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.write_text(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _health(service: Service) -> dict[str, Any]:
+def _health(service: Service, **details: Any) -> Response:
     state = service.client.state
     status = "draining" if service.client.is_draining else str(state)
     cause = service.client.cause if state is not State.READY else None
-    return {"status": status, "model": service.model_name, "cause": cause, "version": __version__}
-
-
-def _engine_state(service: Service) -> dict[str, Any]:
-    return {
-        **asdict(service.client.stats),
-        "num_queued": service.admission.num_waiting,
-        "num_restarts": service.client.num_restarts,
-        "num_output_tokens": service.metrics.num_output_tokens,
-    }
+    report = {"status": status, "model": service.model_name, "cause": cause, "version": __version__, **details}
+    return _json(report, 200 if status == State.READY else 503)
 
 
 class EngineCollector(Collector):

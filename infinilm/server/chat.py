@@ -24,10 +24,9 @@ from infinilm.server.tool_parser import ArgumentsDelta, ContentDelta, Event, Too
 from infinilm.server.tool_request import ToolRequest, call_grammar, check_tool_request, prepare_messages
 from infinilm.text.answer import Answer
 
-_OWN_NAMES = {"self", "messages", "tools", "add_generation_prompt", "special_tokens"} | {
-    "parse_special_tokens",
-    "check_text",
-    "is_marked",
+_OWN_NAMES = {
+    *("self", "messages", "tools", "add_generation_prompt", "special_tokens"),
+    *("parse_special_tokens", "check_text", "is_marked"),
 }
 """Arguments of `Tokenizer.encode_chat` and what it calls. `chat_template_kwargs` can't set them."""
 
@@ -37,9 +36,10 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     plan = ToolPlan(service, body)
     token_ids = await encode_chat(service, body.messages, plan, body.chat_template_kwargs)
     max_tokens = service.max_model_len - len(token_ids)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = make_params(
         body,
-        min(_asked_tokens(body) or max_tokens, max_tokens),
+        min(asked or max_tokens, max_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=find_structure(body, plan.grammar),
     )
@@ -61,14 +61,9 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise bad_request("max_tokens and max_completion_tokens disagree; give one of them", "max_completion_tokens")
 
 
-def _asked_tokens(body: ChatRequest) -> int | None:
-    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-
-
 async def encode_chat(
     service: Service, messages: list[Message], plan: "ToolPlan", variables: dict[str, Any] | None
 ) -> list[int]:
-    """The tokens of a conversation."""
     if service.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
     if taken := _OWN_NAMES & (variables or {}).keys():
@@ -136,8 +131,6 @@ class ToolPlan:
 
 
 class ChatReply(Reply):
-    """Formats the answers of a chat."""
-
     content_key = "delta"
     no_content: dict[str, Any] = {}  # noqa: RUF012 (read only)
 

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.api_errors import bad_request
-from infinilm.server.engine_request import EngineRequest
 from infinilm.server.protocol import CompletionRequest, check_limits, check_size, find_structure, make_params
 from infinilm.server.replies import CompletionLogprobs, Reply, encode, join_lists, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
@@ -66,8 +65,6 @@ def _params(service: Service, body: CompletionRequest, num_prompt_tokens: int) -
 
 
 class CompletionReply(Reply):
-    """Formats the answers of a completion."""
-
     content_key = "text"
     no_content = ""
 
@@ -91,9 +88,6 @@ class CompletionReply(Reply):
         requests = self._stream.requests
         return [self._tokenizer.decode(each.prompt_token_ids, skip_special_tokens=False) for each in requests]
 
-    def _request_of(self, chunk: Chunk) -> EngineRequest:
-        return self._requests[chunk.answer.index]
-
     def _echo(self, answer: Answer) -> str:
         """The prompt, before the first text of an answer; otherwise nothing."""
         if self._is_begun[answer.index] or not self._is_echo:
@@ -109,12 +103,12 @@ class CompletionReply(Reply):
         if not (self._is_echo and self._wants_logprobs):
             return chunks
         chunks = self._held + chunks
-        self._held = [each for each in chunks if self._request_of(each).prompt_logprobs is None]
-        return [each for each in chunks if self._request_of(each).prompt_logprobs is not None]
+        self._held = [each for each in chunks if self._requests[each.answer.index].prompt_logprobs is None]
+        return [each for each in chunks if self._requests[each.answer.index].prompt_logprobs is not None]
 
     def _new_logprobs(self, chunk: Chunk, *, is_first: bool) -> dict[str, Any]:
         """Of the chunk's tokens, and before the first of the prompt's if it is echoed."""
-        lists, request = self._lists[chunk.answer.index], self._request_of(chunk)
+        lists, request = self._lists[chunk.answer.index], self._requests[chunk.answer.index]
         parts = []
         if is_first and request.prompt_logprobs:
             parts.append(lists.describe_next(request.prompt_logprobs, request.prompt_token_ids))

@@ -132,7 +132,6 @@ class EngineClient:
         return report
 
     async def stop(self) -> None:
-        """End the process and all requests."""
         self.state = State.STOPPED
         self._stopping.set()
         if self._handle is not None:
@@ -256,7 +255,6 @@ class EngineClient:
             self._handle.send(Abort(request.request_id, answer))
 
     def fail_all(self, error: ApiError) -> None:
-        """End all requests with an error."""
         self._admission.fail_waiting(error)
         for request in self._requests.values():
             request.fail(error)
@@ -300,7 +298,7 @@ class EngineClient:
             self._admission.note_first_token(request)
         if request.num_open == 0:
             del self._requests[delta.request_id]
-            self._end(request, None)
+            self._admission.note_end(request)
 
     def _end_all(self, error: ApiError) -> None:
         """End the requests of an engine that has ended."""
@@ -308,7 +306,6 @@ class EngineClient:
         for request in requests.values():
             self._end(request, error)
 
-    def _end(self, request: EngineRequest, error: ApiError | None) -> None:
-        if error is not None:
-            request.fail(error)
+    def _end(self, request: EngineRequest, error: ApiError) -> None:
+        request.fail(error)
         self._admission.note_end(request)

@@ -136,7 +136,7 @@ class EngineLoop:
         deltas = self._engine.step_deltas()
         self._pace.note(self._engine.last_step, perf_counter() - start_time)
         if deltas:
-            self._send(Stepped(deltas))
+            send_report(self._frames, Stepped(deltas))
         if perf_counter() - self._stats_time > STATS_INTERVAL_S:
             self._send_stats()
 
@@ -161,23 +161,20 @@ class EngineLoop:
         except WorkerDiedError:
             raise
         except InfinilmError as error:
-            self._send(Rejected(request.request_id, str(error)))
+            send_report(self._frames, Rejected(request.request_id, str(error)))
         except Exception as error:
             logger.exception("request %s failed", request.request_id)
-            self._send(Rejected(request.request_id, _name(error), is_bug=True))
+            send_report(self._frames, Rejected(request.request_id, _name(error), is_bug=True))
 
     def _abort(self, command: Abort) -> None:
         if self._grammars.cancel(command.request_id):
-            self._send(Rejected(command.request_id, "the request was aborted"))
+            send_report(self._frames, Rejected(command.request_id, "the request was aborted"))
         else:
             self._engine.abort(command.request_id, command.answer)
 
     def _send_stats(self) -> None:
         self._stats_time = perf_counter()
-        self._send(Stats(self._engine.stats()))
-
-    def _send(self, report: Report) -> None:
-        send_report(self._frames, report)
+        send_report(self._frames, Stats(self._engine.stats()))
 
 
 def send_report(frames: FrameSocket, report: Report) -> None:
@@ -242,7 +239,6 @@ def _name(error: Exception) -> str:
 
 
 def main() -> None:
-    """Serve the HTTP process, which started this one."""
     # A signal to the whole group is for the HTTP process: it lets requests finish, and then sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

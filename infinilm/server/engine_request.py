@@ -14,39 +14,31 @@ __all__ = ["DeltaQueue", "EngineRequest", "now"]
 class DeltaQueue:
     """The output of one or more requests, for one reader that reads all there is at a time."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_has_items", "_items")
 
     def __init__(self) -> None:
         self._items: list[tuple[EngineRequest, AnswerDelta | None]] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._has_items = asyncio.Event()
 
     def put(self, request: "EngineRequest", delta: AnswerDelta | None) -> None:
         """Add a delta; None: the request has failed."""
         self._items.append((request, delta))
-        if self._waiter is not None:
-            self._waiter.set_result(None)
-            self._waiter = None
+        self._has_items.set()
 
     async def read_all(self) -> "list[tuple[EngineRequest, AnswerDelta | None]]":
         """Remove and return all items; wait if there is none."""
-        if not self._items:
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
-            try:
-                await waiter
-            finally:
-                self._waiter = None
+        await self._has_items.wait()
+        self._has_items.clear()
         items, self._items = self._items, []
         return items
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to read."""
         return not self._items
 
     async def wait(self) -> None:
         """Wait until there is something to read."""
-        items = await self.read_all()
-        self._items = items + self._items
+        await self._has_items.wait()
 
 
 @dataclass(slots=True, eq=False)

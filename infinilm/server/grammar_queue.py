@@ -17,21 +17,13 @@ QUICK_TRIAL_S = 0.3
 """The quick thread leaves slower grammars to the patient one. Most grammars take a tenth of this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A request whose grammar is compiled, or the error."""
-
-    request: Submit
-    params: SamplingParams
-    error: Exception | None
-
-
 @dataclass(slots=True, eq=False)
-class _Pending:
-    """A request whose grammar is not compiled."""
+class GrammarJob:
+    """A request whose grammar is compiled or refused, or waits for it."""
 
     request: Submit
     params: SamplingParams
+    error: Exception | None = None
     cancellation: Cancellation = field(default_factory=Cancellation)
 
     @property
@@ -43,16 +35,16 @@ class _TenantQueue:
     """Requests in the order of their arrival; tenants take turns."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[_Pending]] = {}
+        self._queues: dict[str, deque[GrammarJob]] = {}
         """The tenant whose turn it is comes first."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def push(self, pending: _Pending) -> None:
+    def push(self, pending: GrammarJob) -> None:
         self._queues.setdefault(pending.tenant, deque()).append(pending)
 
-    def pop(self) -> _Pending:
+    def pop(self) -> GrammarJob:
         tenant = next(iter(self._queues))
         queue = self._queues.pop(tenant)
         pending = queue.popleft()
@@ -60,7 +52,7 @@ class _TenantQueue:
             self._queues[tenant] = queue  # at the end: the other tenants come first
         return pending
 
-    def remove(self, pending: _Pending) -> None:
+    def remove(self, pending: GrammarJob) -> None:
         queue = self._queues.get(pending.tenant, deque())
         if pending in queue:
             queue.remove(pending)
@@ -77,11 +69,11 @@ class GrammarQueue:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, GrammarJob] = {}
         """By request id."""
         self._new = _TenantQueue()
         self._slow = _TenantQueue()
-        self._done: deque[Compiled] = deque()
+        self._done: deque[GrammarJob] = deque()
         self._needs_process = True
         """Whether to start a process that tries out grammars: the last one may have ended."""
         self._is_closed = False
@@ -99,8 +91,7 @@ class GrammarQueue:
             thread.start()
 
     def add(self, request: Submit, params: SamplingParams) -> None:
-        """Queue a request's grammar."""
-        pending = _Pending(request, params)
+        pending = GrammarJob(request, params)
         with self._changed:
             self._pending[request.request_id] = pending
             self._new.push(pending)
@@ -117,7 +108,7 @@ class GrammarQueue:
         pending.cancellation.cancel()
         return True
 
-    def pop_compiled(self) -> list[Compiled]:
+    def pop_compiled(self) -> list[GrammarJob]:
         """Remove and return the requests whose grammars are compiled or refused."""
         try:
             self.bell.recv(4096)
@@ -128,7 +119,6 @@ class GrammarQueue:
             return [each for each in ready if self._pending.pop(each.request.request_id, None) is not None]
 
     def close(self) -> None:
-        """End the threads."""
         with self._changed:
             self._is_closed = True
             cancelled, self._pending = list(self._pending.values()), {}
@@ -140,7 +130,7 @@ class GrammarQueue:
         while (pending := self._next_pending(is_patient)) is not None:
             self._compile(pending, is_patient)
 
-    def _next_pending(self, is_patient: bool) -> _Pending | None:
+    def _next_pending(self, is_patient: bool) -> GrammarJob | None:
         with self._changed:
             while not self._is_closed:
                 queue = self._slow if is_patient and self._slow else self._new
@@ -149,7 +139,7 @@ class GrammarQueue:
                 self._changed.wait()
             return None
 
-    def _compile(self, pending: _Pending, is_patient: bool) -> None:
+    def _compile(self, pending: GrammarJob, is_patient: bool) -> None:
         error = None
         try:
             assert pending.params.structured is not None
@@ -162,7 +152,8 @@ class GrammarQueue:
             if isinstance(error, TrialTimeoutError) and not is_patient and pending.request.request_id in self._pending:
                 self._slow.push(pending)
             elif not isinstance(error, TrialCancelledError):
-                self._done.append(Compiled(pending.request, pending.params, error))
+                pending.error = error
+                self._done.append(pending)
                 self._bell_sender.send(b"!")
             self._changed.notify_all()
 

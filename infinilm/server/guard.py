@@ -118,10 +118,8 @@ class Guard:
             raise ApiError(403, f"the host {host[:100]!r} is not this server; use localhost", code="bad_host")
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if not self._keys:
-            return
         path = scope["path"]
-        if path in OPEN_PATHS or path.startswith(STATIC_PREFIX):
+        if not self._keys or path in OPEN_PATHS or path.startswith(STATIC_PREFIX):
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         tenant = self._keys.find(key.strip())

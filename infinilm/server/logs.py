@@ -40,6 +40,9 @@ def choose_request_id(given: bytes | None) -> str:
 class QueuedStream(io.TextIOBase):
     """A text stream that a thread writes to a file descriptor. `write` never raises and never waits for the file."""
 
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
     def __init__(self, fd: int, max_chars: int = MAX_QUEUED_CHARS) -> None:
         self._fd = fd
         self._max_chars = max_chars
@@ -51,14 +54,6 @@ class QueuedStream(io.TextIOBase):
         """Lines that were not written."""
         self._changed = Condition()
         Thread(target=self._run, name="log-writer", daemon=True).start()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return "backslashreplace"
 
     def writable(self) -> bool:
         return True

@@ -41,7 +41,6 @@ class Metrics(Collector):
         return Histogram(f"infinilm_{name}_seconds", help_text, buckets=bounds, registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The numbers of tokens."""
         yield counter("prompt_tokens", "Tokens of prompts.", self.num_prompt_tokens)
         yield counter(
             "cached_prompt_tokens", "Tokens of prompts that were in the prefix cache.", self.num_cached_tokens

@@ -265,7 +265,6 @@ _GUIDES = {
 
 
 def check_limits(body: SamplingFields, limits: Limits) -> None:
-    """Refuse fields above their limits."""
     sizes = {
         "n": (body.n or 1, "max_n"),
         "stop": (len(stop_strings(body)), "max_stops"),

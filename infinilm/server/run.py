@@ -5,7 +5,6 @@ import gc
 import logging
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -152,8 +151,6 @@ def fit_open_files(max_connections: int) -> int:
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's if it is installed: about twice as fast."""
-    if sys.platform == "win32":
-        return None
     try:
         import uvloop
     except ImportError:

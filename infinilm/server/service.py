@@ -153,7 +153,6 @@ class Service:
         self._prompts: PromptEncoder | None = None
 
     async def start(self) -> Ready:
-        """Load the model."""
         ready = await self.client.start()
         self._prompts = PromptEncoder(
             self.tokenizer,

@@ -81,8 +81,6 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Address, API keys, model name and limits."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()

@@ -101,6 +101,5 @@ def supports_tools(chat_template: str | None, tool_format: ToolFormat) -> bool:
     code = " ".join(_TEMPLATE_CODE.findall(template))
     if not _TOOLS_VARIABLE.search(_TEMPLATE_STRING.sub("''", code)):
         return False
-    if not tool_format.is_parsed:
-        return True
-    return any(sign.search(template) for sign, found in _SIGNS if found.markers == tool_format.markers)
+    signs = [sign for sign, found in _SIGNS if found.markers == tool_format.markers]
+    return not tool_format.is_parsed or any(sign.search(template) for sign in signs)

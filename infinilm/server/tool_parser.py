@@ -220,7 +220,7 @@ class ToolCallParser:
                     return name, ""
                 if not (yield from self._read_value(arguments.append)):
                     break
-            elif not (yield from self._read_value(_ignore)):
+            elif not (yield from self._read_value()):
                 break
             if name is not None and arguments:
                 return name, "".join(arguments)
@@ -232,7 +232,7 @@ class ToolCallParser:
         """Skip the rest of a call after its arguments; skip nothing if it is not valid."""
         source = self._source
         while (yield from self._accept_separator()):
-            if (yield from self._read_key()) is None or not (yield from self._read_value(_ignore)):
+            if (yield from self._read_key()) is None or not (yield from self._read_value()):
                 source.rewind()
                 return
         if (yield from self._accept("}")):
@@ -255,14 +255,14 @@ class ToolCallParser:
         is_whole = yield from self._read_value(pieces.append)
         return str(json.loads("".join(pieces))) if is_whole else None
 
-    def _read_value(self, pass_on: Callable[[str], None]) -> Generator[None, None, bool]:
+    def _read_value(self, pass_on: Callable[[str], None] | None = None) -> Generator[None, None, bool]:
         """Read a JSON value and pass on its text piece by piece. Returns False if it breaks off."""
         source = self._source
         scanner = JsonScanner()
         while not scanner.is_done and (yield from self._has_more()):
             start = source.pos
             source.pos = scanner.scan(source.text, start)
-            if source.pos > start:
+            if pass_on is not None and source.pos > start:
                 pass_on(source.text[start : source.pos])
             if source.pos < len(source.text):
                 break
@@ -371,7 +371,3 @@ class _Source:
 def _end_of_match(pattern: re.Pattern[str], text: str, start: int) -> int:
     match = pattern.match(text, start)
     return match.end() if match else start
-
-
-def _ignore(_: str) -> None:
-    pass

@@ -38,7 +38,6 @@ class Answer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer has ended."""
         return self.finish_reason is not None
 
     def append(

@@ -1,7 +1,8 @@
 """Text to token ids and back, from a Hugging Face directory or a GGUF file."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,10 @@ class Tokenizer:
         `add_special_tokens`: add the tokens that the tokenizer puts around texts, such as the bos token.
         `parse_special_tokens`: special tokens written out in the text become their ids; otherwise they are text.
         """
-
-        def encode() -> list[int]:
+        with _converting_errors(text):
             if parse_special_tokens:
                 return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self.control_tokens.encode_text(text, add_special_tokens)
-
-        return self._checked(encode, text)
 
     def encode_chat(
         self,
@@ -134,27 +132,8 @@ class Tokenizer:
             check_text(text)
         if parse_special_tokens:
             return self.encode(text, add_special_tokens=False)
-        return self._checked(lambda: self.control_tokens.encode(marked), text)
-
-    def _checked(self, encode: Callable[[], list[int]], text: str) -> list[int]:
-        """Call `encode`, which encodes `text`, and convert the library's errors to those of this package."""
-        try:
-            return encode()
-        except InfinilmError:
-            raise
-        except TypeError:
-            if not isinstance(text, str):
-                raise InvalidTypeError(f"text must be a string, not {type(text).__name__}") from None
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise InvalidValueError(
-                    f"text has a lone surrogate {text[error.start]!a} at character {error.start}, which UTF-8 cannot "
-                    f"express; decode the input with errors='replace'"
-                ) from None
-            raise
-        except Exception as error:  # the library raises bare Exceptions, here for vocabularies with holes
-            raise CheckpointError(f"the checkpoint's tokenizer cannot encode this text: {error}") from error
+        with _converting_errors(text):
+            return self.control_tokens.encode(marked)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids without a token are skipped."""
@@ -253,6 +232,28 @@ class Tokenizer:
             if self.content(token_id) and token_id not in self.special_ids and not self.is_byte_token(token_id):
                 return [token_id], self.decode([token_id], skip_special_tokens=False)
         return [], ""
+
+
+@contextmanager
+def _converting_errors(text: str) -> Iterator[None]:
+    """Convert the library's errors in the block, which encodes `text`, to those of this package."""
+    try:
+        yield
+    except InfinilmError:
+        raise
+    except TypeError:
+        if not isinstance(text, str):
+            raise InvalidTypeError(f"text must be a string, not {type(text).__name__}") from None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidValueError(
+                f"text has a lone surrogate {text[error.start]!a} at character {error.start}, which UTF-8 cannot "
+                f"express; decode the input with errors='replace'"
+            ) from None
+        raise
+    except Exception as error:  # the library raises bare Exceptions, here for vocabularies with holes
+        raise CheckpointError(f"the checkpoint's tokenizer cannot encode this text: {error}") from error
 
 
 def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

@@ -12,7 +12,7 @@ from server_driver import runs
 
 from infinilm.errors import InvalidValueError
 from infinilm.sampling_params import SamplingParams
-from infinilm.server.grammar_queue import Compiled, GrammarQueue
+from infinilm.server.grammar_queue import GrammarJob, GrammarQueue
 from infinilm.server.messages import Submit
 from infinilm.structured.compiler import GrammarCompiler
 from infinilm.structured.grammar_sandbox import Cancellation, TrialCancelledError, TrialTimeoutError
@@ -69,7 +69,7 @@ class Driven:
     def __init__(self, compiler: Any) -> None:
         self.compiler = compiler
         self.queue = GrammarQueue(compiler)
-        self.done: list[Compiled] = []
+        self.done: list[GrammarJob] = []
 
     def add(self, regex: str, tenant: str | None = None) -> None:
         params = SamplingParams(structured=StructuredOutput(regex=regex))
