@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from infinilm import __version__
+from infinilm.server import protocol
 from infinilm.server.api_errors import ApiError, bad_request, install_handlers
 from infinilm.server.chat import ToolPlan, chat, encode_chat
 from infinilm.server.completions import complete
@@ -21,21 +22,13 @@ from infinilm.server.engine_client import State
 from infinilm.server.guard import Guard
 from infinilm.server.logs import num_dropped_lines
 from infinilm.server.metrics import CONTENT_TYPE, counter, gauge
-from infinilm.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ErrorReply,
-    JsonRoute,
-    TokenizeRequest,
-)
 from infinilm.server.service import Service
 
 PAGE = Path(__file__).parent / "static" / "index.html"
 
 Responses = dict[int | str, dict[str, Any]]
 
-_ERRORS: Responses = {"default": {"model": ErrorReply, "description": "An error."}}
+_ERRORS: Responses = {"default": {"model": protocol.ErrorReply, "description": "An error."}}
 _EVENTS: Responses = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _UNREADY: Responses = {
     503: {"description": "The same, when requests are not served now.", "content": {"application/json": {}}}
@@ -44,7 +37,7 @@ _UNREADY: Responses = {
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="infinilm", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
-    app.router.route_class = JsonRoute
+    app.router.route_class = protocol.JsonRoute
     app.state.max_json_nodes = service.limits.max_json_nodes
     install_handlers(app)
     _add_openai_routes(app, service)
@@ -63,12 +56,12 @@ def _json(value: Any, status: int = 200) -> Response:
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", operation_id="complete", responses=_EVENTS)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         """Go on with a text."""
         return await complete(service, body, request)
 
     @app.post("/v1/chat/completions", operation_id="chat", responses=_EVENTS)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def chat_completions(body: protocol.ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await chat(service, body, request)
 
@@ -103,7 +96,7 @@ def _describe_model(service: Service) -> dict[str, Any]:
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", operation_id="tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: protocol.TokenizeRequest) -> Response:
         """The tokens of a text or a conversation."""
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -121,7 +114,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         return _json({**size, "tokens": token_ids, "token_strs": tokens})
 
     @app.post("/detokenize", operation_id="detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
         """The text of tokens."""
         service.check_model(body.model)
         token_ids = service.prompts.check_ids(body.tokens, "tokens")

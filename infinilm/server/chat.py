@@ -7,16 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infinilm.errors import InfinilmError
+from infinilm.server import protocol
 from infinilm.server.api_errors import bad_request
-from infinilm.server.protocol import (
-    ChatRequest,
-    Message,
-    as_bad_request,
-    check_limits,
-    check_size,
-    find_structure,
-    make_params,
-)
 from infinilm.server.replies import Reply, chat_logprobs, encode, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
 from infinilm.server.service import Service
@@ -31,28 +23,28 @@ _OWN_NAMES = {
 """Arguments of `Tokenizer.encode_chat` and what it calls. `chat_template_kwargs` can't set them."""
 
 
-async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
+async def chat(service: Service, body: protocol.ChatRequest, request: Request) -> Response:
     _check(service, body)
     plan = ToolPlan(service, body)
     token_ids = await encode_chat(service, body.messages, plan, body.chat_template_kwargs)
     max_tokens = service.max_model_len - len(token_ids)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    params = make_params(
+    params = protocol.make_params(
         body,
         min(asked or max_tokens, max_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured=find_structure(body, plan.grammar),
+        structured=protocol.find_structure(body, plan.grammar),
     )
     stream = service.open_stream(request, body, [token_ids], [params], kept_ids=plan.kept_ids)
     return await respond(service, body, request, stream, ChatReply(service, body, stream, plan))
 
 
-def _check(service: Service, body: ChatRequest) -> None:
+def _check(service: Service, body: protocol.ChatRequest) -> None:
     service.check_model(body.model)
     service.client.check_open()
-    check_limits(body, service.limits)
-    check_size("top_logprobs", body.top_logprobs or 0, "max_logprobs", service.limits)
-    check_size("tools", len(body.tools or ()), "max_tools", service.limits)
+    protocol.check_limits(body, service.limits)
+    protocol.check_size("top_logprobs", body.top_logprobs or 0, "max_logprobs", service.limits)
+    protocol.check_size("tools", len(body.tools or ()), "max_tools", service.limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.max_tokens == 0:
@@ -62,7 +54,7 @@ def _check(service: Service, body: ChatRequest) -> None:
 
 
 async def encode_chat(
-    service: Service, messages: list[Message], plan: "ToolPlan", variables: dict[str, Any] | None
+    service: Service, messages: list[protocol.Message], plan: "ToolPlan", variables: dict[str, Any] | None
 ) -> list[int]:
     if service.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
@@ -72,7 +64,7 @@ async def encode_chat(
     return await service.prompts.render(plain, {**(variables or {}), **extra})
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: protocol.Message) -> dict[str, Any]:
     """A message in the form that templates expect."""
     plain = message.model_dump(exclude_none=True)
     if message.role == "developer":  # the name of "system" for OpenAI's newer models
@@ -83,7 +75,7 @@ def _plain(message: Message) -> dict[str, Any]:
 class ToolPlan:
     """What a request's tools mean for its prompt, its grammar and its answers."""
 
-    def __init__(self, service: Service, body: ChatRequest | None = None) -> None:
+    def __init__(self, service: Service, body: protocol.ChatRequest | None = None) -> None:
         self._service = service
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body and body.tools is not None else None
         choice = body.tool_choice if body else None
@@ -121,7 +113,7 @@ class ToolPlan:
                 tool_format=self._service.tool_format,
             )
         except InfinilmError as error:
-            raise as_bad_request(error, "messages") from error
+            raise protocol.as_bad_request(error, "messages") from error
 
     def make_parser(self) -> ToolCallParser | None:
         """A parser for one answer; None if it can't have calls."""
@@ -134,7 +126,7 @@ class ChatReply(Reply):
     content_key = "delta"
     no_content: dict[str, Any] = {}  # noqa: RUF012 (read only)
 
-    def __init__(self, service: Service, body: ChatRequest, stream: ResponseStream, plan: ToolPlan) -> None:
+    def __init__(self, service: Service, body: protocol.ChatRequest, stream: ResponseStream, plan: ToolPlan) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, stream, prefix="chatcmpl", kind=kind, text_key='"delta":{"content":')
         self._wants_logprobs = bool(body.logprobs)

@@ -126,13 +126,9 @@ class CompletionReply(Reply):
         return super().whole()
 
     def _whole_choice(self, answer: Answer) -> dict[str, Any]:
-        return {
-            "index": answer.index,
-            "text": self._echo(answer) + ("" if self._drops_text else answer.text),
-            "logprobs": join_lists(self._parts[answer.index]) if self._wants_logprobs else None,
-            "finish_reason": self._finish_reason(answer),
-            "stop_reason": answer.stop_reason,
-        }
+        text = self._echo(answer) + ("" if self._drops_text else answer.text)
+        logprobs = join_lists(self._parts[answer.index]) if self._wants_logprobs else None
+        return self._choice(answer, text, logprobs, is_end=True)
 
     def write(self, chunks: list[Chunk]) -> bytes:
         written: list[bytes] = []

@@ -12,27 +12,10 @@ from infinilm.errors import EngineError
 from infinilm.framing import ChannelClosedError, frame, read_frame
 from infinilm.outputs import AnswerDelta
 from infinilm.processes import ChildProcess
+from infinilm.server import messages
 from infinilm.server.admission import Admission
 from infinilm.server.api_errors import ApiError, bad_request, shutting_down, unavailable
 from infinilm.server.engine_request import EngineRequest, now
-from infinilm.server.messages import (
-    Abort,
-    Command,
-    Failed,
-    Ready,
-    Rejected,
-    Report,
-    Start,
-    Stats,
-    Stepped,
-    Stop,
-    Submit,
-    Timing,
-    config_to_wire,
-    decode_report,
-    encode_message,
-    params_to_wire,
-)
 from infinilm.server.settings import Limits
 
 logger = logging.getLogger(__name__)
@@ -63,15 +46,15 @@ class EngineHandle:
         reader, writer = await asyncio.open_unix_connection(sock=process.socket, limit=SOCKET_BUFFER_BYTES)
         return cls(process, reader, writer)
 
-    def send(self, command: Command) -> None:
+    def send(self, command: messages.Command) -> None:
         """Send a command. It is dropped if the process has ended."""
         if not self._writer.is_closing():
-            self._writer.write(frame(encode_message(command)))
+            self._writer.write(frame(messages.encode_message(command)))
 
-    async def receive(self) -> Report | None:
+    async def receive(self) -> messages.Report | None:
         """Wait for the next report; None if the process has ended."""
         try:
-            report: Report = decode_report(await read_frame(self._reader))
+            report: messages.Report = messages.decode_report(await read_frame(self._reader))
         except ChannelClosedError:
             return None
         return report
@@ -101,14 +84,14 @@ class EngineClient:
         self.cause: str | None = None
         """Why the engine died the last time."""
         self.num_restarts = 0
-        self.ready: Ready | None = None
+        self.ready: messages.Ready | None = None
         self.stats = EngineStats()
         self.failed = asyncio.Event()
         """Set when the engine can't be started again: `cause` says why."""
         self._admission = admission
         self._config = config
         self._step_timeout = limits.step_timeout
-        self._timing = Timing(
+        self._timing = messages.Timing(
             limits.mixed_step_time, limits.prefill_step_time, min(MAX_HEARTBEAT_S, limits.step_timeout / 8)
         )
         self._num_reports = 0
@@ -120,13 +103,15 @@ class EngineClient:
 
     # --- the process ------------------------------------------------------------------------------------
 
-    async def start(self) -> Ready:
+    async def start(self) -> messages.Ready:
         """Load the model. If that fails the first time, the error is raised and there is no second try."""
         handle = await self._launch()
         report = await handle.receive()
-        if not isinstance(report, Ready):
+        if not isinstance(report, messages.Ready):
             end = await handle.end()
-            raise EngineError(report.error if isinstance(report, Failed) else f"the model was not loaded: {end}")
+            raise EngineError(
+                report.error if isinstance(report, messages.Failed) else f"the model was not loaded: {end}"
+            )
         self._note_ready(report)
         self._supervisor = asyncio.create_task(self._supervise(handle))
         return report
@@ -136,7 +121,7 @@ class EngineClient:
         self._stopping.set()
         if self._handle is not None:
             if self._supervisor is not None:
-                self._handle.send(Stop())
+                self._handle.send(messages.Stop())
                 await asyncio.wait({self._supervisor}, timeout=STOP_TIMEOUT_S)
                 self._handle.process.kill()  # if it has not ended: it may be loading, or in a long step
                 await self._supervisor
@@ -159,7 +144,7 @@ class EngineClient:
             return unavailable(f"the engine can't be started again{because}", retry_after=60, code="engine_failed")
         return unavailable(f"the engine is {self.state}{because}; try again shortly", retry_after=5)
 
-    def _note_ready(self, report: Ready) -> None:
+    def _note_ready(self, report: messages.Ready) -> None:
         self.ready = report
         self.state = State.READY
         self.stats = EngineStats(num_blocks=report.num_blocks, num_free_blocks=report.num_blocks)
@@ -201,7 +186,7 @@ class EngineClient:
     async def _launch(self) -> EngineHandle:
         """Start a process and let it load the model."""
         self._handle = await EngineHandle.start()
-        self._handle.send(Start(config_to_wire(self._config), self._timing))
+        self._handle.send(messages.Start(messages.config_to_wire(self._config), self._timing))
         return self._handle
 
     async def _follow(self, handle: EngineHandle) -> tuple[str, bool]:
@@ -210,7 +195,7 @@ class EngineClient:
         watcher = asyncio.create_task(self._kill_if_hung(handle))
         while (report := await handle.receive()) is not None:
             self._num_reports += 1
-            if isinstance(report, Failed):
+            if isinstance(report, messages.Failed):
                 failure, is_permanent = report.error, report.is_permanent
             else:
                 self._handle_report(report)
@@ -252,7 +237,7 @@ class EngineClient:
         if request.submit_time is None:
             self._admission.remove(request)
         elif request.request_id in self._requests and self._handle is not None:
-            self._handle.send(Abort(request.request_id, answer))
+            self._handle.send(messages.Abort(request.request_id, answer))
 
     def fail_all(self, error: ApiError) -> None:
         self._admission.fail_waiting(error)
@@ -267,24 +252,24 @@ class EngineClient:
             request.submit_time = now()
             salt = request.tenant or None
             try:
-                params = params_to_wire(request.params)
-                self._handle.send(Submit(request.request_id, request.prompt_token_ids, params, salt))
+                params = messages.params_to_wire(request.params)
+                self._handle.send(messages.Submit(request.request_id, request.prompt_token_ids, params, salt))
             except (ValueError, OverflowError) as error:  # a number or text that no message can hold
                 self._end(request, bad_request(f"the request can't be passed on: {error}"))
             else:
                 self._requests[request.request_id] = request
 
-    def _handle_report(self, report: Report) -> None:
-        if isinstance(report, Stepped):
+    def _handle_report(self, report: messages.Report) -> None:
+        if isinstance(report, messages.Stepped):
             time = now()
             for delta in report.deltas:
                 self._handle_delta(delta, time)
-        elif isinstance(report, Stats):
+        elif isinstance(report, messages.Stats):
             self.stats = report.stats
-        elif isinstance(report, Rejected):
+        elif isinstance(report, messages.Rejected):
             if request := self._requests.pop(report.request_id, None):
                 self._end(request, ApiError(500 if report.is_bug else 400, report.error))
-        elif isinstance(report, Ready):
+        elif isinstance(report, messages.Ready):
             self._note_ready(report)
         self._submit_ready()
 

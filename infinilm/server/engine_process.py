@@ -20,25 +20,9 @@ from infinilm.executor.step_io import StepInput
 from infinilm.framing import ChannelClosedError, FrameSocket
 from infinilm.processes import exit_with_parent, parent_socket
 from infinilm.sampling_params import SamplingParams
+from infinilm.server import messages
 from infinilm.server.grammar_queue import GrammarQueue
 from infinilm.server.logs import install_logging
-from infinilm.server.messages import (
-    Abort,
-    Failed,
-    Ready,
-    Rejected,
-    Report,
-    Start,
-    Stats,
-    Stepped,
-    Stop,
-    Submit,
-    Timing,
-    config_from_wire,
-    decode_command,
-    encode_message,
-    params_from_wire,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +78,7 @@ class StepPace:
 class EngineLoop:
     """Computes steps while there are requests, and reads commands."""
 
-    def __init__(self, engine: LLMEngine, frames: FrameSocket, timing: Timing) -> None:
+    def __init__(self, engine: LLMEngine, frames: FrameSocket, timing: messages.Timing) -> None:
         self._engine = engine
         self._heartbeat_s = timing.heartbeat
         self._pace = StepPace(engine.scheduler, mixed_s=timing.mixed_step, prefill_s=timing.prefill_step)
@@ -114,12 +98,12 @@ class EngineLoop:
                 self._send_stats()
                 select.select([self._frames.socket, self._grammars.bell], [], [], self._heartbeat_s)
             for message in self._frames.receive_ready_frames():
-                command = decode_command(message)
-                if isinstance(command, Submit):
+                command = messages.decode_command(message)
+                if isinstance(command, messages.Submit):
                     self._submit(command)
-                elif isinstance(command, Abort):
+                elif isinstance(command, messages.Abort):
                     self._abort(command)
-                elif isinstance(command, Stop):
+                elif isinstance(command, messages.Stop):
                     self._grammars.close()
                     return
             for compiled in self._grammars.pop_compiled():
@@ -136,49 +120,49 @@ class EngineLoop:
         deltas = self._engine.step_deltas()
         self._pace.note(self._engine.last_step, perf_counter() - start_time)
         if deltas:
-            send_report(self._frames, Stepped(deltas))
+            send_report(self._frames, messages.Stepped(deltas))
         if perf_counter() - self._stats_time > STATS_INTERVAL_S:
             self._send_stats()
 
-    def _submit(self, request: Submit) -> None:
+    def _submit(self, request: messages.Submit) -> None:
         with self._refusing(request):
-            params = params_from_wire(request.params)
+            params = messages.params_from_wire(request.params)
             if params.structured is None:
                 self._add(request, params)
             else:
                 self._grammars.add(request, params)
 
-    def _add(self, request: Submit, params: SamplingParams) -> None:
+    def _add(self, request: messages.Submit, params: SamplingParams) -> None:
         self._engine.add_request(
             request.prompt_token_ids, params, request_id=request.request_id, cache_salt=request.cache_salt
         )
 
     @contextmanager
-    def _refusing(self, request: Submit) -> Iterator[None]:
+    def _refusing(self, request: messages.Submit) -> Iterator[None]:
         """Turn an error in the block into a `Rejected` report: it ends this request only."""
         try:
             yield
         except WorkerDiedError:
             raise
         except InfinilmError as error:
-            send_report(self._frames, Rejected(request.request_id, str(error)))
+            send_report(self._frames, messages.Rejected(request.request_id, str(error)))
         except Exception as error:
             logger.exception("request %s failed", request.request_id)
-            send_report(self._frames, Rejected(request.request_id, _name(error), is_bug=True))
+            send_report(self._frames, messages.Rejected(request.request_id, _name(error), is_bug=True))
 
-    def _abort(self, command: Abort) -> None:
+    def _abort(self, command: messages.Abort) -> None:
         if self._grammars.cancel(command.request_id):
-            send_report(self._frames, Rejected(command.request_id, "the request was aborted"))
+            send_report(self._frames, messages.Rejected(command.request_id, "the request was aborted"))
         else:
             self._engine.abort(command.request_id, command.answer)
 
     def _send_stats(self) -> None:
         self._stats_time = perf_counter()
-        send_report(self._frames, Stats(self._engine.stats()))
+        send_report(self._frames, messages.Stats(self._engine.stats()))
 
 
-def send_report(frames: FrameSocket, report: Report) -> None:
-    frames.send_frame(encode_message(report))
+def send_report(frames: FrameSocket, report: messages.Report) -> None:
+    frames.send_frame(messages.encode_message(report))
 
 
 def _load(config: Config) -> LLMEngine:
@@ -190,9 +174,9 @@ def _load(config: Config) -> LLMEngine:
     return LLMEngine(config)
 
 
-def _describe(engine: LLMEngine, load_seconds: float) -> Ready:
+def _describe(engine: LLMEngine, load_seconds: float) -> messages.Ready:
     info = engine.executor.info
-    return Ready(
+    return messages.Ready(
         max_model_len=engine.max_model_len,
         vocab_size=engine.model_config.vocab_size,
         max_num_seqs=engine.config.max_num_seqs,
@@ -207,17 +191,18 @@ def _describe(engine: LLMEngine, load_seconds: float) -> Ready:
 
 def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
-    command = decode_command(frames.receive_frame())
-    if not isinstance(command, Start):
+    command = messages.decode_command(frames.receive_frame())
+    if not isinstance(command, messages.Start):
         raise TypeError(f"the first message must be Start, not {type(command).__name__}")
     try:
         start_time = perf_counter()
-        engine = _load(config_from_wire(command.settings))
+        engine = _load(messages.config_from_wire(command.settings))
     except Exception as error:
         is_known = isinstance(error, InfinilmError)
         # Lack of memory is not permanent: another process may use it for now.
         send_report(
-            frames, Failed(str(error) if is_known else _name(error), is_permanent=isinstance(error, CheckpointError))
+            frames,
+            messages.Failed(str(error) if is_known else _name(error), is_permanent=isinstance(error, CheckpointError)),
         )
         raise SystemExit(2 if is_known else 1) from error
     gc.collect()
@@ -230,7 +215,7 @@ def serve(frames: FrameSocket) -> None:
             return  # the HTTP process has ended
         except Exception as error:
             logger.exception("the engine failed")
-            send_report(frames, Failed(_name(error), is_permanent=False))
+            send_report(frames, messages.Failed(_name(error), is_permanent=False))
             raise SystemExit(1) from error
 
 
