@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -20,7 +20,6 @@ class Metrics(Collector):
     """
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -41,6 +40,7 @@ class Metrics(Collector):
         return Histogram(f"infinilm_{name}_seconds", help_text, buckets=bounds, registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
+        """The numbers of tokens."""
         yield counter("prompt_tokens", "Tokens of prompts.", self.num_prompt_tokens)
         yield counter(
             "cached_prompt_tokens", "Tokens of prompts that were in the prefix cache.", self.num_cached_tokens
@@ -49,7 +49,19 @@ class Metrics(Collector):
 
     def write_text(self) -> bytes:
         """All metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+        return generate_latest(_WithoutCreationTimes(self.registry))
+
+
+class _WithoutCreationTimes(Collector):
+    """Leaves out the library's `_created` samples, which it adds to each counter and histogram."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
 
 
 def counter(name: str, help_text: str, value: float) -> Metric:
