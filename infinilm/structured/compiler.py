@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHE_SIZE = 32  # compiled grammars; a hostile one may hold some 20 MB
-JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
-"""Whitespace between the parts of a JSON text: enough to indent it, and bounded."""
-
+JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"  # between the parts of a JSON text: enough to indent it, and bounded
 _IGNORED_ATTRIBUTE = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[ \t]*\[[^\]\n]*\b(temperature|stop)[ \t]*=", re.MULTILINE)
 
 
@@ -120,7 +118,9 @@ class GrammarCompiler:
         field = structured.kind
         text = grammar_text(structured, tools.vocabulary.drops_first_space)
         key = sha256(text.encode()).digest()
-        start = self._recall(key)
+        with self._lock:
+            if (start := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
         if start is None:
             if not structured.json_object:  # not user input, so not tried
                 verdict = _judge(tools.trials, text, limit_s, cancellation)
@@ -128,7 +128,10 @@ class GrammarCompiler:
                 text = verdict.grammar
             start = LLMatcher(tools.lltokenizer, text, log_level=0, limits=parser_limits())
             _refuse_if(start.get_error(), field)
-            self._keep(key, start)
+            with self._lock:
+                self._compiled[key] = start
+                while len(self._compiled) > CACHE_SIZE:
+                    self._compiled.popitem(last=False)
         return CompiledGrammar(start, tools.vocabulary, tools.real_tokens, field, partial(self._remove, key))
 
     def prepare(self) -> None:
@@ -159,24 +162,8 @@ class GrammarCompiler:
             ) from error
         vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size)
         real_ids = [token_id for token_id, token in enumerate(vocabulary.tokens) if token]
-        return _Tools(
-            vocabulary,
-            token_mask(real_ids, self._vocab_size),
-            vocabulary.lltokenizer(self._tokenizer),
-            Trials(vocabulary),
-        )
-
-    def _recall(self, key: bytes) -> "LLMatcher | None":
-        with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-            return self._compiled.get(key)
-
-    def _keep(self, key: bytes, start: "LLMatcher") -> None:
-        with self._lock:
-            self._compiled[key] = start
-            while len(self._compiled) > CACHE_SIZE:
-                self._compiled.popitem(last=False)
+        real_tokens = token_mask(real_ids, self._vocab_size)
+        return _Tools(vocabulary, real_tokens, vocabulary.lltokenizer(self._tokenizer), Trials(vocabulary))
 
     def _remove(self, key: bytes) -> None:
         """Drop a grammar that failed in use: the state that its users share may be damaged."""

@@ -12,8 +12,7 @@ from infinilm.processes import ChildProcess
 from infinilm.structured.trial_process import TRIAL_S, Verdict, send_vocabulary
 from infinilm.structured.vocabulary import Vocabulary
 
-MAX_PROCESSES = 4
-"""So many slow grammars at once delay the others."""
+MAX_PROCESSES = 4  # so many slow grammars at once delay the others
 START_S = 30.0
 
 
@@ -41,7 +40,6 @@ class Cancellation:
                 self._process.interrupt()
 
     def check(self) -> None:
-        """Raise `TrialCancelledError` if `cancel` was called."""
         if self.is_cancelled:
             raise TrialCancelledError
 
@@ -83,19 +81,16 @@ class TrialProcess:
             self._process.socket.settimeout(limit_s)
             self._frames.send_frame(grammar.encode())
             return Verdict(*json.loads(self._frames.receive_frame()))
-        except TimeoutError:
+        except BaseException as error:
             self.kill()
-            raise TrialTimeoutError(f"it takes longer than {limit_s} s to compile; make it simpler") from None
-        except ChannelClosedError:
-            self.kill()
-            return Verdict("it needs more memory or a deeper stack than a grammar may have; make it simpler")
-        except BaseException:
-            self.kill()
+            if isinstance(error, TimeoutError):
+                raise TrialTimeoutError(f"it takes longer than {limit_s} s to compile; make it simpler") from None
+            if isinstance(error, ChannelClosedError):
+                return Verdict("it needs more memory or a deeper stack than a grammar may have; make it simpler")
             raise
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can judge another grammar."""
         return not self._process.has_ended()
 
     def interrupt(self) -> None:
@@ -103,7 +98,6 @@ class TrialProcess:
         self._process.kill()
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()
         self._frames.close()
@@ -119,10 +113,7 @@ class Trials:
         self._end = weakref.finalize(self, _kill_all, self._idle)
 
     def try_out(self, grammar: str, limit_s: float = TRIAL_S, cancellation: Cancellation | None = None) -> Verdict:
-        """Judge a grammar.
-
-        Raises `TrialTimeoutError` when it takes longer than `limit_s`, and `TrialCancelledError`.
-        """
+        """Judge a grammar. Raises `TrialTimeoutError` after `limit_s`, and `TrialCancelledError`."""
         cancellation = cancellation or Cancellation()
         with self._free:
             cancellation.check()

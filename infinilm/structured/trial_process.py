@@ -22,24 +22,16 @@ from infinilm.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
-TRIAL_S = 1.6
-"""A grammar that has not passed by then is refused."""
+TRIAL_S = 1.6  # a grammar that has not passed by then is refused
 TRIAL_TOKENS = 48
-MAX_TOKEN_S = 0.25
-"""Of processor time, for any one token."""
-_STACK_BYTES = 1 << 20
-"""Threads elsewhere have 2 MiB or more."""
-_MEMORY_BYTES = 1 << 30
-"""Of address space, most of which is never used."""
+MAX_TOKEN_S = 0.25  # of processor time, for any one token
+_STACK_BYTES = 1 << 20  # threads elsewhere have 2 MiB or more
+_MEMORY_BYTES = 1 << 30  # of address space, most of which is never used
 
 
 class Verdict(NamedTuple):
-    """The result of a trial."""
-
-    error: str
-    """Why the grammar is refused; empty if it is not."""
-    grammar: str = ""
-    """The grammar with schemas that llguidance can enforce."""
+    error: str  # why the grammar is refused; empty if it is not
+    grammar: str = ""  # with schemas that llguidance can enforce
 
 
 def parser_limits() -> "LLParserLimits":
@@ -113,9 +105,7 @@ def try_out(lltokenizer: "LLTokenizer", grammar: str) -> str:
             break
         start = time.thread_time()
         mask = matcher.compute_bitmask()
-        if matcher.is_error():
-            break
-        if (token_id := _random_token(mask, draws, end=lltokenizer.eos_token)) is None:
+        if matcher.is_error() or (token_id := _random_token(mask, draws, end=lltokenizer.eos_token)) is None:
             break
         matcher.consume_token(token_id)
         if (seconds := time.thread_time() - start) > MAX_TOKEN_S:
@@ -136,7 +126,6 @@ def _random_token(mask: bytes, draws: random.Random, end: int) -> int | None:
 
 
 def send_vocabulary(frames: FrameSocket, vocabulary: Vocabulary) -> None:
-    """Send a vocabulary, in two frames."""
     header = {"lengths": [len(token) for token in vocabulary.tokens], "special_ids": sorted(vocabulary.special_ids)}
     frames.send_frame(json.dumps(header).encode())
     frames.send_frame(b"".join(vocabulary.tokens))
@@ -168,7 +157,6 @@ def _limit_time() -> None:
 
 
 def main() -> None:
-    """Judge grammars until the parent closes its end."""
     _limit_memory()
     frames = FrameSocket(parent_socket())
     lltokenizer = _receive_vocabulary(frames).lltokenizer()

@@ -8,12 +8,12 @@ schemas: whether two have no value in common, and which values a schema excludes
 All of it runs in the sandbox process: see `trial_process`.
 """
 
-from infinilm.structured.schema.canonical import SchemaError, canonical_document
-from infinilm.structured.schema.narrowing import narrowed
+from infinilm.structured.schema.canonical import Reader, SchemaError
+from infinilm.structured.schema.narrowing import Narrowing
 
 __all__ = ["SchemaError", "supported_schema"]
 
 
 def supported_schema(schema: object) -> dict[str, object]:
     """A schema for llguidance whose values all satisfy `schema`. Raises `SchemaError` if there is none."""
-    return narrowed(canonical_document(schema))
+    return Narrowing(Reader(schema).read()).run()

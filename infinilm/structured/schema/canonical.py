@@ -57,27 +57,23 @@ class Document:
     definitions: dict[str, Schema] = field(default_factory=dict)  # by `$ref` value
 
 
-def canonical_document(schema: object) -> Document:
-    """Convert a schema to canonical form. Raises `SchemaError` for an invalid schema or an unknown draft."""
-    return _Reader(schema).read()
-
-
 def property_names(schema: Schema) -> list[str]:
     """The properties that a schema names and does not exclude."""
     properties = {} if isinstance(schema, bool) else schema.get("properties", {})
     return [name for name, inner in properties.items() if inner is not False]
 
 
-class _Reader:
+class Reader:
+    """Converts a schema to canonical form. Raises `SchemaError` for an invalid schema or an unknown draft."""
+
     def __init__(self, schema: object) -> None:
         self._source = schema
         self._document = Document()
         self._draft = _draft_of(schema)
         self._num_schemas = 0
-        self._resources: dict[str, object] = {"": schema}
-        """Schemas by identifier without fragment, and by anchor."""
+        self._resources: dict[str, object] = {"": schema}  # by identifier without fragment, and by anchor
+        # By identity: the base URI of references in a schema, where it differs from the enclosing schema's.
         self._bases: dict[int, str] = {}
-        """By identity: the base URI of references in a schema, where it differs from the enclosing schema's."""
         self._pending: list[tuple[str, object, str]] = []
         self._keys: dict[int, str] = {}  # keys of definitions, by the identity of their source
         self._index(schema, "")
@@ -195,15 +191,12 @@ class _Reader:
         """The target of a reference, and the base URI of references in it."""
         address, fragment = urldefrag(_join(base, reference))
         fragment = unquote(fragment)
-        if not fragment.startswith("/"):
-            name = f"{address}#{fragment}" if fragment else address
-            if name in self._resources:
-                return self._resources[name], address
+        is_path = fragment.startswith("/")
+        name = f"{address}#{fragment}" if fragment and not is_path else address
+        if name not in self._resources:
             raise SchemaError(f"$ref {excerpt(reference)} points outside of the schema; nothing is fetched")
-        if address not in self._resources:
-            raise SchemaError(f"$ref {excerpt(reference)} points outside of the schema; nothing is fetched")
-        source, base = self._resources[address], address
-        for token in fragment[1:].split("/"):
+        source, base = self._resources[name], address
+        for token in fragment[1:].split("/") if is_path else ():
             name = token.replace("~1", "/").replace("~0", "~")
             if isinstance(source, dict) and name in source:
                 source = source[name]

@@ -11,8 +11,9 @@ from typing import Any
 
 from infinilm.structured.schema.canonical import Document, Schema
 
+# `number` is `integer` or `fraction`.
 TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
-"""`number` is `integer` or `fraction`."""
+_RANGES = {"integer": "number", "fraction": "number", "string": "length", "array": "items", "object": "size"}
 _MAX_ALTERNATIVES = 32
 _MAX_DEPTH = 12
 _MAX_STEPS = 200_000
@@ -61,10 +62,10 @@ class Facts:
     values: list[Any] | None = None
     required: frozenset[str] = frozenset()
     properties: dict[str, list[Schema]] = field(default_factory=dict)
+    # For each `additionalProperties: false`: the names and patterns beside it.
     closed: list[tuple[frozenset[str], tuple[str, ...]]] = field(default_factory=list)
-    """For each `additionalProperties: false`: the names and patterns beside it."""
+    # Bounds of: number, length, items, size (number of properties).
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Bounds of: number, length, items, size (number of properties)."""
     patterns: tuple[str, ...] = ()
     items: list[tuple[list[Schema], Schema]] = field(default_factory=list)  # `prefixItems` and `items`
 
@@ -96,25 +97,16 @@ class Facts:
         if any(schema is False for schema in self.properties.get(name, ())):
             return True
         return any(
-            name not in names and not any(may_match(pattern, name) for pattern in patterns)
+            name not in names and not any(matches(pattern, name, if_uncertain=True) for pattern in patterns)
             for names, patterns in self.closed
         )
 
 
-def certainly_matches(pattern: str, text: str) -> bool:
-    """Whether a text matches a pattern; False if that is uncertain."""
+def matches(pattern: str, text: str, *, if_uncertain: bool) -> bool:
     try:
         return re.search(pattern, text) is not None
     except re.error:
-        return False
-
-
-def may_match(pattern: str, name: str) -> bool:
-    """Whether a text matches a pattern; True if that is uncertain."""
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return True
+        return if_uncertain
 
 
 @lru_cache(10_000)
@@ -129,10 +121,10 @@ def is_empty(patterns: tuple[str, ...], low: float, high: float) -> bool:
 
 class Analysis:
     def __init__(self, document: Document) -> None:
-        self._definitions = document.definitions
+        self.definitions = document.definitions
         self._num_steps = 0
+        # By identity, with the schema itself, to keep it alive.
         self._expanded: dict[int, tuple[Schema, list[Facts]]] = {}
-        """By identity, with the schema itself, to keep it alive."""
 
     def are_disjoint(self, some: Sequence[Schema], others: Sequence[Schema], depth: int = 0) -> bool:
         """Whether no value satisfies all of `some` and all of `others`; False if that is uncertain."""
@@ -162,11 +154,8 @@ class Analysis:
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or list(schema) != ["$ref"]:
                 break
-            schema = self._definitions[schema["$ref"]]
+            schema = self.definitions[schema["$ref"]]
         return schema
-
-    def definition(self, key: str) -> Schema:
-        return self._definitions[key]
 
     def _expand(self, schema: Schema, depth: int) -> list[Facts]:
         if isinstance(schema, bool):
@@ -177,7 +166,7 @@ class Analysis:
         for part in schema.get("allOf", ()):
             result = _all_pairs(result, self._expand(part, depth + 1))
         if "$ref" in schema:
-            result = _all_pairs(result, self._expand(self._definitions[schema["$ref"]], depth + 1))
+            result = _all_pairs(result, self._expand(self.definitions[schema["$ref"]], depth + 1))
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 options = [facts for part in schema[keyword] for facts in self._expand(part, depth + 1)]
@@ -191,15 +180,14 @@ class Analysis:
         return all(self._no_common_of_type(kind, a, b, depth) for kind in a.types & b.types)
 
     def _no_common_of_type(self, kind: str, a: Facts, b: Facts, depth: int) -> bool:
-        ranges = {"integer": "number", "fraction": "number", "string": "length", "array": "items", "object": "size"}
-        if kind in ranges:
-            low_a, high_a = a.ranges.get(ranges[kind], (-inf, inf))
-            low_b, high_b = b.ranges.get(ranges[kind], (-inf, inf))
-            if max(low_a, low_b) > min(high_a, high_b):
-                return True
+        low_a, high_a = a.ranges.get(_RANGES.get(kind, ""), (-inf, inf))
+        low_b, high_b = b.ranges.get(_RANGES.get(kind, ""), (-inf, inf))
+        low, high = max(low_a, low_b), min(high_a, high_b)
+        if low > high:
+            return True
         if kind == "string" and (a.patterns or b.patterns):
-            return is_empty((*a.patterns, *b.patterns), max(low_a, low_b), min(high_a, high_b))
-        if kind == "array" and max(a.ranges.get("items", (0, 0))[0], b.ranges.get("items", (0, 0))[0]) > 0:
+            return is_empty((*a.patterns, *b.patterns), low, high)
+        if kind == "array" and low > 0:
             return self.are_disjoint(_first_items(a), _first_items(b), depth + 1)
         return kind == "object" and self._no_common_object(a, b, depth)
 
@@ -218,14 +206,14 @@ class Analysis:
             return True
         if facts.values is not None and not any(is_equal(value, each) for each in facts.values):
             return True
+        low, high = facts.ranges.get(_RANGES.get(kind, ""), (-inf, inf))
         if kind == "string":
-            low, high = facts.ranges.get("length", (0, inf))
-            return not low <= len(value) <= high or not all(may_match(p, value) for p in facts.patterns)
+            return not low <= len(value) <= high or not all(
+                matches(pattern, value, if_uncertain=True) for pattern in facts.patterns
+            )
         if kind in ("integer", "fraction"):
-            low, high = facts.ranges.get("number", (-inf, inf))
             return not low <= value <= high
         if kind == "array":
-            low, high = facts.ranges.get("items", (0, inf))
             return not low <= len(value) <= high
         if kind == "object":
             return not facts.required <= value.keys() or any(

@@ -20,12 +20,9 @@ _MAX_OUTS = 12  # combinations of exclusions that keep an option of `oneOf` disj
 _UNSUPPORTED = ("unevaluatedItems", "$recursiveRef", "$dynamicRef", "maxContains")
 
 
-def narrowed(document: Document) -> dict[str, Any]:
-    """A schema of the keywords that llguidance has, whose values all satisfy the document's schema."""
-    return _Narrowing(document).run()
+class Narrowing:
+    """Makes a schema of the keywords that llguidance has, whose values all satisfy the document's schema."""
 
-
-class _Narrowing:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._analysis = Analysis(document)

@@ -5,29 +5,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from infinilm.structured.schema.canonical import Schema
-from infinilm.structured.schema.facts import (
-    TYPES,
-    Analysis,
-    certainly_matches,
-    may_match,
-    type_names,
-    type_of,
-    types_of,
-)
+from infinilm.structured.schema.facts import TYPES, Analysis, matches, type_names, type_of, types_of
 
 _MAX_DEPTH = 6
 _MAX_WORDS = 400
 _MAX_WORD_CHARS = 100
 _MAX_LIMIT = 64  # values beyond a higher limit are not expressed
 
-
+# `^[…]+$`, or `[…]` anywhere in a text.
 _ONE_CLASS = re.compile(
     r"""(?P<start>\^)? \(?
     (?: \[ (?P<inner> \^? (?:[^\]\[\\] | \\[^pPbBuxkcQEwWdD])+ ) \] | (?P<char> \w | \\[$.*+?/(){}|^-] ) )
     \)? (?(start) (?P<all>[+*]) \$ )""",
     re.VERBOSE,
 )
-"""`^[…]+$`, or `[…]` anywhere in a text."""
 
 
 class Negation:
@@ -69,7 +60,7 @@ class Negation:
             case "allOf" | "anyOf":
                 return all(self.is_complete(inner, depth + 1) for inner in value)
             case "$ref":
-                return self.is_complete(self._analysis.definition(value), depth + 1)
+                return self.is_complete(self._analysis.definitions[value], depth + 1)
             case "maxLength" | "maxItems" | "maxProperties":
                 return bool(value < _MAX_LIMIT)
             case "additionalProperties" | "items":
@@ -77,17 +68,15 @@ class Negation:
             case _:
                 return keyword in _COMPLETE
 
-    def _of_keyword(  # noqa: PLR0911, PLR0912
+    def _of_keyword(  # noqa: PLR0911
         self, keyword: str, value: Any, schema: dict[str, Any], names: list[str], depth: int
     ) -> list[Schema]:
         match keyword:
             case "type":
                 others = type_names(TYPES - types_of(value))
                 return [{"type": others}] if others else []
-            case "const":
-                return _other_values([value])
-            case "enum":
-                return _other_values(value)
+            case "const" | "enum":
+                return _other_values(value if keyword == "enum" else [value])
             case "required":
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties":
@@ -95,8 +84,13 @@ class Negation:
             case "additionalProperties":
                 return self._other_properties(dict.fromkeys(_additional(names, schema), value), names, depth)
             case "patternProperties":
-                matches = {n: inner for n in names for pattern, inner in value.items() if certainly_matches(pattern, n)}
-                return self._other_properties(matches, names, depth)
+                matching = {
+                    name: inner
+                    for name in names
+                    for pattern, inner in value.items()
+                    if matches(pattern, name, if_uncertain=False)
+                }
+                return self._other_properties(matching, names, depth)
             case "items" if not schema.get("prefixItems"):
                 inner = self.ways_out(value, (), depth + 1)
                 return [{"type": "array", "minItems": 1, "prefixItems": [any_of(inner)]}] if inner else []
@@ -108,7 +102,7 @@ class Negation:
                 ways = [self.ways_out(part, names, depth + 1) for part in value]
                 return [{"allOf": [any_of(each) for each in ways]}] if all(ways) else []
             case "$ref":
-                return self.ways_out(self._analysis.definition(value), names, depth + 1)
+                return self.ways_out(self._analysis.definitions[value], names, depth + 1)
             case _:
                 return _beyond(keyword, value)
 
@@ -128,7 +122,8 @@ def _additional(names: list[str], schema: dict[str, Any]) -> list[str]:
     return [
         name
         for name in names
-        if name not in schema.get("properties", {}) and not any(may_match(pattern, name) for pattern in patterns)
+        if name not in schema.get("properties", {})
+        and not any(matches(each, name, if_uncertain=True) for each in patterns)
     ]
 
 

@@ -12,11 +12,11 @@ from math import inf
 from typing import Any
 
 from infinilm.structured.schema.canonical import Document, Schema, SchemaError, excerpt, property_names
-from infinilm.structured.schema.facts import certainly_matches
+from infinilm.structured.schema.facts import matches
 
 MAX_WAYS = 64  # alternatives that the keywords of one schema may expand to
+# Patterns that are lists of names.
 _WORDS = re.compile(r"\^(?:(?P<word>[\w\-]+)|\((?:\?:)?(?P<words>[\w\-]+(?:\|[\w\-]+)*)\))\$")
-"""Patterns that are lists of names."""
 _ANYTHING = frozenset({"", "^", "$", ".*", "^.*", ".*$", "^.*$"})
 
 
@@ -39,15 +39,9 @@ def counted(result: dict[str, Any], schema: dict[str, Any]) -> list[Schema] | No
     if num_least == 0 and num_most == inf:
         return None
     if num_most == inf:
-        return _at_least(num_least, optional, {} if is_closed else counts)
+        ways: list[Schema] = [{"required": [*names]} for names in islice(combinations(optional, num_least), MAX_WAYS)]
+        return ways if is_closed or not counts else [*ways, {"properties": dict.fromkeys(optional, False), **counts}]
     return _between(num_least, num_most, optional, is_closed, counts)
-
-
-def _at_least(num_least: int, optional: list[str], counts: dict[str, int]) -> list[Schema]:
-    ways: list[Schema] = [{"required": list(names)} for names in islice(combinations(optional, num_least), MAX_WAYS)]
-    if counts:
-        ways.append({"properties": dict.fromkeys(optional, False), **counts})
-    return ways
 
 
 def _between(
@@ -98,7 +92,8 @@ def _without_repeats(properties: dict[str, Schema], patterns: dict[str, Schema])
     """Drop a property's schema if a pattern requires the same anyway: llguidance would intersect it with itself."""
     return {
         name: True
-        if name.isascii() and any(other == inner and certainly_matches(p, name) for p, other in patterns.items())
+        if name.isascii()
+        and any(other == inner and matches(pattern, name, if_uncertain=False) for pattern, other in patterns.items())
         else inner
         for name, inner in properties.items()
     }
