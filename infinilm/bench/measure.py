@@ -113,8 +113,8 @@ class Summary:
         ttfts = [ttft for run in runs for ttft in run.ttfts]
         gaps = [gap for run in runs for gap in run.gaps]
         return cls(
-            prefill_per_second=_median([_ratio(r.num_prefill_tokens, r.prefill_seconds) for r in runs]),
-            decode_per_second=_median([_ratio(r.num_decode_tokens, r.decode_seconds) for r in runs]),
+            prefill_per_second=_median_rate([(run.num_prefill_tokens, run.prefill_seconds) for run in runs]),
+            decode_per_second=_median_rate([(run.num_decode_tokens, run.decode_seconds) for run in runs]),
             output_per_second=median(sum(map(len, run.token_ids)) / run.seconds for run in runs),
             ttft_p50=float(np.percentile(ttfts, 50)),
             ttft_p99=float(np.percentile(ttfts, 99)),
@@ -123,13 +123,10 @@ class Summary:
         )
 
 
-def _ratio(count: int, seconds: float) -> float | None:
-    return count / seconds if count else None
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def _median_rate(counts: Sequence[tuple[int, float]]) -> float | None:
+    """The median of counts per second, without counts of 0."""
+    rates = [count / seconds for count, seconds in counts if count]
+    return median(rates) if rates else None
 
 
 def run_engine(engine: "LLMEngine", workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:

@@ -1,7 +1,7 @@
 """transformers on the same weights: the peer of `bench --peer transformers`, and the reference of `verify`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import pairwise
@@ -87,20 +87,24 @@ class TransformersPeer:
         make_settings: Any = transformers.GenerationConfig
         input_ids = torch.tensor(prompts, device=self._device)
         settings = make_settings(max_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=0)
-        clock = _Clock()
-        start_time = perf_counter()
+        times = [perf_counter()]
+
+        def record_time(ids: torch.Tensor, *_: Any) -> torch.Tensor:
+            """A stopping criterion that never stops."""
+            times.append(perf_counter())
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
         with _quiet(transformers):
             output = self.model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 generation_config=settings,
-                stopping_criteria=transformers.StoppingCriteriaList([clock]),
+                stopping_criteria=transformers.StoppingCriteriaList([record_time]),
             )
-        times = [start_time, *clock.times]
         steps = [after - before for before, after in pairwise(times)]
         if len(steps) != output_len:
             raise EngineError(f"transformers generated {len(steps)} tokens, not {output_len}")
-        run.seconds += perf_counter() - start_time
+        run.seconds += perf_counter() - times[0]
         run.token_ids += output[:, input_ids.shape[1] :].tolist()
         run.add_step(steps[0], input_ids.numel(), len(prompts))
         for seconds in steps[1:]:
@@ -109,30 +113,16 @@ class TransformersPeer:
         run.gaps += steps[1:] * len(prompts)
 
 
-class _Clock:
-    """A stopping criterion that never stops, and records the time of each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, *_: Any) -> torch.Tensor:
-        self.times.append(perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
     """transformers' model with the weights as we decode them: its own GGUF reader needs more packages."""
     import transformers
 
-    checkpoint = open_checkpoint(path)
-    try:
+    with closing(open_checkpoint(path)) as checkpoint:
         config = transformers.AutoConfig.for_model(**checkpoint.config)
         make_model: Any = transformers.AutoModelForCausalLM.from_config
         model = make_model(config, dtype=dtype)
         weights = {name: WeightShard.whole(weight) for name, weight in model.named_parameters()}
         load_weights(weights, checkpoint, show_progress=False)
-    finally:
-        checkpoint.close()
     return model
 
 
@@ -152,8 +142,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Agreement:
-    tie_width: float
-    """Tokens whose log-probabilities differ by no more than this may come out in either order."""
+    tie_width: float  # tokens whose log-probabilities differ by no more than this may come out in either order
     num_prompts: int = 0
     num_tokens: int = 0  # greedy tokens compared
     num_equal: int = 0
@@ -163,10 +152,6 @@ class Agreement:
     max_prompt_difference: float = 0.0
     max_output_difference: float = 0.0
     examples: list[str] = field(default_factory=list)  # the first tokens that differ, ties included
-
-    @property
-    def max_difference(self) -> float:
-        return max(self.max_prompt_difference, self.max_output_difference)
 
 
 def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int, tie_width: float) -> Agreement:
@@ -200,12 +185,10 @@ def _compare_output(output: RequestOutput, peer: TransformersPeer, found: Agreem
     # Row i predicts the token after token i.
     expected = peer.logprobs([*output.prompt_token_ids, *output.token_ids])
     found.num_prompts += 1
-    found.max_prompt_difference = max(
-        found.max_prompt_difference, _largest((output.prompt_logprobs or [])[1:], expected, found)
-    )
-    found.max_output_difference = max(
-        found.max_output_difference, _largest(output.logprobs or [], expected[num_prompt - 1 :], found)
-    )
+    of_prompt = _largest((output.prompt_logprobs or [])[1:], expected, found)
+    of_output = _largest(output.logprobs or [], expected[num_prompt - 1 :], found)
+    found.max_prompt_difference = max(found.max_prompt_difference, of_prompt)
+    found.max_output_difference = max(found.max_output_difference, of_output)
     best = expected[num_prompt - 1 : -1].max(dim=-1)
     for step, token_id in enumerate(output.token_ids):
         found.num_tokens += 1

@@ -5,7 +5,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_WORKLOADS = ("single", "batch", "prefill")
 PEERS = ("transformers", "llama.cpp")
 OURS = "infinilm"
+RATES = ("prefill_per_second", "decode_per_second")  # fields of `Summary`, in the order of the table's columns
+TIMES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 
 @takes_sizes()
@@ -88,7 +90,7 @@ def bench(
     if peer is not None and config.quantization is None:
         config = config.replace(quantization="none")  # as transformers has them
     with open_engine(config) as engine:
-        other = _load_peer(engine) if peer else None
+        other = load_peer(engine) if peer else None
         results = [_measure(engine, other, workload, repeat) for workload in chosen]
         report = _report(engine, other, results, repeat)
     _write(report, json_file, [part for result in results for part in _show(result)])
@@ -155,35 +157,29 @@ def _choose(names: list[str], sizes: dict[str, Any]) -> list["Workload"]:
     return [replace(WORKLOADS[name], **sizes) for name in names]
 
 
-def _load_peer(engine: "LLM") -> "TransformersPeer":
+def load_peer(engine: "LLM") -> "TransformersPeer":
     from infinilm.bench.transformers_peer import TransformersPeer
 
     note("Loading the same weights with transformers …")
-    return TransformersPeer(
-        Path(str(engine.config.model)),
-        dtype=engine.executor.info.dtype,
-        device=engine.executor.info.device,
-    )
+    info = engine.executor.info
+    return TransformersPeer(Path(str(engine.config.model)), dtype=info.dtype, device=info.device)
 
 
 def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workload", repeat: int) -> Result:
     """Warm up, then run both engines in turns, so that other load on the machine affects both alike."""
     from infinilm.bench.measure import run_engine
 
-    result = Result(workload, {name: [] for name in (OURS, *([other.name] if other else []))})
+    result = Result(workload)
     vocab_size = engine.model_config.vocab_size
     note(f"Measuring {workload} · {repeat} times …")
     for number in range(repeat + 1):
         is_warm_up = number == 0
         work = replace(workload, output_len=min(workload.output_len, 4)) if is_warm_up else workload
         prompts = work.prompts(vocab_size, number)
-        ours = run_engine(engine, work, prompts)
-        theirs = other.run(work, prompts) if other else None
-        if is_warm_up:
-            continue
-        result.runs[OURS].append(ours)
-        if other and theirs:
-            result.runs[other.name].append(theirs)
+        runs = {OURS: run_engine(engine, work, prompts)} | ({other.name: other.run(work, prompts)} if other else {})
+        if not is_warm_up:
+            for name, run in runs.items():
+                result.runs.setdefault(name, []).append(run)
     return result
 
 
@@ -211,7 +207,6 @@ def _report(engine: "LLM", other: "TransformersPeer | None", results: list[Resul
 
 
 def write_json(report: dict[str, Any], file: str) -> None:
-    """Write a report to a file; `-` is stdout."""
     text = json.dumps(report, indent=2) + "\n"
     if file == "-":
         sys.stdout.write(text)
@@ -234,7 +229,7 @@ def _title(report: dict[str, Any]) -> str:
     )
 
 
-def _show(result: Result) -> Iterator["RenderableType"]:
+def _show(result: Result) -> list["RenderableType"]:
     from rich.text import Text
 
     summaries = result.summaries()
@@ -247,28 +242,13 @@ def _show(result: Result) -> Iterator["RenderableType"]:
     for column, width in zip(table.columns, (12, 8, 8, 8, 8, 8, 8), strict=True):
         column.min_width = width
     for engine, summary in summaries.items():
-        table.add_row(engine, *_cells(summary))
+        rates = [format_rate(getattr(summary, name)) for name in RATES]
+        table.add_row(engine, *rates, *(format_seconds(getattr(summary, name)) for name in TIMES))
     if has_peer:
-        table.add_row("ratio", *_ratios(*summaries.values()), style="bold")
-    yield title
-    yield table
-    yield ""
-
-
-def _cells(summary: "Summary") -> list[str]:
-    rates = [summary.prefill_per_second, summary.decode_per_second]
-    times = [summary.ttft_p50, summary.ttft_p99, summary.itl_p50, summary.itl_p99]
-    return [*map(format_rate, rates), *map(format_seconds, times)]
-
-
-def _ratios(ours: "Summary", theirs: "Summary") -> list[str]:
-    """How many times as fast we are: rates as ours over theirs, times as theirs over ours."""
-    pairs = [
-        (ours.prefill_per_second, theirs.prefill_per_second),
-        (ours.decode_per_second, theirs.decode_per_second),
-        (theirs.ttft_p50, ours.ttft_p50),
-        (theirs.ttft_p99, ours.ttft_p99),
-        (theirs.itl_p50, ours.itl_p50),
-        (theirs.itl_p99, ours.itl_p99),
-    ]
-    return [f"{a / b:.2f}×" if a is not None and b is not None else NONE for a, b in pairs]
+        # How many times as fast we are: rates as ours over theirs, times as theirs over ours.
+        ours, theirs = summaries.values()
+        pairs = [(getattr(ours, name), getattr(theirs, name)) for name in RATES]
+        pairs += [(getattr(theirs, name), getattr(ours, name)) for name in TIMES]
+        ratios = [f"{a / b:.2f}×" if a is not None and b is not None else NONE for a, b in pairs]
+        table.add_row("ratio", *ratios, style="bold")
+    return [title, table, ""]

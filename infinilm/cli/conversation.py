@@ -59,20 +59,18 @@ class Conversation:
             raise InvalidValueError(f"{file} holds no conversation; it must be a list of messages under 'messages'")
         conversation = cls()
         for index, message in enumerate(messages):
-            role, text = _check_message(message, f"message {index} of {file}")
-            if role != "system":
-                conversation.say(role, text)
-            elif index == 0:
-                conversation.system = text
-            else:
-                raise InvalidValueError(f"message {index} of {file}: a system message can only be the first")
+            conversation._add(message, index, f"message {index} of {file}")
         return conversation
 
-
-def _check_message(message: Any, label: str) -> tuple[str, str]:
-    if not isinstance(message, dict) or set(message) != {"role", "content"}:
-        raise InvalidValueError(f"{label} must be an object with 'role' and 'content', it is {message!r:.80}")
-    role, text = message["role"], message["content"]
-    if role not in ROLES or not isinstance(text, str):
-        raise InvalidValueError(f"{label} must have a role ({', '.join(ROLES)}) and a text, it is {message!r:.80}")
-    return role, text
+    def _add(self, message: Any, index: int, label: str) -> None:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise InvalidValueError(f"{label} must be an object with 'role' and 'content', it is {message!r:.80}")
+        role, text = message["role"], message["content"]
+        if role not in ROLES or not isinstance(text, str):
+            raise InvalidValueError(f"{label} must have a role ({', '.join(ROLES)}) and a text, it is {message!r:.80}")
+        if role != "system":
+            self.say(role, text)
+        elif index == 0:
+            self.system = text
+        else:
+            raise InvalidValueError(f"{label}: a system message can only be the first")

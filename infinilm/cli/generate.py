@@ -65,16 +65,17 @@ def generate(
         raise InvalidValueError("--logprobs are shown by --json only; give it as well")
     texts = read_prompts(prompts or [], files or [], lines=lines)
     with open_engine(config) as engine:
-        if as_json:
-            outputs = _answer_all(engine, _encode(engine, texts, chat, system), sampling)
-            for text, output in zip(texts, outputs, strict=True):
-                typer.echo(json.dumps(_to_json(text, output), ensure_ascii=False))
-        elif len(texts) == 1 and sampling.n == 1:
-            outputs = [_stream(engine, _encode(engine, texts, chat, system)[0], sampling)]
+        start_time = perf_counter()
+        encoded = _encode(engine, texts, chat, system)
+        if len(texts) == 1 and sampling.n == 1 and not as_json:
+            outputs = [_stream(engine, encoded[0], sampling)]
         else:
-            start_time = perf_counter()
-            outputs = _answer_all(engine, _encode(engine, texts, chat, system), sampling)
-            _show(texts, outputs, perf_counter() - start_time)
+            outputs = engine.generate(encoded, sampling, use_tqdm=sys.stderr.isatty())
+            if as_json:
+                for text, output in zip(texts, outputs, strict=True):
+                    typer.echo(json.dumps(_to_json(text, output), ensure_ascii=False))
+            else:
+                _show(texts, outputs, perf_counter() - start_time)
     if errors := [output.error for output in outputs if output.error]:
         raise EngineError(f"{len(errors)} of {len(outputs)} prompts failed: {errors[0]}")
     if any(output.finish_reason == "abort" for output in outputs):
@@ -113,10 +114,6 @@ def _encode(engine: "LLM", texts: list[str], chat: bool, system: str | None) -> 
         return texts
     opening = [{"role": "system", "content": system}] if system is not None else []
     return [engine.chat_prompt([*opening, {"role": "user", "content": text}]) for text in texts]
-
-
-def _answer_all(engine: "LLM", prompts: list[str] | list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
-    return engine.generate(prompts, sampling, use_tqdm=sys.stderr.isatty())
 
 
 def _stream(engine: "LLM", prompt: str | list[int], sampling: SamplingParams) -> RequestOutput:

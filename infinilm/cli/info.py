@@ -113,8 +113,7 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
         kinds[QUANTIZED] = (torch.float32, torch.float16, weight_bytes)
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
         token_bytes = 2 * model_config.num_hidden_layers * model_config.kv_dim() * kv_dtype.itemsize
-        workspace = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len)
-        workspace_bytes = workspace.total(max_len)
+        workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)
         left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
         needs[name] = {
             "weight_bytes": weight_bytes,
@@ -146,7 +145,11 @@ def _describe(facts: dict[str, Any]) -> dict[str, str]:
     from infinilm.executor.memory import format_bytes
 
     tokenizer = facts["tokenizer"]
-    rope = {name: _plain(value) for name, value in facts["rope"].items() if not isinstance(value, list)}
+    rope = {
+        name: f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in facts["rope"].items()
+        if not isinstance(value, list)
+    }
     rope_type = rope.pop("rope_type")
     stored = ", ".join(f"{name} ({format_count(count)})" for name, count in facts["stored_as"].items())
     return {
@@ -166,10 +169,6 @@ def _describe(facts: dict[str, Any]) -> dict[str, str]:
         if tokenizer
         else "none",
     }
-
-
-def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _memory_table(facts: dict[str, Any]) -> "Table":
@@ -205,13 +204,18 @@ def pull(
     show_list: Annotated[bool, typer.Option("--list", help="List the aliases instead.")] = False,
 ) -> None:
     """Fetch a model into the cache and print where it is."""
+    from infinilm.loading.sources import ALIASES, DEFAULT_MODEL
+    from infinilm.loading.sources import pull as fetch
+
     if show_list:
         if model is not None:
             raise InvalidValueError(f"--list fetches nothing; leave out {model!r} or --list")
-        _print_aliases()
+        table = make_table("alias", "size", "licence", "file")
+        for alias, source in ALIASES.items():
+            mark = " (default)" if alias == DEFAULT_MODEL else ""
+            table.add_row(alias + mark, _megabytes(source.num_bytes), source.license, source.member.rpartition("/")[2])
+        console().print(table)
         return
-    from infinilm.loading.sources import pull as fetch
-
     path = fetch(model)
     facts = {
         "path": str(path),
@@ -219,16 +223,6 @@ def pull(
         "licence": find_license(path) or "not named in the files; see where the model was published",
     }
     console().print(make_facts(facts), soft_wrap=True)
-
-
-def _print_aliases() -> None:
-    from infinilm.loading.sources import ALIASES, DEFAULT_MODEL
-
-    table = make_table("alias", "size", "licence", "file")
-    for alias, source in ALIASES.items():
-        mark = " (default)" if alias == DEFAULT_MODEL else ""
-        table.add_row(alias + mark, _megabytes(source.num_bytes), source.license, source.member.rpartition("/")[2])
-    console().print(table)
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,11 +98,8 @@ def serve(
 
 def _check_installed() -> None:
     try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import msgspec  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
+        for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn"):
+            import_module(name)
     except ImportError as error:
         raise InvalidValueError(f"serving needs {error.name}; install it with: pip install 'infinilm[serve]'") from None
 

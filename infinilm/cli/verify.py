@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from infinilm.cli.answering import open_engine
+from infinilm.cli.bench import load_peer
 from infinilm.cli.display import console, make_table, note
 from infinilm.cli.options import ModelArgument, takes_config
 from infinilm.config import Config
@@ -42,17 +43,16 @@ def verify(
 
     Ends with exit code 1 if a difference is beyond the tolerance.
     """
-    from infinilm.bench.transformers_peer import TransformersPeer, compare
+    from infinilm.bench.transformers_peer import compare
 
     with open_engine(config.replace(model=model, quantization=config.quantization or "none")) as engine:
         path = Path(str(engine.config.model))
         info = engine.executor.info
-        note("Loading the same weights with transformers …")
-        peer = TransformersPeer(path, dtype=info.dtype, device=info.device)
+        peer = load_peer(engine)
         limit = TOLERANCES[info.dtype] if tolerance is None else tolerance
         note("Comparing …")
         found = compare(engine, peer, max_tokens=max_tokens, tie_width=TOLERANCES[info.dtype])
-    agrees = found.num_wrong == 0 and found.max_difference <= limit
+    agrees = found.num_wrong == 0 and max(found.max_prompt_difference, found.max_output_difference) <= limit
     if as_json:
         record = {"model": path.name, "dtype": info.dtype, **asdict(found), "tolerance": limit, "agrees": agrees}
         typer.echo(json.dumps(record, indent=2))

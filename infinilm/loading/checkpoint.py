@@ -16,21 +16,17 @@ class Checkpoint(Protocol):
 
     path: Path
     config: dict[str, Any]  # `config.json`, or its equivalent from GGUF metadata
-    generation_config: dict[str, Any]
-    """`generation_config.json`, or its equivalent from GGUF metadata; empty if there is none."""
+    generation_config: dict[str, Any]  # `generation_config.json`, or its equivalent; empty if there is none
     num_bytes: int  # size of the tensors on disk
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes by tensor name in file order, from the headers alone."""
-        ...
 
     def formats(self) -> Mapping[str, str]:
         """The stored type of each tensor, as its file calls it: `BF16`, `Q4_K`."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """Read a tensor in its stored type; quantised ones as float32."""
-        ...
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         """Fill `target`, of any type and device, with the tensor, without a second full copy.
@@ -38,7 +34,6 @@ class Checkpoint(Protocol):
         With `starts`, one index per dimension, only the part that begins there and has the shape of `target` is read.
         Thread-safe.
         """
-        ...
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         """The part of a matrix that begins at `starts` and has this `shape`, some rows at a time.
@@ -46,7 +41,6 @@ class Checkpoint(Protocol):
         Rows come in GGML blocks of `format`: as stored, or quantised while reading, which only `QUANTIZERS` can do.
         Thread-safe.
         """
-        ...
 
     def tokenizer(self) -> Tokenizer | None: ...
 

@@ -17,7 +17,7 @@ import itertools
 import math
 import mmap
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,12 +86,10 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensorInfo:
-    """One tensor: `shape` in torch's order (rows first), `offset` from the start of the file."""
-
     name: str
     ggml_type: GGMLType
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[int, ...]  # in torch's order: rows first
+    offset: int  # from the start of the file
     num_bytes: int
 
 
@@ -124,15 +122,12 @@ class GGUFFile:
         copy = data[tuple(slice(at, at + count) for at, count in zip(starts, counts, strict=True))].copy()
         first = tensor.offset + sum(at * stride for at, stride in zip(starts, data.strides, strict=False))
         span = sum((count - 1) * stride for count, stride in zip(copy.shape, data.strides, strict=True)) + 1
-        self._drop_pages(first, first + span)
-        return copy
-
-    def _drop_pages(self, first: int, last: int) -> None:
-        """Release the pages of these bytes; otherwise the whole file would stay in resident memory."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            first, last = max(0, first - _PAGES_AROUND), min(last + _PAGES_AROUND, len(self._map))
+        if hasattr(mmap, "MADV_DONTNEED"):  # the whole file would stay in resident memory
+            last = min(first + span + _PAGES_AROUND, len(self._map))
+            first = max(0, first - _PAGES_AROUND)
             page = first - first % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, page, last - page)
+        return copy
 
     def close(self) -> None:
         self._map.close()
@@ -200,7 +195,9 @@ class _HeaderReader:
                     "the download may be incomplete"
                 )
             tensors[name] = GGUFTensorInfo(name, ggml_type, shape, start, num_bytes)
-        self._check_overlaps(tensors)
+        for before, after in itertools.pairwise(sorted(tensors.values(), key=lambda tensor: tensor.offset)):
+            if before.offset + before.num_bytes > after.offset:
+                self._fail(f"the data of tensors {before.name!r} and {after.name!r} overlap")
         return tensors
 
     def _tensor(self, index: int) -> tuple[str, GGMLType, tuple[int, ...], int]:
@@ -231,12 +228,6 @@ class _HeaderReader:
         if not is_power_of_two or alignment > _MAX_ALIGNMENT:
             self._fail(f"general.alignment is {alignment!r}; it must be a power of two up to {_MAX_ALIGNMENT}")
         return int(alignment)
-
-    def _check_overlaps(self, tensors: dict[str, GGUFTensorInfo]) -> None:
-        in_order = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-        for before, after in itertools.pairwise(in_order):
-            if before.offset + before.num_bytes > after.offset:
-                self._fail(f"the data of tensors {before.name!r} and {after.name!r} overlap")
 
     def _value(self, value_type: int, what: str, depth: int) -> Any:
         if value_type == _STRING:
@@ -278,14 +269,13 @@ class _HeaderReader:
         data, end = self._data, self._end
         position = self._position
         strings: list[str] = []
-        append: Callable[[str], None] = strings.append
         try:
             for _ in range(count):
                 start = position + 8
                 position = start + struct.unpack_from("<Q", data, position)[0]
                 if position > end:
                     self._fail(f"string {len(strings)} of {what} has {position - start} bytes, {self._past_end()}")
-                append(str(data[start:position], "utf-8"))
+                strings.append(str(data[start:position], "utf-8"))
         except struct.error:
             self._fail(f"{what} announces {count} strings but ends after {len(strings)}, {self._past_end()}")
         except UnicodeDecodeError as error:

@@ -52,11 +52,8 @@ class GGUFCheckpoint:
         except BaseException:
             self._file.close()
             raise
-        self.generation_config: dict[str, Any] = {
-            key: self.config[key]
-            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-            if self.config[key] is not None
-        }
+        token_ids = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        self.generation_config = {key: value for key, value in token_ids.items() if value is not None}
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
 

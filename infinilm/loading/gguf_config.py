@@ -32,30 +32,26 @@ class GGUFMetadata:
         self.architecture = architecture
 
     def error(self, message: str) -> CheckpointError:
-        """Make an error that names the file."""
         return CheckpointError(f"{self._path}: {message}")
 
     def get(self, key: str) -> Any:
-        """The value of one of the architecture's keys, None if it is absent."""
         return self._pairs.get(f"{self.architecture}.{key}")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """One of the architecture's keys that must be a positive integer; required without a default."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value <= 0:
-            raise self._bad_value(key, value, "a positive integer")
-        return value
+        return int(self._positive(key, default, (int,), "a positive integer"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """One of the architecture's keys that must be a positive number; required without a default."""
+        return float(self._positive(key, default, (int, float), "a positive number"))
+
+    def _positive(self, key: str, default: float | None, types: tuple[type, ...], wanted: str) -> Any:
+        """One of the architecture's keys; required without a default."""
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._bad_value(key, value, "a positive number")
-        return float(value)
+        if type(value) not in types or not 0 < value < math.inf:
+            seen = "missing" if value is None else repr(value)[:80]
+            raise self.error(f"metadata {self.architecture}.{key} must be {wanted}, it is {seen}")
+        return value
 
     def token_id(self, name: str, vocab_size: int) -> int | None:
         """A special token's id, such as `eos`."""
@@ -71,10 +67,6 @@ class GGUFMetadata:
         """What follows `rope.scaling.` in the architecture's keys."""
         prefix = f"{self.architecture}.rope.scaling."
         return {key.removeprefix(prefix) for key in self._pairs if key.startswith(prefix)}
-
-    def _bad_value(self, key: str, value: Any, wanted: str) -> CheckpointError:
-        seen = "missing" if value is None else repr(value)[:80]
-        return self.error(f"metadata {self.architecture}.{key} must be {wanted}, it is {seen}")
 
 
 def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
@@ -116,10 +108,15 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
             raise metadata.error(f"{key} is {metadata.get(key)}, and the head dimension {head_dim}; they must agree")
     if head_dim % 2:
         raise metadata.error(f"the head dimension {head_dim} is odd; rotary embedding needs an even one")
-    config["vocab_size"] = _check_sizes(metadata, config, tensors)
+    config["vocab_size"] = vocab_size = _check_sizes(metadata, config, tensors)
     config["rope_scaling"] = _rope_scaling(metadata, config, file)
-    config |= _token_ids(metadata, config["vocab_size"])
-    return config
+    ends = [metadata.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
+    eos = list(dict.fromkeys(token for token in ends if token is not None))
+    return config | {
+        "bos_token_id": metadata.token_id("bos", vocab_size),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,  # a list where several tokens end an answer
+        "pad_token_id": metadata.token_id("padding", vocab_size),
+    }
 
 
 def _refuse_other_structures(metadata: GGUFMetadata) -> None:
@@ -214,17 +211,6 @@ def _rope_factors(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
         "factor": 1.0,
         "attention_factor": 1.0,
         "original_max_position_embeddings": config["max_position_embeddings"],
-    }
-
-
-def _token_ids(metadata: GGUFMetadata, vocab_size: int) -> dict[str, Any]:
-    """Special tokens; `eos_token_id` is a list where several tokens end an answer."""
-    ends = [metadata.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
-    eos = list(dict.fromkeys(token for token in ends if token is not None))
-    return {
-        "bos_token_id": metadata.token_id("bos", vocab_size),
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": metadata.token_id("padding", vocab_size),
     }
 
 

@@ -33,8 +33,7 @@ def dequantize(raw: Tensor, ggml_type: GGMLType, shape: tuple[int, ...], out: Te
     A given `out` (contiguous, of that type and shape) is filled and returned. Temporaries take about as much memory as
     the result: pass large tensors in slices.
     """
-    num_elements = torch.Size(shape).numel()
-    num_blocks, rest = divmod(num_elements, ggml_type.block_elements)
+    num_blocks, rest = divmod(torch.Size(shape).numel(), ggml_type.block_elements)
     if rest or raw.numel() != num_blocks * ggml_type.block_bytes:
         raise InvalidValueError(
             f"{raw.numel()} bytes are not a {ggml_type.name} tensor of shape {list(shape)}, which has "

@@ -203,8 +203,7 @@ def _read_headers(files: list[Path]) -> dict[str, _StoredTensor]:
 
 
 def _check_index(index: dict[str, str], tensors: dict[str, _StoredTensor], directory: Path) -> None:
-    absent = [name for name, shard in index.items() if name not in tensors or tensors[name].file.name != shard]
-    if absent:
+    if absent := [name for name, shard in index.items() if name not in tensors or tensors[name].file.name != shard]:
         listed = ", ".join(f"{name} ({index[name]})" for name in absent[:20])
         raise CheckpointError(
             f"{directory / _INDEX}: {len(absent)} tensors are not in the files it names: {listed}"

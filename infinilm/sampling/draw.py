@@ -30,6 +30,7 @@ from infinilm.sampling.truncation import (
 Draw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Settings: TypeAlias = npt.NDArray[np.void]  # rows of `DRAW_SETTINGS`
 
+# The settings of a row, 64 bits each.
 DRAW_SETTINGS = np.dtype(
     [
         ("scrambled_seed", np.uint64),
@@ -39,8 +40,6 @@ DRAW_SETTINGS = np.dtype(
         ("log_min_p", np.float64),  # -inf: no limit; a float32's value
     ]
 )
-"""The settings of a row, 64 bits each."""
-
 NUM_LEADERS = 256  # most truncated distributions have fewer tokens
 
 
@@ -90,7 +89,11 @@ def _draw_truncated(logits: Tensor, settings: Settings, positions: npt.NDArray[n
     keys = torch.from_numpy(draw_keys(settings["scrambled_seed"], positions))
     scale, limits = _scale_of(logits, settings), _limits_of(settings, vocab_size)
     leaders, leader_ids = block_topk(logits, min(NUM_LEADERS, vocab_size))
-    totals = _totals_of(logits, scale, settings)
+    # The total weights of rows with top-p and no top-k; 0 elsewhere.
+    totals = torch.zeros(len(logits), 1, dtype=torch.int64)
+    rows = torch.from_numpy(np.flatnonzero((settings["top_p"] < 1) & (settings["top_k"] >= vocab_size)))
+    if len(rows) > 0:
+        totals[rows] = total_weights(logits[rows], scale.select(rows))
     cutoffs, is_enough = find_cutoffs(leaders, vocab_size, scale, limits, totals)
     scores, columns = gumbel_argmax(leaders, scale, cutoffs, _parts(vocab_size)[leader_ids], keys)
     token_ids = leader_ids.gather(1, columns.unsqueeze(1)).squeeze(1)
@@ -100,15 +103,6 @@ def _draw_truncated(logits: Tensor, settings: Settings, positions: npt.NDArray[n
         cutoffs, _ = find_cutoffs(sorted_descending(others), vocab_size, scale, limits, None)
         scores[rest], token_ids[rest] = gumbel_argmax(others, scale, cutoffs, _parts(vocab_size), keys[rest])
     return scores, token_ids
-
-
-def _totals_of(logits: Tensor, scale: Scale, settings: Settings) -> Tensor:
-    """The total weights [n, 1] of rows with top-p and no top-k; 0 elsewhere."""
-    rows = torch.from_numpy(np.flatnonzero((settings["top_p"] < 1) & (settings["top_k"] >= logits.shape[1])))
-    totals = torch.zeros(len(logits), 1, dtype=torch.int64)
-    if len(rows) > 0:
-        totals[rows] = total_weights(logits[rows], scale.select(rows))
-    return totals
 
 
 def _scale_of(logits: Tensor, settings: Settings) -> Scale:

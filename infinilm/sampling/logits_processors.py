@@ -33,7 +33,11 @@ class TokenCounts:
     def start(self, penalties: Sequence[float], prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
         """Allocate a slot for a row with these three penalties and this text."""
         if not self._free:
-            self._grow()
+            num_slots = len(self._counts)
+            num_new = max(num_slots, 1)
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(num_new, self._vocab_size)))
+            self._penalties = torch.cat((self._penalties, self._penalties.new_ones(num_new, 3)))
+            self._free = list(range(num_slots, num_slots + num_new))
         slot = self._free.pop()
         (self._penalties[slot],) = to_device(self._device, np.array(penalties, dtype=np.float32))
         texts = (np.array(prompt_ids, dtype=np.int64), np.array(output_ids, dtype=np.int64))
@@ -53,13 +57,6 @@ class TokenCounts:
     def record(self, slots: Tensor, token_ids: Tensor) -> None:
         ones = torch.ones_like(token_ids, dtype=torch.int32)
         self._counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones)
-
-    def _grow(self) -> None:
-        num_slots = len(self._counts)
-        num_new = max(num_slots, 1)
-        self._counts = torch.cat((self._counts, self._counts.new_zeros(num_new, self._vocab_size)))
-        self._penalties = torch.cat((self._penalties, self._penalties.new_ones(num_new, 3)))
-        self._free = list(range(num_slots, num_slots + num_new))
 
 
 IntArray = npt.NDArray[np.int64]
@@ -110,11 +107,10 @@ class LogitsProcessors:
         """Add a row's rules. On an error nothing is changed."""
         params, output_ids = start.params, start.output_token_ids
         bias = params.logit_bias or {}
-        for token_id in bias:
-            if token_id >= self._vocab_size:
-                raise InvalidValueError(
-                    f"logit_bias names token {token_id}; this model's token ids go from 0 to {self._vocab_size - 1}"
-                )
+        if outside := [token_id for token_id in bias if token_id >= self._vocab_size]:
+            raise InvalidValueError(
+                f"logit_bias names token {outside[0]}; this model's token ids go from 0 to {self._vocab_size - 1}"
+            )
         stop_ids, first_stop = _NO_IDS, 0
         if params.min_tokens > len(output_ids) and start.grammar is None:  # a grammar handles stop ids itself
             # Ids past the vocabulary can't be drawn.
@@ -175,20 +171,16 @@ class LogitsProcessors:
 
     def _gather(self, rows: Sequence[int]) -> _Batch:
         """The rules of these rows, cached while the rows stay the same."""
-        key = tuple(rows)
-        if self._batch is None or self._batch.rows != key:
-            self._batch = self._make_batch(key)
-        return self._batch
-
-    def _make_batch(self, rows: tuple[int, ...]) -> _Batch:
+        if self._batch is not None and self._batch.rows == tuple(rows):
+            return self._batch
         found = [(place, self._rules[row]) for place, row in enumerate(rows) if row in self._rules]
         bias_indices = _joined([place * self._vocab_size + rules.bias_ids for place, rules in found])
         biases = np.concatenate([np.empty(0, dtype=np.float32), *(rules.biases for _, rules in found)])
         slots = [(place, rules.slot) for place, rules in found if rules.slot is not None]
         stops = [(place, rules) for place, rules in found if len(rules.stop_ids)]
         penalized, held = to_device(self._device, *np.array(slots, dtype=np.int64).T.copy()) if slots else (None, None)
-        return _Batch(
-            rows,
+        self._batch = _Batch(
+            tuple(rows),
             to_device(self._device, bias_indices)[0] if len(bias_indices) else None,
             to_device(self._device, biases)[0] if len(biases) else None,
             penalized,
@@ -198,6 +190,7 @@ class LogitsProcessors:
             _joined([np.full_like(rules.stop_ids, rules.first_stop) for _, rules in stops]),
             tuple(place for place, rules in found if rules.functions),
         )
+        return self._batch
 
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:

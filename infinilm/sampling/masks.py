@@ -61,8 +61,7 @@ class TokenMasks:
         if not indices:
             return {}
         self._catch_up()
-        num_items = -(-self._vocab_size // 32)
-        masks = np.zeros((len(indices), num_items), dtype=np.int32)
+        masks = np.zeros((len(indices), -(-self._vocab_size // 32)), dtype=np.int32)
         errors: dict[int, Exception] = {}
         for mask, index in zip(masks, indices, strict=True):
             try:
@@ -70,7 +69,9 @@ class TokenMasks:
             except Exception as error:  # an error of this row only
                 errors[index] = error
                 mask[:] = -1
-        is_forbidden = self._unpacked(*to_device(self._device, masks))
+        (packed,) = to_device(self._device, masks)
+        parts = self._is_forbidden.index_select(0, packed.view(torch.uint8).flatten().int())  # [k * vocab / 8, 8]
+        is_forbidden = parts.view(len(masks), -1)[:, : self._vocab_size]
         if len(indices) == len(logits):
             logits.masked_fill_(is_forbidden, -torch.inf)
         else:
@@ -99,8 +100,3 @@ class TokenMasks:
             drawn.event.synchronize()
         for matcher, token_id in zip(drawn.matchers, drawn.token_ids.tolist(), strict=True):
             matcher.advance(token_id)
-
-    def _unpacked(self, masks: torch.Tensor) -> torch.Tensor:
-        """The tokens that masks [k, vocab / 32] int32 forbid, [k, vocab] bool."""
-        parts = self._is_forbidden.index_select(0, masks.view(torch.uint8).flatten().int())  # [k * vocab / 8, 8]
-        return parts.view(len(masks), -1)[:, : self._vocab_size]

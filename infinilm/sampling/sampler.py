@@ -38,10 +38,9 @@ class Samples:
     token_ids: torch.Tensor  # [n] int64
     is_finite: torch.Tensor  # [n] bool: the greatest logit was finite
     logprobs: Logprobs | None = None  # of the rows that asked, in their order
+    # By index in this batch: how many log-probabilities a row asked for, and errors that affect no other row.
     num_logprobs: dict[int, int] = field(default_factory=dict)
-    """By index in this batch: how many log-probabilities a row asked for."""
     processor_errors: dict[int, Exception] = field(default_factory=dict)
-    """By index in this batch; other rows are not affected."""
 
     def to_pinned(self) -> "Samples":
         logprobs = self.logprobs and self.logprobs.to_pinned()
@@ -57,13 +56,11 @@ class Samples:
             logprobs = dict(zip(self.num_logprobs, entries, strict=True))
         errors = dict(self.processor_errors)
         for i in np.flatnonzero(~self.is_finite.numpy(force=True)).tolist():
-            errors.setdefault(
-                i,
-                EngineError(
-                    "no token can be drawn: the logits hold NaN or +inf, or all are -inf; "
-                    "check the checkpoint's weights and the dtype it runs in"
-                ),
+            message = (
+                "no token can be drawn: the logits hold NaN or +inf, or all are -inf; "
+                "check the checkpoint's weights and the dtype it runs in"
             )
+            errors.setdefault(i, EngineError(message))
         return self.token_ids.tolist(), logprobs, errors
 
     def to_host(self) -> list[SampledToken]:
@@ -175,11 +172,10 @@ class Sampler:
 
     def upload(self) -> None:
         """Copy the settings of rows started since the last call to the device, in one copy, without waiting."""
-        if not self._changed:
-            return
-        changed = slice(min(self._changed), max(self._changed) + 1)
-        self._device_settings[changed] = to_device(self._device, self._packed(changed))[0]
-        self._changed.clear()
+        if self._changed:
+            changed = slice(min(self._changed), max(self._changed) + 1)
+            self._device_settings[changed] = to_device(self._device, self._packed(changed))[0]
+            self._changed.clear()
 
     def sample_rows(
         self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor

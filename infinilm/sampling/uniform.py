@@ -31,8 +31,7 @@ from infinilm.sampling.truncation import (
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-PerRequest = float | Sequence[float] | torch.Tensor | npt.NDArray[Any]
-"""One number for all requests, or one per request."""
+PerRequest = float | Sequence[float] | torch.Tensor | npt.NDArray[Any]  # one number for all, or one per request
 
 HIGHEST_TEMPERATURE = 1e38  # float32 can hold this; higher values draw the same
 
@@ -73,16 +72,10 @@ def draw_uniform(
         if len(members) == 0:
             continue
         (indices,) = to_device(logits.device, members)
-        token_ids[indices] = _draw(
-            logits[indices],
-            row_max[indices].unsqueeze(1),
-            UniformValues(
-                temperature=temperature[members],
-                top_k=top_k[members],
-                top_p=top_p[members],
-                random_val=random_val[members],
-            ),
+        own = UniformValues(
+            temperature=temperature[members], top_k=top_k[members], top_p=top_p[members], random_val=random_val[members]
         )
+        token_ids[indices] = _draw(logits[indices], row_max[indices].unsqueeze(1), own)
     return Samples(token_ids, row_max.isfinite())
 
 
@@ -102,13 +95,7 @@ def _draw(logits: torch.Tensor, row_max: torch.Tensor, values: UniformValues) ->
     limits = torch.minimum(reached.gather(1, _column(top_k - 1, device)), top_p * totals)
     goals = _column(values["random_val"].astype(np.float32), device) * limits
     places = torch.searchsorted(reached, goals).clamp_(max=leaders.shape[1] - 1)  # [n, 1]; NaN would go past the end
-    return _token_at(places, leaders, logits)
-
-
-def _token_at(places: torch.Tensor, leaders: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """The tokens [n] at `places` [n, 1] of the order whose greatest logits are `leaders`; equal logits are ordered by
-    index.
-    """
+    # The tokens at `places` of the order whose greatest logits are `leaders`; equal logits are ordered by index.
     chosen = leaders.gather(1, places)
     nth_of_equals = places - (leaders > chosen).sum(dim=-1, keepdim=True) + 1
     num_equals = (logits == chosen).cumsum(dim=-1)

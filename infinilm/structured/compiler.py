@@ -123,7 +123,12 @@ class GrammarCompiler:
                 self._compiled.move_to_end(key)
         if start is None:
             if not structured.json_object:  # not user input, so not tried
-                verdict = _judge(tools.trials, text, limit_s, cancellation)
+                try:
+                    verdict = tools.trials.try_out(text, limit_s or TRIAL_S, cancellation)
+                except TrialTimeoutError as error:
+                    if limit_s is not None:
+                        raise
+                    verdict = Verdict(str(error))
                 _refuse_if(verdict.error, field)
                 text = verdict.grammar
             start = LLMatcher(tools.lltokenizer, text, log_level=0, limits=parser_limits())
@@ -169,15 +174,6 @@ class GrammarCompiler:
         """Drop a grammar that failed in use: the state that its users share may be damaged."""
         with self._lock:
             self._compiled.pop(key, None)
-
-
-def _judge(trials: Trials, text: str, limit_s: float | None, cancellation: Cancellation | None) -> Verdict:
-    try:
-        return trials.try_out(text, limit_s or TRIAL_S, cancellation)
-    except TrialTimeoutError as error:
-        if limit_s is not None:
-            raise
-        return Verdict(str(error))
 
 
 def _refuse_if(reason: str, field: str) -> None:

@@ -42,7 +42,6 @@ _SINCE = {
 """The first draft that has a keyword, if not draft 4. Earlier drafts ignore it."""
 _MAX_SCHEMAS = 60_000
 
-_VALUES = ("type", "enum", "const", "format", "required", "dependentRequired")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "multipleOf")
 _SCHEMAS = ("additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -128,7 +127,7 @@ class Reader:
         def convert(inner: object) -> Schema:
             return self._convert(inner, base)
 
-        if keyword in _VALUES:
+        if keyword in _CHECKS:
             result[keyword] = _CHECKS[keyword](value)
         elif keyword in _COUNTS or keyword in ("minContains", "maxContains"):
             result[keyword] = _count(keyword, value)
@@ -136,8 +135,6 @@ class Reader:
             result[keyword] = _number(keyword, value)
         elif keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             self._convert_exclusive(result, keyword, value, schema)
-        elif keyword == "pattern":
-            result[keyword] = _of_type(keyword, value, str, "a string")
         elif keyword in _SCHEMAS:
             result[keyword] = convert(value)
         elif keyword in _LISTS:
@@ -268,6 +265,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "enum": lambda value: _of_type("enum", value, list, "a list"),
     "const": lambda value: value,
     "format": lambda value: _of_type("format", value, str, "a string"),
+    "pattern": lambda value: _of_type("pattern", value, str, "a string"),
     "required": lambda value: _names("required", value),
     "dependentRequired": _dependent_required,
 }

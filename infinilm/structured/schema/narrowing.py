@@ -110,17 +110,19 @@ class Narrowing:
     def _ways(self, result: dict[str, Any], schema: dict[str, Any]) -> Choice | None:
         """The alternatives of the keywords with a choice, each as schemas that must all hold."""
         choices: list[Choice] = []
+        around = {keyword: value for keyword, value in schema.items() if keyword not in ("oneOf", "not", "if")}
         if "oneOf" in schema:
-            choices.append(self._exclusive(schema["oneOf"], schema))
+            choices.append(self._exclusive(schema["oneOf"], around))
         if "not" in schema:
-            choices.append([[way] for way in self._outside(schema["not"], schema, "not")])
+            if not (outs := self._negation.ways_out(schema["not"], property_names(schema))):
+                raise SchemaError(f"not {excerpt(schema['not'])} can't be enforced; leave it out")
+            choices.append([[out] for out in outs])
         choices += self._conditional(schema)
         choices += _dependent(schema)
         if (counts := counted(result, schema)) is not None:
             choices.append([[way] for way in counts])
         if not choices:
             return None
-        around = {keyword: value for keyword, value in schema.items() if keyword not in ("oneOf", "not", "if")}
         ways: Choice = [[]]
         for choice in choices:
             longer = [
@@ -134,15 +136,8 @@ class Narrowing:
             ways = longer
         return ways
 
-    def _outside(self, schema: Schema, around: dict[str, Any], keyword: str) -> list[Schema]:
-        ways = self._negation.ways_out(schema, property_names(around))
-        if not ways:
-            raise SchemaError(f"{keyword} {excerpt(schema)} can't be enforced; leave it out")
-        return ways
-
-    def _exclusive(self, options: list[Schema], schema: dict[str, Any]) -> Choice:
+    def _exclusive(self, options: list[Schema], around: dict[str, Any]) -> Choice:
         """The options of `oneOf`, each without the values of the others."""
-        around = {keyword: value for keyword, value in schema.items() if keyword not in ("oneOf", "not", "if")}
         found: Choice = []
         for index, option in enumerate(options):
             overlaps = [
