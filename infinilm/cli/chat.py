@@ -1,15 +1,15 @@
 """`infinilm chat`: a conversation in the terminal, or line by line through a pipe."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from infinilm.cli.answering import open_engine, stream_answer
-from infinilm.cli.conversation import Conversation, Message
 from infinilm.cli.display import console, format_count, format_rate, format_seconds, make_facts, note, write_text
 from infinilm.cli.options import takes_config, takes_sampling
 from infinilm.config import Config
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from infinilm import LLM
 
 Number = TypeVar("Number", int, float)
+Message = dict[str, str]
+ROLES = ("system", "user", "assistant")
 
 FENCE = '"""'
 # Small steps: Ctrl-C, which waits for a step's end, acts soon even during a long prefill.
@@ -45,6 +47,71 @@ def chat(
         if engine.tokenizer is None or engine.tokenizer.chat_template is None:
             raise InvalidValueError(f"{engine.config.model} has no chat template; use infinilm generate")
         Chat(engine, sampling, Conversation(system)).run()
+
+
+class Conversation:
+    def __init__(self, system: str | None = None) -> None:
+        self.system = system
+        self.turns: list[Message] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        opening = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*opening, *self.turns]
+
+    def say(self, role: str, content: str) -> None:
+        self.turns.append({"role": role, "content": content})
+
+    def shorten(self, fits: Callable[[list[Message]], bool]) -> int:
+        """Drop the oldest questions with their answers until the rest fits; returns how many were dropped.
+
+        The system message and the last question always stay.
+        """
+        num_dropped = 0
+        while not fits(self.messages):
+            next_turn = next((i for i, turn in enumerate(self.turns) if i and turn["role"] == "user"), None)
+            if next_turn is None:
+                break
+            del self.turns[:next_turn]
+            num_dropped += 1
+        return num_dropped
+
+    def save(self, file: Path) -> None:
+        try:
+            text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2)
+            file.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidValueError(f"{file} can't be written: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, file: Path) -> "Conversation":
+        """Read what `save` wrote, or a plain list of messages."""
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InvalidValueError(f"{file} can't be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(f"{file} is not valid JSON: {error}") from error
+        messages = content.get("messages") if isinstance(content, dict) else content
+        if not isinstance(messages, list):
+            raise InvalidValueError(f"{file} holds no conversation; it must be a list of messages under 'messages'")
+        conversation = cls()
+        for index, message in enumerate(messages):
+            conversation._add(message, index, f"message {index} of {file}")
+        return conversation
+
+    def _add(self, message: Any, index: int, label: str) -> None:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise InvalidValueError(f"{label} must be an object with 'role' and 'content', it is {message!r:.80}")
+        role, text = message["role"], message["content"]
+        if role not in ROLES or not isinstance(text, str):
+            raise InvalidValueError(f"{label} must have a role ({', '.join(ROLES)}) and a text, it is {message!r:.80}")
+        if role != "system":
+            self.say(role, text)
+        elif index == 0:
+            self.system = text
+        else:
+            raise InvalidValueError(f"{label}: a system message can only be the first")
 
 
 class Chat:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinilm.cli.chat import read_message
-from infinilm.cli.conversation import Conversation
+from infinilm.cli.chat import Conversation, read_message
 from infinilm.errors import InvalidValueError
 
 
