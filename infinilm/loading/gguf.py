@@ -122,7 +122,7 @@ class GGUFFile:
         copy = data[tuple(slice(at, at + count) for at, count in zip(starts, counts, strict=True))].copy()
         first = tensor.offset + sum(at * stride for at, stride in zip(starts, data.strides, strict=False))
         span = sum((count - 1) * stride for count, stride in zip(copy.shape, data.strides, strict=True)) + 1
-        if hasattr(mmap, "MADV_DONTNEED"):  # the whole file would stay in resident memory
+        if hasattr(mmap, "MADV_DONTNEED"):  # otherwise the whole file stays in resident memory
             last = min(first + span + _PAGES_AROUND, len(self._map))
             first = max(0, first - _PAGES_AROUND)
             page = first - first % mmap.PAGESIZE
