@@ -19,11 +19,15 @@ class Detokenizer:
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, kept_ids: Collection[int] = ()
     ) -> None:
         skipped_ids = tokenizer.special_ids.difference(kept_ids) if skip_special_tokens else frozenset[int]()
-        stream = (_ByteStream if tokenizer.is_byte_level else _WindowStream)(tokenizer, skipped_ids)
-        self.feed = stream.feed
-        """Decodes the next ids; returns the text that is now final."""
-        self.finish = stream.finish
-        """Returns the rest of the text and resets."""
+        self._stream = (_ByteStream if tokenizer.is_byte_level else _WindowStream)(tokenizer, skipped_ids)
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Decode the next ids; return the text that is now final."""
+        return self._stream.feed(ids)
+
+    def finish(self) -> str:
+        """Return the rest of the text and reset."""
+        return self._stream.finish()
 
 
 class _ByteStream:
