@@ -47,7 +47,7 @@ class Engine(Protocol):
     """What tells the logits of a text."""
 
     def logits(self, token_ids: Sequence[int], rows: int) -> Floats:
-        """What comes after each token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
+        """The logits of each next token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
         ...
 
 
@@ -58,7 +58,7 @@ class Ours:
         self.engine = engine
 
     def logits(self, token_ids: Sequence[int], rows: int) -> Floats:
-        """What comes after each token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
+        """The logits of each next token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
         found: list[Floats] = []
         ids, block_size = np.array(token_ids), self.engine.memory.block_size
         for start in range(0, len(ids), rows):

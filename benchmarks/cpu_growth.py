@@ -3,8 +3,8 @@
     python benchmarks/cpu_growth.py [MODEL.gguf] [--threads N] [--repeat 2] [--quick] [--plot FILE] [--json FILE]
 
 Each engine runs in a process of its own, by turns, on the same random token ids. A point is the median time between
-two tokens over all streams and repeats, as tokens per second of all streams together; what comes before the first
-token does not count.
+two tokens over all streams and repeats, as tokens per second of all streams together. The time before the first token
+does not count.
 
 - *Context*: one stream, whose last tokens are the last of so many.
 - *Streams*: so many at once, each with a prompt of 32 tokens, in llama.cpp by its C interface's batches.

@@ -39,7 +39,7 @@ class LlamaOutput:
     """What a forward pass gives."""
 
     logits: Tensor
-    """`[batch, kept, vocab]` float32, on the model's device: for each token, what comes after it."""
+    """`[batch, kept, vocab]` float32, on the model's device: the logits of each next token."""
     past_key_values: DynamicCache
     """Holds the tokens seen so far; pass it on with the tokens that follow."""
 

@@ -37,7 +37,7 @@ def test_the_second_waits_for_the_first_and_shares_its_blocks() -> None:
     first, second, third = make_sequences([*COMMON, 1, 2], [*COMMON, 3], [5] * 20)
     for seq in (first, second, third):
         scheduler.add(seq)
-    assert step(scheduler) == [322, 20], "whoever has nothing to wait for goes on"
+    assert step(scheduler) == [322, 20], "the third has nothing to wait for"
     assert step(scheduler) == [1, 1, 1], "all but the last token was found"
     assert second.num_cached_tokens == 320
     assert second.block_tables[0][:20] == first.block_tables[0][:20]
