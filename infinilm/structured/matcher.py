@@ -19,6 +19,7 @@ Mask = npt.NDArray[np.int32]  # one bit per token: token t is bit t % 32 of item
 
 ALLOWANCE_S = 0.5  # CPU time that a request's grammar may take, beyond …
 ALLOWANCE_PER_TOKEN_S = 0.005  # … this for each token. Most take a hundredth of it.
+MAX_CHARGE_S = 0.2  # for one token: the clock of a machine that was paused counts the pause once
 
 _MAX_REASON_CHARS = 500
 _EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")  # lines that quote the grammar, and marks below them
@@ -41,7 +42,7 @@ class CompiledGrammar:
         return matcher
 
     def spend(self, seconds: float) -> None:
-        self.left_s = min(self.left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - seconds
+        self.left_s = min(self.left_s + ALLOWANCE_PER_TOKEN_S, ALLOWANCE_S) - min(seconds, MAX_CHARGE_S)
         if self.left_s < 0:
             raise self.error(f"following it takes too long ({seconds * 1000:.0f} ms for the last token)")
 

@@ -79,7 +79,8 @@ class Source:
     def texts(self, form: dict[str, Any], **settings: Any) -> list[str]:
         """The answers that came to an end; none may fail, and some must end."""
         answers = self.answers(form, **settings)
-        assert [answer.error for answer in answers if answer.error] == []
+        errors = [answer.error for answer in answers if answer.error]
+        assert not errors, errors
         texts = [answer.text for answer in answers if answer.text is not None]
         assert texts, [self.text(answer.token_ids)[:200] for answer in answers]
         return texts

@@ -266,3 +266,12 @@ def test_a_process_that_is_gone_is_replaced(tiny):
         process._process.kill()
         process._process.wait()
     assert tiny.texts({"regex": "second"})[0] == "second"
+
+
+def test_one_pause_of_the_machine_ends_no_answer_and_slow_tokens_do(real):
+    grammar = real.compiler.compile(StructuredOutput(choice=["served"]))
+    grammar.spend(60)
+    grammar.spend(0.001)
+    grammar.spend(60)
+    with pytest.raises(InvalidValueError, match="choice: following it takes too long"):
+        grammar.spend(60)
