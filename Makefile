@@ -1,4 +1,5 @@
-# `make run` shows the engine at work, `make test` runs every check. Both set up their own virtual environment.
+# `make run` shows the engine at work, `make serve` serves it, `make test` runs every check. Each sets up the virtual
+# environment that it needs.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,13 +12,20 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 SANITIZED := build/sanitize
 
-.PHONY: run test format format-check lint types tests fuzz native sanitize clean
+.PHONY: run serve docs test format format-check lint types tests fuzz native sanitize clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
 		"What is the capital of France, and what is it known for?" \
 		"Write a haiku about the sea." \
 		"Explain in two sentences why the sky is blue."
+
+serve: native
+	$(BIN)/infinilm serve $(SERVE)
+
+# The reference of the public API, from its docstrings: build/docs/index.html.
+docs: $(VENV)/.dev
+	$(BIN)/python docs/api_reference.py build/docs
 
 test:
 	$(MAKE) --jobs=2 --output-sync format-check lint types native
@@ -69,7 +77,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
 	$(PIP) scikit-build-core nanobind cmake ninja
-	$(EDITABLE) .
+	$(EDITABLE) '.[serve,structured]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

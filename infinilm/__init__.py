@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from infinilm.engine.llm_engine import LLM, LLMEngine
     from infinilm.lowlevel.infer_engine import InferEngine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

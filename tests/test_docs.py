@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+import infinilm
 from infinilm.debug import ALIASES, POINTS
 from infinilm.errors import InvalidValueError
 from infinilm.lowlevel.infer_input import TENSOR_FIELDS
@@ -233,9 +234,29 @@ def test_the_table_of_inputs_has_every_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+    "document",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+    ],
 )
 def test_links_lead_to_files(document: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", read(document)):
         if "://" not in link:
             assert ((ROOT / document).parent / link).exists(), link
+
+
+def test_the_api_reference_has_every_public_name(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "docs/api_reference.py", tmp_path],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "infinilm.html").read_text(encoding="utf-8")
+    assert [name for name in infinilm.__all__ if f'id="{name}"' not in page] == []
+    assert 'id="LLMEngine.generate"' in page

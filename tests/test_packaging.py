@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+import infinilm
 from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
 
@@ -124,3 +125,10 @@ def test_kernels_share_no_code_between_instruction_sets(name: str) -> None:
     shared = re.findall(r"^\S+ [TW] (.+)$", listing, re.MULTILINE)
     assert shared
     assert [symbol for symbol in shared if f"infinilm::{name}::" not in symbol] == []
+
+
+def test_the_version_is_written_once(tmp_path: Path) -> None:
+    assert build("build_sdist", tmp_path).name == f"infinilm-{infinilm.__version__}.tar.gz"
+    assert infinilm.__version__ not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## ([\d.]+)", changes, re.MULTILINE)[0] == infinilm.__version__
