@@ -57,6 +57,17 @@ class FrozenDict(dict[Any, Any]):
         return FrozenDict, (dict(self),)
 
 
+class FrozenList(list[Any]):
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise InvalidTypeError("this list can't be changed; assign a new one instead")
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = clear = extend = insert = pop = remove = _refuse
+    reverse = sort = _refuse
+
+    def __reduce__(self) -> tuple[type["FrozenList"], tuple[list[Any]]]:
+        return FrozenList, (list(self),)
+
+
 def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
     """Refuse anything but an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -53,7 +53,7 @@ class Config:
     max_num_seqs: int = 512
     """Requests worked on in one step."""
     max_model_len: int | None = None
-    """Tokens of prompt and answer together. None: the checkpoint's maximum; it can't be more than that."""
+    """Tokens of prompt and answer together. None: the checkpoint's maximum, to which larger values are capped."""
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
     """The share of the memory free at start, on any device, that the engine may use."""

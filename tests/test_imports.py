@@ -30,7 +30,7 @@ ALLOWED = {
     "sampling": LEAVES | {"kernels"},
     "debug": LEAVES | {"distributed"},
     "generation": LEAVES | {"sampling"},
-    "layers": LEAVES | {"attention", "kernels", "distributed", "cache", "debug"},
+    "layers": LEAVES | {"attention", "kernels", "distributed", "cache", "debug", "sampling"},
     "text": LEAVES,
     "loading": LEAVES | {"distributed", "text"},
     "structured": LEAVES | {"text"},

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from infinilm.checks import FrozenList
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 
@@ -9,14 +10,16 @@ class DistConfig:
     """Tensor parallelism: one rank per entry of `tp_device_ids`.
 
     `DistConfig()` is one rank on device 0, `DistConfig(4)` four ranks on devices 0 to 3,
-    `DistConfig(tp_device_ids=[0, 2])` names the devices.
+    `DistConfig([0, 2])` or `DistConfig(tp_device_ids=[0, 2])` names the devices.
     """
 
-    def __init__(self, tp_size: int | None = None, tp_device_ids: Sequence[int] | None = None) -> None:
+    def __init__(self, tp_size: int | Sequence[int] | None = None, tp_device_ids: Sequence[int] | None = None) -> None:
         if tp_size is not None and tp_device_ids is not None:
             raise InvalidValueError(
                 f"tp_size={tp_size!r} and tp_device_ids={list(tp_device_ids)!r} were both given; give one of them"
             )
+        if isinstance(tp_size, Sequence) and not isinstance(tp_size, str):
+            tp_size, tp_device_ids = None, tp_size
         if tp_device_ids is not None:
             self.tp_device_ids = tp_device_ids
             return
@@ -29,8 +32,8 @@ class DistConfig:
 
     @property
     def tp_device_ids(self) -> list[int]:
-        """The device of each rank, as a copy: assign to it to change it."""
-        return self._tp_device_ids.copy()
+        """The device of each rank. The list refuses changes; assign another to change it."""
+        return self._tp_device_ids
 
     @tp_device_ids.setter
     def tp_device_ids(self, ids: Sequence[int]) -> None:
@@ -44,7 +47,7 @@ class DistConfig:
                 raise InvalidValueError(f"tp_device_ids holds {device}; device ids are 0 or more")
         if len(set(checked)) != len(checked):
             raise InvalidValueError(f"tp_device_ids={checked} names a device twice; each rank needs its own")
-        self._tp_device_ids = checked
+        self._tp_device_ids = FrozenList(checked)
 
     @property
     def tp_size(self) -> int:

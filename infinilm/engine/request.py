@@ -51,7 +51,7 @@ class SequenceAnswer(Answer):
     def output(self, reported: Reported) -> CompletionOutput:
         """The answer so far, and what is new since it was last `reported` to the same reader."""
         self.read()
-        tokens = self.seq.output_token_ids
+        tokens = self.seq.completion_token_ids
         output = CompletionOutput(
             index=self.seq.index,
             text=self.text,

@@ -294,7 +294,7 @@ class Scheduler:
             seq.seed,
             seq.stop_ids,
             seq.token_ids[: seq.num_prompt_tokens],
-            seq.output_token_ids,
+            seq.completion_token_ids,
             seq.grammar,
         )
         builder.starts.append(start)

@@ -212,13 +212,13 @@ def select_kv_dtype(config: Config, device: torch.device, dtype: torch.dtype, *,
 
 
 def select_max_model_len(config: Config, model_config: ModelConfig) -> int:
-    """The length asked for, at most what the checkpoint was made for."""
+    """The length asked for, at most what the checkpoint was made for. A warning says so if that is less."""
     longest = model_config.max_context_len()
     if config.max_model_len is None:
         return longest
     if config.max_model_len > longest:
-        raise InvalidValueError(
-            f"max_model_len={config.max_model_len} is more than the checkpoint's {longest} positions; "
-            f"use {longest} or less"
+        logger.warning(
+            "max_model_len=%d is more than the checkpoint's %d positions; %d is used",
+            *(config.max_model_len, longest, longest),
         )
-    return config.max_model_len
+    return min(config.max_model_len, longest)

@@ -23,13 +23,17 @@ _NUMPY_TYPES = frozenset(
 def infini_to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """The tensor as an array: sharing memory if it is on the CPU, otherwise a copy.
 
-    NumPy must have the type: floats of 16, 32 and 64 bits, integers and bool. Others, such as bfloat16, are refused.
+    It holds floats of 16, 32 or 64 bits, integers or bool. NumPy has no bfloat16: such a tensor is copied as float32,
+    which holds the same numbers. Other types are refused.
     """
     if not isinstance(tensor, Tensor):
         raise InvalidTypeError(f"tensor must be a torch tensor, not {type(tensor).__name__}")
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.float()
     if tensor.dtype not in _NUMPY_TYPES:
-        name = str(tensor.dtype).removeprefix("torch.")
-        raise InvalidTypeError(f"NumPy has no {name}; convert the tensor first, for example with tensor.float()")
+        raise InvalidValueError(
+            f"tensor.dtype={tensor.dtype} is not supported; use float32, float16, bfloat16 or integers"
+        )
     return tensor.detach().cpu().numpy()
 
 

@@ -12,7 +12,7 @@ from infinilm.layers.linear import (
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.mlp import MLP
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
+from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 __all__ = [
     "MLP",

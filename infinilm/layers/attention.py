@@ -12,7 +12,7 @@ from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import QKVParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
+from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 
 class Attention(Mixer):

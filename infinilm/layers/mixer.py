@@ -10,7 +10,7 @@ from infinilm.cache.paged import PagedKVCache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Shard
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.rotary import RotaryEmbedding
+from infinilm.layers.rotary_embedding import RotaryEmbedding
 
 
 @dataclass(frozen=True)

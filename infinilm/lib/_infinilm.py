@@ -9,6 +9,7 @@ _HOMES = {
     "HookRegistry": "infinilm.debug",
     "InferEngine": "infinilm.lowlevel.infer_engine",
     "LlamaConfig": "infinilm.models",
+    "LlamaForCausalLM": "infinilm.models",
     "PagedKVCacheConfig": "infinilm.cache",
     "StaticKVCacheConfig": "infinilm.cache",
 }

@@ -21,7 +21,7 @@ from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.rotary import RotaryEmbedding
+from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.config import ModelConfig
 
 

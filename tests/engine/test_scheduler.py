@@ -216,7 +216,7 @@ def test_an_answer_never_outgrows_its_limit_with_steps_in_flight() -> None:
     assert scheduler.num_pending(seq) == 3
     for plan in plans[:3]:
         scheduler.commit(plan, StepOutput([9]))
-    assert (seq.output_token_ids, seq.finish_reason) == ([9, 9, 9], "length")
+    assert (seq.completion_token_ids, seq.finish_reason) == ([9, 9, 9], "length")
 
 
 def test_prompts_that_fit_into_a_step_start_in_order_and_fill_every_step() -> None:

@@ -114,7 +114,7 @@ class Simulation:
             windows=self.world.windows,
         )
         first = seq.num_output_tokens
-        assert seq.output_token_ids == alone[:first]
+        assert seq.completion_token_ids == alone[:first]
         drafts = alone[first : first + self.world.num_drafts]
         return [
             draft if xxh32_intdigest(f"{seq.arrival}/{first + i}".encode()) % 3 else draft + 1
@@ -227,9 +227,9 @@ def test_any_history_gives_each_sequence_its_own_tokens(world: World) -> None:
         )
         if seq.finish_reason == "abort":
             assert seq.arrival in aborted
-            assert seq.output_token_ids == alone[: seq.num_output_tokens]
+            assert seq.completion_token_ids == alone[: seq.num_output_tokens]
         else:
-            assert seq.output_token_ids == alone
+            assert seq.completion_token_ids == alone
             assert seq.finish_reason == ("stop" if alone[-1] == STOP_ID else "length")
     assert simulation.blocks.num_free == len(world.windows) * world.num_blocks
     assert not simulation.scheduler.running

@@ -328,9 +328,8 @@ def test_infini_to_numpy_keeps_the_type(name: str) -> None:
 
 
 def test_infini_to_numpy_refuses_what_numpy_has_not() -> None:
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
-        name = str(dtype).removeprefix("torch.")
-        with pytest.raises(InvalidTypeError, match=rf"no {name}; convert the tensor first.*tensor\.float\(\)"):
+    for dtype in (torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(InvalidValueError, match=f"tensor.dtype={dtype} is not supported; use float32, float16"):
             infini_to_numpy(torch.zeros(2, dtype=dtype))
     with pytest.raises(InvalidTypeError, match="must be a torch tensor, not list"):
         infini_to_numpy([1])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from infinilm.kernels.rope_store import rope_store, rope_store_torch
 from infinilm.layers.norm import RMSNorm
-from infinilm.layers.rotary import RotaryEmbedding, apply_rotary
+from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter cuts bfloat16 off instead of rounding it.

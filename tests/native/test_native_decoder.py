@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infinilm.attention import ForwardBatch, TorchAttention
 from infinilm.kernels.packed import packed_linear
-from infinilm.layers.rotary import apply_rotary
+from infinilm.layers.rotary_embedding import apply_rotary
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, EPS = 256, 512, 4, 2, 64, 16, 24, 1e-5
 LAYERS = 2

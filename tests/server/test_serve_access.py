@@ -139,6 +139,8 @@ def test_settings_that_are_refused(
     assert "can't be read" in refusal(model, "--api-key-file", str(tmp_path / "none"))
     assert "unknown limit 'max_m'" in refusal(model, "--limit", "max_m=3")
     assert "max_n='x' must be a number" in refusal(model, "--limit", "max_n=x")
-    assert "max_model_len=9000" in refusal(model, "--max-model-len", "9000", "--port", "0")
+    assert "num_kvcache_blocks=1000000000000 needs" in refusal(
+        model, "--num-kvcache-blocks", "1000000000000", "--port", "0"
+    )
     port = server.url.rpartition(":")[2]
     assert "is another program using it?" in refusal(model, "--port", port)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.support import has_kernels
+from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
 
 MAX_KERNEL_ROWS = 8
@@ -42,9 +43,9 @@ class DenseWeight(nn.Module):
         shape = (columns, num_rows) if self._is_input_first else (num_rows, columns)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
         self._matrix = self.weight if self._is_input_first else self.weight.t()  # [columns, rows]
-        self._has_kernels = has_kernels(device)
+        self._activation = SiluAndMul(device)
         self._max_kernel_rows = 0
-        if self._has_kernels:
+        if has_kernels(device):
             self._max_kernel_rows = MAX_KERNEL_ROWS if self.weight.nbytes <= SMALL_MATRIX_BYTES else 1
 
     @property
@@ -91,15 +92,12 @@ class DenseWeight(nn.Module):
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
-        if not self._has_kernels:
-            gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
-            return F.silu(gate).mul_(up)
-        from infinilm.kernels.activation import silu_mul
-        from infinilm.kernels.gemv import gemv
-
         if len(x) <= self._max_kernel_rows and bias is None:
+            from infinilm.kernels.gemv import gemv
+
             return gemv(x, self.weight, norm=(norm.weight, norm.eps) if norm is not None else None, is_gated=True)
-        return silu_mul(self.multiply(x, bias, norm=norm))
+        activated: Tensor = self._activation(self.multiply(x, bias, norm=norm))
+        return activated
 
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""

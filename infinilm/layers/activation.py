@@ -1,0 +1,23 @@
+"""The activation of an MLP."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infinilm.kernels.support import has_kernels
+
+
+class SiluAndMul(nn.Module):
+    """`silu(gate) * up` of `[T, 2n]`, gates first: `[T, n]`."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self._has_kernels = has_kernels(device)
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        if self._has_kernels:
+            from infinilm.kernels.activation import silu_mul  # which needs Triton
+
+            return silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
