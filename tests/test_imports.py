@@ -23,7 +23,7 @@ ALLOWED = {
     "structured_output": {"checks", "errors"},
     "outputs": LEAVES,
     "distributed": LEAVES,
-    "cache": LEAVES,
+    "cache": LEAVES | {"kernels"},
     "config": LEAVES | {"cache", "distributed"},
     "kernels": LEAVES,
     "attention": LEAVES | {"kernels"},

@@ -1,9 +1,14 @@
 """How much KV cache to keep, and in what shape. Plain values: no memory is touched here."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from infinilm.checks import check_choice, check_integer, make_numbers_plain
 from infinilm.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from infinilm.cache.paged import Cache
 
 BLOCK_SIZE_STEP = 16
 DTYPES = ("float32", "float16", "bfloat16")
@@ -14,6 +19,20 @@ class CacheConfig:
 
     def __init__(self) -> None:
         raise NotImplementedError("CacheConfig is abstract: build StaticKVCacheConfig or PagedKVCacheConfig")
+
+    def unique_copy(self) -> Self:
+        """A copy that shares nothing with this configuration. Engines keep one and hand out others."""
+        return deepcopy(self)
+
+    def cache_class(self) -> "type[Cache]":
+        """The class of the cache. A strategy of one's own overrides this, and its class defines `Cache.update`."""
+        from infinilm.cache.paged import PagedKVCache  # needs torch, which settings do not
+
+        return PagedKVCache
+
+    def cache_settings(self) -> dict[str, Any]:
+        """What the class is built with besides sizes: keyword arguments, which are plain values."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -28,6 +47,16 @@ class StaticKVCacheConfig(CacheConfig):
         make_numbers_plain(self)
         check_integer("max_batch_size", self.max_batch_size, low=1)
         check_integer("max_cache_len", self.max_cache_len, low=0)
+
+    def cache_class(self) -> "type[Cache]":
+        """See `CacheConfig`."""
+        from infinilm.cache.paged import StaticKVCache
+
+        return StaticKVCache
+
+    def cache_settings(self) -> dict[str, Any]:
+        """See `CacheConfig`."""
+        return {"max_batch_size": self.max_batch_size}
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ _STRATEGIES: dict[type[CacheConfig], CacheStrategy] = {StaticKVCacheConfig: _sta
 
 
 def register_cache(config_class: type[CacheConfig], strategy: CacheStrategy) -> None:
-    """Add a kind of cache: engines given a `config_class` lay their cache out as `strategy` says."""
+    """Add a kind of cache: engines given a `config_class`, or a subclass, lay their cache out as `strategy` says."""
     if not (isinstance(config_class, type) and issubclass(config_class, CacheConfig)):
         raise InvalidTypeError(f"config_class={config_class!r} must be a subclass of CacheConfig")
     if config_class in _STRATEGIES:
@@ -134,7 +134,7 @@ def register_cache(config_class: type[CacheConfig], strategy: CacheStrategy) -> 
 
 def layout_of(config: CacheConfig, limits: CacheLimits) -> CacheLayout:
     """How the cache is laid out; one that can't fit is refused here, before memory is taken for it."""
-    strategy = _STRATEGIES.get(type(config))
+    strategy = next((_STRATEGIES[kind] for kind in type(config).__mro__ if kind in _STRATEGIES), None)
     if strategy is None:
         known = ", ".join(each.__name__ for each in _STRATEGIES)
         raise InvalidTypeError(

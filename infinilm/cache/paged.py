@@ -1,14 +1,17 @@
-"""The paged KV cache: a pool of blocks of tokens, shared by all requests."""
+"""KV caches: pools of blocks of tokens, shared by all requests."""
 
 import math
 import mmap
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from infinilm.cache.specs import CacheGroup, CacheSpec, group_layers, resolve_layers
 from infinilm.errors import EngineError, InvalidValueError
+from infinilm.kernels.nonfinite import mark_nonfinite
 
 
 class CacheMemory:
@@ -60,11 +63,13 @@ class CacheMemory:
                 self._bytes.zero_()
 
 
-class PagedKVCache:
+class Cache:
     """Keys and values of all layers, in blocks of `block_size` tokens; a token's key and value lie side by side.
 
     Layers with equal specs form a group, with its own number of blocks and its own block tables. Token j of a request
     lies in the block that the group's table names at `j // block_size`, at `j % block_size` in it.
+
+    A subclass defines `update`: what is kept of new keys and values, and what attention sees.
     """
 
     def __init__(
@@ -107,6 +112,59 @@ class PagedKVCache:
         """By layer: the index of its group."""
         self.layers: list[torch.Tensor] = [self.tensors[group][index] for group, index in owners]
         """Each layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.
+
+        Token i belongs in `slot_mapping[i]` `[T]`, which is block * block_size + offset; negative: nowhere. Returns the
+        keys and values that the layer attends to, in the shape of `layers[layer_idx]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define update; store writes into the slots")
+
+    def store(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
+        """Write keys and values into their slots; for `update`. Returns the layer's keys and values."""
+        layer = self.layers[layer_idx]
+        is_written = slot_mapping >= 0
+        new = torch.stack((key, value), dim=1)[is_written].to(layer.dtype)
+        layer.flatten(0, 1).index_copy_(0, slot_mapping[is_written], mark_nonfinite(new))
+        return layer
+
+    @property
+    def only_stores(self) -> bool:
+        """Whether `update` does no more than `store`, so that a kernel may take its place."""
+        return type(self).update is PagedKVCache.update
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[blocks, kv_heads, block_size, head_dim]` each, as views."""
+        keys, values = self.layers[layer_idx].transpose(1, 3).unbind(2)
+        return keys, values
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+class PagedKVCache(Cache):
+    """Blocks that any request may use: the cache of `PagedKVCacheConfig`."""
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
+        """See `Cache`."""
+        return self.store(layer_idx, key, value, slot_mapping)
+
+
+class StaticKVCache(PagedKVCache):
+    """Rows that own equal runs of blocks: the cache of `StaticKVCacheConfig`."""
+
+    def __init__(
+        self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int, *, max_batch_size: int = 1, **options: Any
+    ) -> None:
+        super().__init__(specs, num_blocks, block_size, **options)
+        self.max_batch_size = max_batch_size
+
+    def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[batch, kv_heads, tokens of a row, head_dim]` each, as views."""
+        layer = self.layers[layer_idx]
+        keys, values = layer.reshape(self.max_batch_size, -1, *layer.shape[2:]).transpose(1, 3).unbind(2)
+        return keys, values
 
 
 def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:

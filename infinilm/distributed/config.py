@@ -18,7 +18,7 @@ class DistConfig:
             raise InvalidValueError(
                 f"tp_size={tp_size!r} and tp_device_ids={list(tp_device_ids)!r} were both given; give one of them"
             )
-        if isinstance(tp_size, Sequence) and not isinstance(tp_size, str):
+        if isinstance(tp_size, list | tuple | range):
             tp_size, tp_device_ids = None, tp_size
         if tp_device_ids is not None:
             self.tp_device_ids = tp_device_ids

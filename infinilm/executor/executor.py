@@ -1,8 +1,8 @@
 """The executor: what engines need of the ranks that run a model, wherever these live. No torch here."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infinilm.executor.step_io import StepInput, StepOutput
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from infinilm.cache.paged import Cache
     from infinilm.debug import HookRegistry
     from infinilm.executor.rank_worker import ForwardInput, ForwardOutput
     from infinilm.layers.formats import WeightFormats
@@ -25,6 +26,10 @@ class CacheShape:
     """One number for all groups of layers, or one for each."""
     block_size: int
     dtype: str
+    cache_class: "type[Cache] | None" = None
+    """None: `PagedKVCache`."""
+    cache_settings: Mapping[str, Any] = field(default_factory=dict)
+    """The class's keyword arguments besides sizes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from infinilm.attention import HostBatch, select_backend
 from infinilm.attention.batch import IntArray
-from infinilm.cache.paged import CacheMemory, PagedKVCache
+from infinilm.cache.paged import Cache, CacheMemory, PagedKVCache
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import Taps, show_logits
 from infinilm.distributed.group import CommunicationGroup
@@ -76,7 +76,7 @@ class RankWorker:
         self.device = group.info.device
         self.dtype = dtype
         self.backend = select_backend(attention_backend, self.device)
-        self.cache: PagedKVCache | None = None
+        self.cache: Cache | None = None
         self.registry: HookRegistry | None = None
         self.num_threads = num_threads or torch.get_num_threads()
         if num_threads is None and self.device.type == "cpu":
@@ -122,7 +122,7 @@ class RankWorker:
             config, max_len=max_len, dtype=self.dtype, device=self.device, group=self.group, formats=formats
         )
         if isinstance(source, int):
-            fill_randomly(model.weight_targets(), source)
+            fill_randomly(model.weight_targets(), config.initializer_range, source)
         else:
             checkpoint = open_checkpoint(source)
             try:
@@ -168,14 +168,15 @@ class RankWorker:
         if shape is not None:
             self.cache = self._make_cache(shape)
 
-    def _make_cache(self, shape: CacheShape) -> PagedKVCache:
-        return PagedKVCache(
+    def _make_cache(self, shape: CacheShape) -> Cache:
+        return (shape.cache_class or PagedKVCache)(
             rank_specs(self.model.config, self.group.size),
             shape.num_blocks,
             shape.block_size,
             dtype=getattr(torch, shape.dtype),
             device=self.device,
             memory=self._memory,
+            **shape.cache_settings,
         )
 
     # --- steps ------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class RankWorker:
     def compute_hidden(
         self,
         batch: HostBatch,
-        cache: PagedKVCache,
+        cache: Cache,
         *,
         input_ids: Tensor | None = None,
         hook_patterns: Sequence[str] = (),

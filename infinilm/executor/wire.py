@@ -1,7 +1,7 @@
 """Commands to ranks in other processes, and their arguments as messages: JSON and raw arrays, never code."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from infinilm.executor.rank_worker import ForwardInput, RankWorker
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, IntArray, RowChunk, StepInput
 from infinilm.layers.formats import WeightFormats
 from infinilm.models import ModelConfig
-from infinilm.models.registry import describe_registration, register_described
+from infinilm.models.registry import describe_import, describe_registration, import_described, register_described
 
 
 class Command(StrEnum):
@@ -51,6 +51,8 @@ def write_call(command: Command, arguments: Sequence[Any], num_ranks: int) -> li
             message = write_step(*arguments)
         case Command.FORWARD:
             message = write_forward(*arguments)
+        case Command.RESET_CACHE if arguments[0] is not None and num_ranks > 1:
+            message = Message(_write_shape(arguments[0]))
         case _:
             message = Message(asdict(arguments[0]) if arguments and arguments[0] is not None else {})
     return [message] * (num_ranks - 1)
@@ -75,7 +77,7 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
         case Command.STATE_DICT:
             return Message(tensors=worker.state_dict())
         case Command.RESET_CACHE:
-            worker.reset_cache(CacheShape(**values) if values else None)
+            worker.reset_cache(_read_shape(values))
         case Command.MEASURE_WORKSPACE:
             return Message(asdict(worker.measure_workspace(RunnerSettings(**values))))
         case Command.START_ROWS:
@@ -165,7 +167,8 @@ def read_step(message: Message) -> StepInput:
 def write_forward(given: ForwardInput) -> Message:
     arrays = {name: getattr(given.batch, name) for name in HostBatch.__dataclass_fields__}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    values = {"shape": asdict(given.shape) if given.shape else None, "hook_patterns": list(given.hook_patterns)}
+    shape = _write_shape(given.shape) if given.shape else None
+    values = {"shape": shape, "hook_patterns": list(given.hook_patterns)}
     return _message(values, {**arrays, "logit_rows": given.logit_rows})
 
 
@@ -173,6 +176,16 @@ def read_forward(message: Message) -> ForwardInput:
     """The pass that `write_forward` wrote."""
     arrays, shape = _arrays(message), message.values["shape"]
     logit_rows = arrays.pop("logit_rows")
-    return ForwardInput(
-        HostBatch(**arrays), logit_rows, CacheShape(**shape) if shape else None, message.values["hook_patterns"]
-    )
+    return ForwardInput(HostBatch(**arrays), logit_rows, _read_shape(shape), message.values["hook_patterns"])
+
+
+def _write_shape(shape: CacheShape) -> dict[str, Any]:
+    kind = shape.cache_class and describe_import("cache class", shape.cache_class)
+    return {**asdict(replace(shape, cache_class=None)), "cache_class": kind}
+
+
+def _read_shape(values: dict[str, Any] | None) -> CacheShape | None:
+    if not values:
+        return None
+    kind = values["cache_class"]
+    return CacheShape(**{**values, "cache_class": kind and import_described(kind)})

@@ -65,7 +65,7 @@ class Attention(Mixer):
         heads = qkv.view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
         if taps is not None:
             self._show(taps, heads, "after_proj")
-        q = self._rope_and_store_kv(heads, cache, step)
+        q, cache = self._rope_and_store_kv(heads, cache, step)
         attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window).flatten(1)
         if taps is None:
             mixed: Tensor = self.out(attended, residual)
@@ -74,12 +74,16 @@ class Attention(Mixer):
         taps.see("attention_output", output, self.layer)
         return output if residual is None else output.add_(residual)
 
-    def _rope_and_store_kv(self, heads: Tensor, cache: Tensor, step: ForwardContext) -> Tensor:
-        """Rotate queries and keys by their positions and store keys and values: the queries `[T, heads, head_dim]`."""
-        if self._has_kernels and step.taps is None:
+    def _rope_and_store_kv(self, heads: Tensor, cache: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys by their positions and store keys and values.
+
+        Returns the queries `[T, heads, head_dim]` and what they attend to: the layer's `cache`, unless the cache's
+        `update` gives something else.
+        """
+        if self._has_kernels and step.taps is None and step.cache.only_stores:
             from infinilm.kernels.rope_store import rope_store
 
-            return rope_store(
+            queries = rope_store(
                 heads,
                 step.batch.positions,
                 self.rotary.table,
@@ -92,6 +96,7 @@ class Attention(Mixer):
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
                 marks_nonfinite=getattr(step.plan, "has_prompts", True) or self.window is not None,
             )
+            return queries, cache
         qk = heads[:, : -self.num_kv_heads]
         normed = qk
         if self.q_norm is not None and self.k_norm is not None:
@@ -100,8 +105,11 @@ class Attention(Mixer):
         if step.taps is not None:
             self._show(step.taps, heads, "after_rope")
         kv = heads[:, self.num_heads :].view(len(heads), 2, self.num_kv_heads, self.head_dim)
-        step.backend.store(kv, cache, step.plan)
-        return heads[:, : self.num_heads]
+        if step.cache.only_stores:
+            step.backend.store(kv, cache, step.plan)
+        else:
+            cache = step.update_cache(self.layer, kv)
+        return heads[:, : self.num_heads], cache
 
     def _show(self, taps: Taps, heads: Tensor, stage: str) -> None:
         """Show queries and keys to hooks, and before they are rotated values too."""

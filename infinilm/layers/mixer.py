@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from infinilm.attention import AttentionBackend, ForwardBatch
-from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.paged import Cache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Shard
+from infinilm.errors import InvalidValueError
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 
@@ -18,7 +19,7 @@ class ForwardContext:
     """What all layers of one forward pass share."""
 
     batch: ForwardBatch
-    cache: PagedKVCache
+    cache: Cache
     backend: AttentionBackend
     plan: Any  # the backend's own, of this batch
     taps: Taps | None  # None: no hook is to see anything
@@ -29,6 +30,18 @@ class ForwardContext:
         if rotary not in self._angles:
             self._angles[rotary] = rotary(self.batch.positions)
         return self._angles[rotary]
+
+    def update_cache(self, layer: int, kv: Tensor) -> Tensor:
+        """Give the cache's own `update` the new keys and values `[T, 2, kv_heads, head_dim]`: what to attend to."""
+        current = self.cache.layers[layer]
+        seen = self.cache.update(layer, kv[:, 0], kv[:, 1], self.batch.slot_mapping)
+        if not isinstance(seen, Tensor) or seen.shape != current.shape or seen.dtype != current.dtype:
+            found = f"{list(seen.shape)} {seen.dtype}" if isinstance(seen, Tensor) else type(seen).__name__
+            raise InvalidValueError(
+                f"{type(self.cache).__name__}.update returned {found}; return what the layer attends to, a tensor "
+                f"like layers[layer_idx], {list(current.shape)} {current.dtype}"
+            )
+        return seen
 
 
 class Mixer(nn.Module):

@@ -31,9 +31,9 @@ class MLP(Mixer):
         self.down = RowParallelLinear(intermediate_size, {"down_proj": hidden_size}, bias=bias, **options)
 
     def forward(
-        self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
+        self, x: Tensor, step: ForwardContext | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        taps = step.taps
+        taps = None if step is None else step.taps
         if taps is None:
             mixed: Tensor = self.down(self.gate_up.activated(x, norm), residual)
             return mixed

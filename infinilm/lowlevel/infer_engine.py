@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
-from infinilm.cache.paged import bytes_per_block
+from infinilm.cache.paged import Cache, bytes_per_block
 from infinilm.cache.specs import group_layers
 from infinilm.checks import check_flag
 from infinilm.config import DeviceType
@@ -251,24 +250,33 @@ class InferEngine(GenerationMixin):
         """
         config = StaticKVCacheConfig() if cache_config is None else cache_config
         _check_cache_config(config)
+        config = config.unique_copy()
         layout = layout_of(config, self._cache_limits())
+        derived: dict[str, Any] = {}
         if isinstance(config, PagedKVCacheConfig):
-            config = replace(config, num_blocks=layout.num_blocks, max_kv_memory_bytes=None)
+            derived = {"num_blocks": layout.num_blocks, "max_kv_memory_bytes": None}
         elif isinstance(config, StaticKVCacheConfig):
-            assert layout.max_cache_len is not None
-            config = replace(config, max_cache_len=layout.max_cache_len)
+            derived = {"max_cache_len": layout.max_cache_len}
+        for name, value in derived.items():
+            object.__setattr__(config, name, value)  # the copy is the engine's own
+        kind, settings = config.cache_class(), config.cache_settings()
+        if not (isinstance(kind, type) and issubclass(kind, Cache)):
+            raise InvalidTypeError(
+                f"{type(config).__name__}.cache_class() returned {kind!r}, which is no class of Cache"
+            )
+        shape = replace(self._shape_of(layout), cache_class=kind, cache_settings=settings)
         self._cache_config = self._layout = None
         try:
-            self._executor.reset_cache(self._shape_of(layout))
+            self._executor.reset_cache(shape)
         except BaseException:
             with suppress(EngineError):  # of an engine that is dead, which the first error says already
                 self._executor.reset_cache(None)  # on every rank, whichever of them had no memory
             raise
-        self._cache_config, self._layout = copy(config), layout
+        self._cache_config, self._layout = config, layout
 
     def get_cache_config(self) -> CacheConfig | None:
         """The cache in force, with the sizes that were derived filled in; None: there is none."""
-        return copy(self._cache_config)
+        return None if self._cache_config is None else self._cache_config.unique_copy()
 
     def _cache_limits(self) -> CacheLimits:
         info = self._executor.info

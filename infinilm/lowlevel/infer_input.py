@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from infinilm.attention import HostBatch
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 TensorLike = Tensor | npt.NDArray[np.integer[Any]] | Sequence[Any]
@@ -122,6 +123,16 @@ class Input:
         if self._tensors[name] is not None:
             raise InvalidValueError(f"{name} was given twice, once as {alias}, which is another name for it; give one")
         setattr(self, alias, value)
+
+    def to_model_input(self, block_size: int = 16) -> HostBatch:
+        """The batch that models compute (`InfinilmModel`): sampling values are left out, all else is filled in.
+
+        Without `block_tables` all tokens must be new, and the requests get blocks from 0 on. Token ids and positions
+        are not checked against a model's sizes.
+        """
+        from infinilm.lowlevel.prepare_inputs import to_batch  # which imports this module
+
+        return to_batch(self, block_size)
 
     def __repr__(self) -> str:
         tensors = {name: tensor for name, tensor in self._tensors.items() if tensor is not None}

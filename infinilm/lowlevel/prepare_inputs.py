@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infinilm.attention.batch import HostBatch, IntArray
-from infinilm.cache import CacheLayout
+from infinilm.cache import CacheLayout, consecutive_tables
+from infinilm.cache.config import check_block_size
 from infinilm.checks import check_flag
 from infinilm.errors import InvalidValueError
 from infinilm.lowlevel.infer_input import TENSOR_FIELDS, Input
@@ -50,8 +52,13 @@ class PreparedInput:
         return results.reshape(*self.shape, results.shape[1])
 
 
-def lower(given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len: int) -> PreparedInput:
-    """Check an input and lay it out for a cache; `layout` None: no cache, the input is all there is to attend to."""
+def lower(
+    given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len: int, block_size: int = _TEMPORARY_BLOCK_SIZE
+) -> PreparedInput:
+    """Check an input and lay it out for a cache; `layout` None: no cache, the input is all there is to attend to.
+
+    Blocks then have the `block_size`.
+    """
     check_flag("return_logits", given.return_logits)
     check_flag("return_hidden_states", given.return_hidden_states)
     fields = {name: _array(name, getattr(given, name)) for name in TENSOR_FIELDS}
@@ -71,7 +78,7 @@ def lower(given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len:
     )
     _check_limits(ragged, layout, max_len)
     if layout is None:
-        layout = _temporary_layout(ragged.context_lens)
+        layout = _temporary_layout(ragged.context_lens, block_size)
     tables = _block_tables(fields["block_tables"], ragged.context_lens, layout)
     positions = ragged.positions()
     slots = _slots(tables, positions, ragged, layout)
@@ -84,6 +91,20 @@ def lower(given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len:
         context_lens=ragged.context_lens,
     )
     return PreparedInput(batch, layout, ids.shape, ragged.places)
+
+
+def to_batch(given: Input, block_size: int) -> HostBatch:
+    """See `Input.to_model_input`."""
+    check_block_size("block_size", block_size)
+    layout = None
+    if given.block_tables is not None:
+        last_slot = -1 if given.slot_mapping is None else int(given.slot_mapping.max())
+        num_blocks = max(int(given.block_tables.max()), last_slot // block_size, 0) + 1
+        layout = CacheLayout(num_blocks, block_size, partial(consecutive_tables, blocks_each=num_blocks))
+    elif given.cache_lengths is not None and bool(given.cache_lengths.any()):
+        raise InvalidValueError("cache_lengths says that tokens are cached, but not where; give block_tables")
+    limit = np.iinfo(np.int64).max
+    return lower(given, layout, vocab_size=limit, max_len=limit, block_size=block_size).batch
 
 
 def _array(name: str, tensor: Tensor | None) -> IntArray | None:
@@ -129,12 +150,12 @@ def _check_limits(ragged: RaggedLayout, layout: CacheLayout | None, max_len: int
             )
 
 
-def _temporary_layout(context_lens: IntArray) -> CacheLayout:
+def _temporary_layout(context_lens: IntArray, block_size: int) -> CacheLayout:
     """Just enough blocks for one input."""
-    needed = -(-context_lens // _TEMPORARY_BLOCK_SIZE)
+    needed = -(-context_lens // block_size)
     first_blocks = np.cumsum(needed) - needed
     tables = first_blocks[:, None] + np.arange(needed.max())
-    return CacheLayout(int(needed.sum()), _TEMPORARY_BLOCK_SIZE, lambda _: tables, takes_tables=False)
+    return CacheLayout(int(needed.sum()), block_size, lambda _: tables, takes_tables=False)
 
 
 def _block_tables(given: IntArray | None, context_lens: IntArray, layout: CacheLayout) -> IntArray:

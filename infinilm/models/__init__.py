@@ -6,7 +6,7 @@ from infinilm.models.config import ModelConfig
 from infinilm.models.decoder import Decoder
 from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from infinilm.models.llama import AutoLlamaModel, LlamaForCausalLM
-from infinilm.models.registry import create_model, register_model
+from infinilm.models.registry import InfinilmModelFactory, create_model, register_model
 
 __all__ = [
     "AutoConfig",
@@ -14,6 +14,7 @@ __all__ = [
     "CausalLM",
     "Decoder",
     "InfinilmModel",
+    "InfinilmModelFactory",
     "LlamaConfig",
     "LlamaForCausalLM",
     "MistralConfig",

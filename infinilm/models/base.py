@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from infinilm.attention import AttentionBackend, ForwardBatch
-from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.paged import Cache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Weights
 from infinilm.models.config import ModelConfig
@@ -31,7 +31,7 @@ class InfinilmModel(Protocol):
         """The memory that weights and tables of this rank take."""
 
     def __call__(
-        self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
+        self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None = None
     ) -> Tensor:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm.
 

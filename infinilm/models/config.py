@@ -24,17 +24,29 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 _ALIASES = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
-# Keys of a config.json that no result depends on, or that are read elsewhere.
+# Keys of Hugging Face's configurations that no result depends on, or that are read elsewhere.
 _NEUTRAL_KEYS = frozenset(
     (
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
         *("attention_dropout", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
         *("auto_map", "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label"),
-        *("initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),
+        *("is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),
         *("output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "quantization_config"),
         *("resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params", "tokenizer_class"),
     )
 )
+# Of these, the ones that ask for something, and the value that asks for what is done anyway.
+_NEUTRAL_VALUES = {
+    "is_encoder_decoder": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "quantization_config": None,
+    "return_dict": True,
+    "use_bfloat16": False,
+    "use_cache": True,
+}
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(init=False, frozen=True)
@@ -43,7 +55,8 @@ class ModelConfig:
 
     A family's class is a dataclass that adds settings and changes defaults; `models/registry.py` lists them by
     `model_type`. `num_layers` is taken for `num_hidden_layers`, `torch_dtype` for `dtype`, and `rope_theta` with
-    `rope_scaling` for `rope_parameters`.
+    `rope_scaling` for `rope_parameters`; they can be read, too. Hugging Face's settings for training, and those whose
+    value asks for what is done anyway (`use_cache=True`), are taken and not kept.
     """
 
     model_type: str = ""
@@ -70,6 +83,8 @@ class ModelConfig:
     """`sliding_attention` or `full_attention` for each layer. None: all are alike."""
     dtype: str | None = None
     """What the checkpoint's weights are stored in, if it says."""
+    initializer_range: float = 0.02
+    """The standard deviation of the weights of a model that is built without a checkpoint."""
 
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
     """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
@@ -88,10 +103,13 @@ class ModelConfig:
                     raise InvalidTypeError(f"{alias} and {name} are the same setting; give one of them")
                 settings[name] = settings.pop(alias)
         names = self.setting_names()
-        if unknown := settings.keys() - {*names, *ROPE_SETTINGS}:
+        if unknown := settings.keys() - {*names, *ROPE_SETTINGS, *_NEUTRAL_KEYS}:
             raise InvalidTypeError(
                 f"{type(self).__name__} has no setting {', '.join(sorted(unknown))}; it has {', '.join(names)}"
             )
+        for name, neutral in _NEUTRAL_VALUES.items():
+            if settings.get(name, neutral) not in (neutral, None):
+                raise InvalidValueError(f"{name}={settings[name]!r} is not supported; use {neutral}, or leave it out")
         values = {item.name: item.default for item in fields(self) if item.default is not MISSING}
         values |= {item.name: item.default_factory() for item in fields(self) if item.default_factory is not MISSING}
         values |= {name: value for name, value in settings.items() if name in names}
@@ -103,6 +121,8 @@ class ModelConfig:
         if values["dtype"] is not None:
             values["dtype"] = str(values["dtype"]).removeprefix("torch.")
             check_choice("dtype", values["dtype"], DTYPES)
+        for name in _TOKEN_IDS:
+            _check_token_ids(name, values[name])
         values["rope_parameters"] = read_rope_parameters(settings, values["max_position_embeddings"])
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -230,6 +250,23 @@ class ModelConfig:
         """The base of the rotary embedding's frequencies."""
         return float(self.rope_parameters["rope_theta"])
 
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None:
+        """`rope_parameters` without `rope_theta`; None if positions are not scaled."""
+        if self.rope_parameters["rope_type"] == "default":
+            return None
+        return {name: value for name, value in self.rope_parameters.items() if name != "rope_theta"}
+
+    @property
+    def num_layers(self) -> int:
+        """`num_hidden_layers`."""
+        return self.num_hidden_layers
+
+    @property
+    def torch_dtype(self) -> str | None:
+        """`dtype`."""
+        return self.dtype
+
     def validate(self) -> None:
         """Check the settings against each other and against what the model's code can do."""
         own = self._family.config
@@ -250,8 +287,7 @@ class ModelConfig:
             raise InvalidValueError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of numbers")
         check_real("rms_norm_eps", self.rms_norm_eps, low=0.0, high=1.0, above_low=True)
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            _check_token_ids(name, getattr(self, name))
+        check_real("initializer_range", self.initializer_range, low=0.0, high=1e3)
         self._validate_layer_types()
         check_rope_parameters(self.rope_parameters, self.head_dim)
 

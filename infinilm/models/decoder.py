@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infinilm.attention import AttentionBackend, ForwardBatch
-from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.paged import Cache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Shard, WeightShard
@@ -95,14 +95,7 @@ class Decoder(nn.Module):
         body = below(options, self.body_prefix)
         sizes = (config.vocab_size, config.hidden_size)
         self.embed_tokens = VocabParallelEmbedding(*sizes, **below(body, "embed_tokens."))
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            config.rope_parameters,
-            max_len=max_len or config.max_position_embeddings,
-            max_position_embeddings=config.max_position_embeddings,
-            dtype=dtype,
-            device=device,
-        )
+        self.rotary = build_rotary(config, max_len, dtype=dtype, device=device)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(self.build_layer(layer, below(body, f"layers.{layer}.")) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
@@ -122,15 +115,14 @@ class Decoder(nn.Module):
         """Make the channel mixer of a layer."""
         raise NotImplementedError
 
-    def forward(
-        self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None = None) -> Tensor:
         """See `InfinilmModel`."""
         steps = self._steps(batch, cache, backend, taps)
         hidden: Tensor = self.embed_tokens(batch.input_ids)
         if taps is not None:
             taps.see("embed_tokens", hidden)
-        if taps is None and backend.name == "native" and len(cache.groups) == 1 and self._native is not None:
+        is_whole = taps is None and backend.name == "native" and len(cache.groups) == 1 and cache.only_stores
+        if is_whole and self._native is not None:
             self._native.forward(hidden, cache.tensors[0], steps[0].plan)
             return hidden
         for layer, step in zip(self.layers, steps, strict=True):
@@ -141,7 +133,7 @@ class Decoder(nn.Module):
         return hidden
 
     def _steps(
-        self, batch: ForwardBatch, cache: PagedKVCache, backend: AttentionBackend, taps: Taps | None
+        self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None
     ) -> list[ForwardContext]:
         """By layer: its group's context. Groups that have the same block tables share one."""
         windows = [{group.spec.window} for group in cache.groups] if batch.more_groups else [self._windows]
@@ -192,3 +184,17 @@ class Decoder(nn.Module):
 
     def _rotaries(self) -> list[RotaryEmbedding]:
         return [module for module in self.modules() if isinstance(module, RotaryEmbedding)]
+
+
+def build_rotary(
+    config: ModelConfig, max_len: int | None, *, dtype: torch.dtype, device: torch.device | str
+) -> RotaryEmbedding:
+    """The rotary embedding of texts of up to `max_len` tokens; None: what the model was trained for."""
+    return RotaryEmbedding(
+        config.head_dim,
+        config.rope_parameters,
+        max_len=max_len or config.max_position_embeddings,
+        max_position_embeddings=config.max_position_embeddings,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3: attention, full or sliding, and a gated MLP in every layer."""
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from infinilm.checks import check_flag
 from infinilm.errors import InvalidValueError
@@ -8,6 +9,7 @@ from infinilm.layers.attention import Attention
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
 from infinilm.layers.mlp import MLP
+from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.config import ModelConfig
 from infinilm.models.decoder import Decoder
 
@@ -87,21 +89,34 @@ class CausalLM(Decoder):
     config: LlamaConfig
 
     def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        config = self.config
-        return Attention(
-            layer,
-            config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rotary=self.rotary,
-            window=config.window(layer),
-            qkv_bias=config.attention_bias or config.qkv_bias,
-            out_bias=config.attention_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            **options,
-        )
+        return build_attention(self.config, layer, self.rotary, **options)
 
     def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        config = self.config
-        return MLP(layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, **options)
+        return build_mlp(self.config, layer, **options)
+
+
+def build_attention(
+    config: LlamaConfig,
+    layer: int,
+    rotary: RotaryEmbedding,
+    prefix: str = "self_attn.",
+    **options: Unpack[LayerOptions],
+) -> Attention:
+    return Attention(
+        layer,
+        config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rotary=rotary,
+        window=config.window(layer),
+        qkv_bias=config.attention_bias or config.qkv_bias,
+        out_bias=config.attention_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        prefix=prefix,
+        **options,
+    )
+
+
+def build_mlp(config: LlamaConfig, layer: int, prefix: str = "mlp.", **options: Unpack[LayerOptions]) -> MLP:
+    return MLP(layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, prefix=prefix, **options)

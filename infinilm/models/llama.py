@@ -7,16 +7,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Never, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from infinilm.attention import HostBatch, select_backend
 from infinilm.cache.dynamic import DynamicCache, KVShape
 from infinilm.checks import check_integer
-from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
+from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
-from infinilm.generation.arrays import IntArray, read_rows
+from infinilm.generation.arrays import read_rows
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.weights import load_weights
@@ -24,12 +23,31 @@ from infinilm.models.auto import check_fits, choose_device, choose_dtype, find_e
 from infinilm.models.config import ModelConfig
 from infinilm.models.cpu import avoid_false_amx
 from infinilm.models.dense import LlamaConfig
+from infinilm.models.llama_parts import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaModelOutput,
+    check_length,
+    read_positions,
+)
 from infinilm.models.random_weights import fill_randomly
 from infinilm.models.registry import create_model
 from infinilm.sampling import draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
-__all__ = ["AutoLlamaModel", "LlamaConfig", "LlamaForCausalLM", "LlamaOutput"]
+__all__ = [
+    "AutoLlamaModel",
+    "LlamaAttention",
+    "LlamaConfig",
+    "LlamaDecoderLayer",
+    "LlamaForCausalLM",
+    "LlamaMLP",
+    "LlamaModel",
+    "LlamaModelOutput",
+    "LlamaOutput",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +66,8 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
     """Any model that the decoder serves, ready to be called: Llama, Mistral, Qwen2, Qwen3 and those registered.
 
     `device`: None is the GPU if there is one, else the CPU. `dtype`: None is float32 on a CPU, else the checkpoint's.
-    The weights are the `checkpoint`'s, or without one random: normal with a deviation of 0.02, norms 1, biases 0.
+    The weights are the `checkpoint`'s, or without one random: normal with the config's `initializer_range` as
+    deviation, norms 1, biases 0.
     """
 
     config: ModelConfig
@@ -84,7 +103,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
             check_fits(checkpoint, config, self.dtype)
         self.model = create_model(config, max_len=self.max_len, dtype=self.dtype, device=self.device)
         if checkpoint is None:
-            fill_randomly(self.model.weight_targets(), seed)
+            fill_randomly(self.model.weight_targets(), config.initializer_range, seed)
         else:
             load_weights(self.model.weight_targets(), checkpoint, is_ignorable=self.model.is_ignorable)
 
@@ -123,8 +142,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
             raise InvalidTypeError(f"past_key_values must be infinilm's DynamicCache, not {type(cache).__name__}")
         num_rows, num_new = ids.shape
         start = cache.get_seq_length()
-        self._check_length(start + num_new)
-        positions = self._read_positions(position_ids, start, ids.shape)
+        positions = read_positions(position_ids, start, ids.shape, self.max_len)
         kept = _read_kept(logits_to_keep, num_new)
         # Caches are written to by later calls as well, wherever those are made: only this mode may always do so.
         with torch.inference_mode():
@@ -143,26 +161,8 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         logits = self.model.compute_logits(chosen.flatten(0, 1)).float()
         return LlamaOutput(logits.view(num_rows, -1, logits.shape[-1]), cache)
 
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self.max_len:
-            raise PromptTooLongError(
-                f"the text would have {num_tokens} tokens, prompt and answer; the model takes {self.max_len}. "
-                "Shorten the prompt or ask for fewer new tokens"
-            )
-
-    def _read_positions(self, position_ids: Any, start: int, shape: tuple[int, ...]) -> IntArray:
-        """The position of each token: `[batch, seq]`."""
-        if position_ids is None:
-            return np.tile(np.arange(start, start + shape[1]), (shape[0], 1))
-        positions = read_rows("position_ids", position_ids, self.max_len)
-        if positions.shape not in (shape, (1, shape[1])):
-            raise InvalidValueError(
-                f"position_ids has shape {list(positions.shape)}, but input_ids {list(shape)}; give one for each token"
-            )
-        return np.tile(positions, (shape[0] // len(positions), 1))
-
     def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:  # noqa: ARG002 - any number of rows
-        self._check_length(max_len)
+        check_length(max_len, self.max_len)
         cache = DynamicCache()
 
         def next_tokens(step: GenerationStep) -> Sequence[int]:

@@ -5,14 +5,11 @@ from xxhash import xxh3_64_intdigest
 
 from infinilm.distributed.shard import Weights, dense_weights
 
-STD = 0.02
-"""The spread of Hugging Face's initial weights."""
-
 
 @torch.no_grad()
-def fill_randomly(weights: Weights, seed: int = 0) -> None:
-    """Set norms to 1, biases to 0, matrices to random numbers. A weight depends on its name and the seed, not on the
-    number of ranks: every rank makes the whole and takes its shard."""
+def fill_randomly(weights: Weights, std: float, seed: int = 0) -> None:
+    """Set norms to 1, biases to 0, matrices to random numbers of the deviation `std`. A weight depends on its name and
+    the seed, not on the number of ranks: every rank makes the whole and takes its shard."""
     for name, shard in dense_weights(weights).items():
         if name.endswith("bias"):
             shard.tensor.zero_()
@@ -20,4 +17,4 @@ def fill_randomly(weights: Weights, seed: int = 0) -> None:
             shard.tensor.fill_(1)
         else:
             generator = torch.Generator().manual_seed(xxh3_64_intdigest(f"{seed}/{name}".encode()) % 2**63)
-            shard.tensor.copy_(shard.cut(torch.randn(shard.full_shape, generator=generator)).mul_(STD))
+            shard.tensor.copy_(shard.cut(torch.randn(shard.full_shape, generator=generator)).mul_(std))

@@ -1,7 +1,7 @@
 """The model families, by `model_type`: configuration class and code of each."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import get_annotations, signature
@@ -108,8 +108,8 @@ def create_model(
     config: ModelConfig,
     *,
     max_len: int | None = None,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     group: CommunicationGroup = SINGLE,
     formats: WeightFormats = DENSE,
 ) -> InfinilmModel:
@@ -122,6 +122,13 @@ def create_model(
     kept: dict[str, Any] = {"formats": formats} if formats.by_name else {}
     builder = FAMILIES[config.model_type].builder
     return builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **kept)
+
+
+class InfinilmModelFactory:
+    """`create_model` and `register_model` under InfiniLM's names."""
+
+    createModel = create_model = staticmethod(create_model)  # noqa: N815 - the name in InfiniLM
+    register = staticmethod(register_model)
 
 
 def keeps_quantized(model_type: str) -> bool:
@@ -138,26 +145,31 @@ def describe_registration(model_type: str) -> dict[str, Any] | None:
         "model_type": model_type,
         "class_name": family.class_name,
         "defaults": family.defaults,
-        "config": _describe_import(model_type, "configuration class", family.config),
-        "builder": _describe_import(model_type, "builder", family.builder),
+        "config": describe_import(f"configuration class of model_type={model_type!r}", family.config),
+        "builder": describe_import(f"builder of model_type={model_type!r}", family.builder),
     }
 
 
-def _describe_import(model_type: str, role: str, target: object) -> list[str]:
-    """The module and the name by which another process can import `target`."""
+def describe_import(what: str, target: object) -> list[str]:
+    """The module and the name by which another process can import `target`; `what` says in an error what it is."""
     module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not target:
         raise InvalidValueError(
-            f"the {role} of model_type={model_type!r}, {module}.{name}, can't be imported by other processes, as "
-            "tensor parallelism needs; define it at the top level of a module"
+            f"the {what}, {module}.{name}, can't be imported by other processes, as tensor parallelism needs; "
+            "define it at the top level of a module"
         )
     return [module, name]
 
 
+def import_described(described: Sequence[str]) -> Any:
+    """What `describe_import` describes."""
+    module, name = described
+    return getattr(import_module(module), name)
+
+
 def register_described(registration: Mapping[str, Any]) -> None:
     """Register what `describe_registration` describes, unless importing its modules has done so already."""
-    targets = [registration["config"], registration["builder"]]
-    config, builder = (getattr(import_module(module), name) for module, name in targets)
+    config, builder = import_described(registration["config"]), import_described(registration["builder"])
     if registration["model_type"] not in FAMILIES:
         register_model(
             registration["model_type"],
