@@ -1,4 +1,4 @@
-"""Delays Ctrl-C where it would leave state inconsistent.
+"""Delays Ctrl-C where it would leave state inconsistent, and lets one thread at a time change an engine.
 
 Python raises `KeyboardInterrupt` between any two lines of the main thread. Engines hold interrupts while they update
 their state, and allow them where they compute or wait, which they can recover from.
@@ -7,9 +7,10 @@ These are classes because an interrupted generator-based context manager would r
 """
 
 import signal
+from collections import deque
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from threading import current_thread, main_thread
+from threading import Lock, current_thread, get_ident, main_thread
 from typing import Any
 
 
@@ -94,3 +95,65 @@ class _Holder:
 def _current_holder() -> _Holder | None:
     handler = signal.getsignal(signal.SIGINT)
     return handler if isinstance(handler, _Holder) and current_thread() is main_thread() else None
+
+
+class Turns:
+    """Lets one thread at a time in; others wait, and come in the order in which they asked.
+
+    `with interrupts_held(), turns:` takes a turn; a thread that has it may take it again. Without interrupts held, one
+    might keep the turn from being given back.
+    """
+
+    def __init__(self) -> None:
+        self._guard = Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        """How often the owner has taken the turn."""
+        self._waiting: deque[tuple[int, Lock]] = deque()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._owner == get_ident()
+
+    def take(self, *, interruptible: bool = False) -> None:
+        """Wait for the turn. An interrupt during an `interruptible` wait is raised, and the turn is not taken."""
+        thread = get_ident()
+        ticket = Lock()
+        with self._guard:
+            if self._owner is None or self._owner == thread:
+                self._owner = thread
+                self._depth += 1
+                return
+            ticket.acquire()
+            self._waiting.append((thread, ticket))
+        try:
+            with interrupts_allowed() if interruptible else interrupts_held():
+                ticket.acquire()
+        except BaseException:
+            with self._guard:
+                if self._owner == thread:
+                    self._pass_on()
+                else:
+                    self._waiting.remove((thread, ticket))
+            raise
+
+    def give_back(self) -> None:
+        """End the turn that was taken last."""
+        with self._guard:
+            self._depth -= 1
+            if not self._depth:
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._owner, self._depth = None, 0
+        if self._waiting:
+            self._owner, ticket = self._waiting.popleft()
+            self._depth = 1
+            ticket.release()
+
+    def __enter__(self) -> None:
+        self.take()
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()

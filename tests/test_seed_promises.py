@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from infinilm.cache.specs import AttentionSpec
 from infinilm.debug import HookRegistry
 from infinilm.distributed import DistConfig
 from infinilm.engine import Sequence
-from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.generation import infini_to_numpy
 from infinilm.lib import _infinilm
 from infinilm.models import CausalLM, InfinilmModelFactory, LlamaConfig, LlamaForCausalLM
@@ -160,6 +161,68 @@ def test_001_4_token_ids_are_checked_at_once(name: str) -> None:
         LlamaConfig(**{name: "x"})
     with pytest.raises((InvalidTypeError, InvalidValueError), match=f"{name}=-1"):
         LlamaConfig(**{name: [1, -1]})
+
+
+def test_001_4_3_threads_that_share_an_llm_get_what_they_get_alone(tiny_dir: Path) -> None:
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
+
+    def generate(llm: LLM, name: int) -> list[list[int]]:
+        prompts = [[name + 3] * (5 + name), [7, name + 3]]
+        return [output.token_ids for output in llm.generate(prompts, params(name), use_tqdm=False)]
+
+    def stream(llm: LLM, name: int) -> str:
+        return "".join(llm.stream([name + 3, 5], params(name)))
+
+    def by_hand(llm: LLM, name: int) -> list[int]:
+        found: list[list[int]] = []
+        request = llm.add_request([9, name + 3], params(name), on_token=lambda output: found.append(output.token_ids))
+        while not found or len(found[-1]) < 8:
+            llm.step_deltas()  # which may compute the requests of others only
+        assert not llm.abort(request)
+        return found[-1]
+
+    tasks = [(call, name) for name in range(2) for call in (generate, stream, by_hand)]
+    with LLM(tiny_dir, num_kvcache_blocks=64) as llm:
+        alone = [call(llm, name) for call, name in tasks]
+        num_alone = llm.stats().num_steps
+        with ThreadPoolExecutor(len(tasks)) as threads:
+            together = list(threads.map(lambda task: task[0](llm, task[1]), tasks))
+        assert together == alone
+        assert llm.stats().num_steps < 2 * num_alone, "a step computes requests of several threads"
+        assert (llm.is_finished(), llm.stats().num_free_blocks) == (True, 64)
+
+
+def test_001_4_3_threads_that_share_an_infer_engine_get_what_they_get_alone(checkpoint: Path) -> None:
+    def generate(engine: InferEngine, name: int) -> list[list[int]]:
+        return engine.generate(ROWS[:, name:], 4, seed=name, stop_on_eos=False).token_ids
+
+    def forward(engine: InferEngine, name: int) -> list[int]:
+        return engine.forward(input_ids=ROWS[:, name:], random_val=0.3).output_ids.tolist()
+
+    tasks = [(call, name) for name in range(2) for call in (generate, forward)]
+    with InferEngine(checkpoint, device_type="cpu", cache_config=StaticKVCacheConfig(2, 64)) as engine:
+        alone = [call(engine, name) for call, name in tasks]
+        with ThreadPoolExecutor(len(tasks)) as threads:
+            assert list(threads.map(lambda task: task[0](engine, task[1]), tasks)) == alone
+
+
+def test_001_4_3_calls_from_within_a_call_are_refused_with_the_cause(tiny_dir: Path, checkpoint: Path) -> None:
+    with InferEngine(checkpoint, device_type="cpu") as engine:
+        with pytest.raises(EngineError, match=r"forward: .* which this one comes from.*not from a hook or streamer"):
+            engine.generate([1, 2], 4, streamer=lambda _: engine.forward(input_ids=[[1]]))
+        registry = HookRegistry()
+        registry.register_hook("final_norm", lambda *_: engine.reset_cache())
+        engine.set_hook_registry(registry)
+        with pytest.raises(EngineError, match=r"reset_cache: .* not from a hook"):
+            engine.forward(input_ids=[[1]])
+    with LLM(tiny_dir, num_kvcache_blocks=16) as llm:
+        llm.add_request([1, 2], on_token=lambda _: llm.generate([3, 4], use_tqdm=False))
+        output = llm.step()[0]
+        assert output.error == (
+            "on_token failed: EngineError: the engine is in the middle of a step; don't call it from a hook or from "
+            "on_token"
+        )
 
 
 # --- 002: the Python package ----------------------------------------------------------------------------

@@ -5,14 +5,14 @@ import logging
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -37,7 +37,7 @@ from infinilm.engine.stats import EngineStats, ProgressBar
 from infinilm.engine.step import Step
 from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
 from infinilm.executor.step_io import StepInput, StepOutput
-from infinilm.interrupts import interrupts_allowed, interrupts_held
+from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.compiler import GrammarCompiler
@@ -50,13 +50,27 @@ logger = logging.getLogger(__name__)
 _AUTOMATIC_ID = re.compile(r"auto-\d+")
 
 Messages = Sequence[Mapping[str, Any]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_turn(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[Concatenate["LLMEngine", P], T]:
+    """Have a method run while no other thread changes the engine, with interrupts held."""
+
+    @wraps(method)
+    def call(engine: "LLMEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with interrupts_held(), engine._turns:
+            return method(engine, *args, **kwargs)
+
+    return call
 
 
 class LLMEngine:
     """Runs a model for many requests at a time. `infinilm.LLM` is this class.
 
     `generate`, `chat` and `stream` are for getting answers; `add_request` and `step` for driving the engine
-    by hand. They can be mixed. One thread at a time: see `AsyncLLM` for concurrent callers.
+    by hand. They can be mixed, and called by several threads: these take turns, step by step, and each step computes
+    the requests of all of them. `AsyncLLM` is for asyncio.
     """
 
     def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
@@ -88,6 +102,7 @@ class LLMEngine:
         )
         self._stats = EngineStats()
         self._registry: HookRegistry | None = None
+        self._turns = Turns()
         self._max_in_flight = self.executor.info.max_in_flight
         self._is_stepping = False
         self._in_flight: deque[Step] = deque()
@@ -119,10 +134,11 @@ class LLMEngine:
         prompt_list = as_prompt_list(prompts)
         params_list = pair_params(sampling_params, len(prompt_list))
         # All are checked before the first is queued: a bad one among them leaves nothing behind.
-        requests = [
-            self._make_request(prompt, params, is_reported=False)
-            for prompt, params in zip(prompt_list, params_list, strict=True)
-        ]
+        with interrupts_held(), self._turns, interrupts_allowed():
+            requests = [
+                self._make_request(prompt, params, is_reported=False)
+                for prompt, params in zip(prompt_list, params_list, strict=True)
+            ]
         with (
             interrupts_held(),
             gc_paused(),
@@ -132,8 +148,9 @@ class LLMEngine:
         return [request.output() for request in requests]
 
     def _run(self, requests: list[Request], bar: ProgressBar) -> None:
-        for request in requests:
-            self._queue(request)
+        with self._turns:
+            for request in requests:
+                self._queue(request)
         num_done = 0
         try:
             while num_done < len(requests):
@@ -144,8 +161,9 @@ class LLMEngine:
                 with interrupts_allowed():
                     bar.update(num_done - before)
         finally:
-            for request in requests:
-                self._end(request)
+            with self._turns:
+                for request in requests:
+                    self._end(request)
 
     def chat(
         self,
@@ -177,27 +195,31 @@ class LLMEngine:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text as it comes. Closing the iterator early aborts the request."""
         self._check_open()
-        request = self._make_request(
-            prompt, SamplingParams() if sampling_params is None else sampling_params, is_reported=False
-        )
+        with interrupts_held(), self._turns, interrupts_allowed():
+            request = self._make_request(
+                prompt, SamplingParams() if sampling_params is None else sampling_params, is_reported=False
+            )
         if request.params.n > 1:
             raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[str]:
         try:
-            self._queue(request)
+            with interrupts_held(), self._turns:
+                self._queue(request)
             is_finished = False
             while not is_finished:
-                if not request.is_finished:  # other calls may have stepped the engine since the last piece
-                    self._advance()
-                is_finished = request.is_finished
-                if piece := request.output().outputs[0].new_text:
+                with interrupts_held(), self._turns:
+                    if not request.is_finished:  # other calls may have stepped the engine since the last piece
+                        self._advance()
+                    is_finished = request.is_finished
+                    piece = request.output().outputs[0].new_text
+                if piece:
                     yield piece
             if request.error:
                 raise EngineError(f"request {request.request_id} failed: {request.error}")
         finally:
-            with interrupts_held():
+            with interrupts_held(), self._turns:
                 self._end(request)
 
     # --- step by step -----------------------------------------------------------------------------------
@@ -218,16 +240,19 @@ class LLMEngine:
         """
         self._check_open()
         check_names(request_id, cache_salt, on_token)
-        request = self._make_request(
-            prompt,
-            SamplingParams() if sampling_params is None else sampling_params,
-            on_token=on_token,
-            request_id=request_id,
-            cache_salt=cache_salt or "",
-        )
-        self._queue(request)
+        with interrupts_held(), self._turns:
+            with interrupts_allowed():
+                request = self._make_request(
+                    prompt,
+                    SamplingParams() if sampling_params is None else sampling_params,
+                    on_token=on_token,
+                    request_id=request_id,
+                    cache_salt=cache_salt or "",
+                )
+            self._queue(request)
         return request.request_id
 
+    @_in_turn
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns the requests that changed; `finished` says which have ended."""
         self._check_open()
@@ -235,6 +260,7 @@ class LLMEngine:
         unreported, self._unreported = self._unreported, {}
         return [request.output() for request in unreported]
 
+    @_in_turn
     def step_deltas(self) -> list[AnswerDelta]:
         """Compute one step. Returns what is new, as tokens: much less work than `step` where texts are made elsewhere.
 
@@ -245,7 +271,7 @@ class LLMEngine:
         unreported, self._unreported = self._unreported, {}
         return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
-    @interrupts_held()
+    @_in_turn
     def _advance(self) -> None:
         """One step: schedule, submit, and commit the oldest submitted."""
         if self._is_stepping:
@@ -422,7 +448,6 @@ class LLMEngine:
         if _AUTOMATIC_ID.fullmatch(request_id):
             raise InvalidValueError(f"request_id={request_id!r} has the form of automatic ids; use another")
 
-    @interrupts_held()
     def _queue(self, request: Request) -> None:
         self._requests[request.request_id] = request
         for seq in request.seqs:
@@ -454,7 +479,7 @@ class LLMEngine:
             self._stats.num_finished += 1
             self._stats.num_cached_tokens += request.seqs[0].num_cached_tokens
 
-    @interrupts_held()
+    @_in_turn
     def abort(self, request_id: str, answer: int | None = None) -> bool:
         """End a request, or only one of its answers; the next `step` reports it.
 
@@ -478,6 +503,7 @@ class LLMEngine:
 
     # --- the rest ---------------------------------------------------------------------------------------
 
+    @_in_turn
     def set_hook_registry(self, registry: "HookRegistry | None") -> None:
         """Let hooks see, and replace, activations of all steps to come; None: no more.
 
@@ -507,9 +533,12 @@ class LLMEngine:
             num_cached_blocks=blocks.num_cached,
         )
 
-    @interrupts_held()
+    @_in_turn
     def exit(self) -> None:
         """Abort what is running and give back the memory. Calling it again does nothing."""
+        self._exit()
+
+    def _exit(self) -> None:
         if not self._is_open:
             return
         self._is_open = False
@@ -538,7 +567,8 @@ LLM = LLMEngine
 
 def _exit_if_alive(engine: "weakref.ref[LLMEngine]") -> None:
     if alive := engine():
-        alive.exit()
+        with interrupts_held():
+            alive._exit()  # at once: a thread that has the turn may never give it back
 
 
 def _mix(seed: int, number: int) -> int:

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -28,7 +27,7 @@ from infinilm.executor.loader import select_devices, start_executor
 from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory, rank_specs
 from infinilm.executor.rank_worker import ForwardInput
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
-from infinilm.interrupts import interrupts_allowed, interrupts_held
+from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.sources import resolve
@@ -49,22 +48,24 @@ MEMORY_SHARE = 0.9
 
 
 def _exclusive(method: Callable[Concatenate["InferEngine", P], T]) -> Callable[Concatenate["InferEngine", P], T]:
-    """Have a method refuse to run while the engine is in another call, closed or dead."""
+    """Have a method wait while the engine is in the call of another thread, and refuse to run within one of this
+    thread, or if the engine is closed or dead."""
 
     @wraps(method)
     def call(engine: "InferEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
         with interrupts_held():
-            if not engine._lock.acquire(blocking=False):
+            if engine._turns.is_mine:
                 raise EngineError(
-                    f"{method.__name__}: the engine is in the middle of another call; call it from one thread at a "
-                    "time, and not from a hook or streamer"
+                    f"{method.__name__}: the engine is in the middle of another call, which this one comes from; call "
+                    "it when that has returned, and not from a hook or streamer"
                 )
+            engine._turns.take(interruptible=True)
             try:
                 engine._executor.check_health()
                 with interrupts_allowed():
                     return method(engine, *args, **kwargs)
             finally:
-                engine._lock.release()
+                engine._turns.give_back()
 
     return call
 
@@ -76,8 +77,8 @@ class InferEngine(GenerationMixin):
     of a checkpoint. A configuration is computed in its `dtype`, a checkpoint in its own on a GPU and in float32 on a
     CPU. `cache_config` None: no cache; each forward pass attends to its own input alone.
 
-    `generate` uses the cache from its beginning, over whatever lies there. One thread at a time may call the engine.
-    After an error, whatever it was, the next call finds the engine as before.
+    `generate` uses the cache from its beginning, over whatever lies there. Calls of several threads are served one
+    after the other, in their order. After an error, whatever it was, the next call finds the engine as before.
     """
 
     Input: TypeAlias = InferInput
@@ -122,7 +123,7 @@ class InferEngine(GenerationMixin):
         self._registry: HookRegistry | None = None
         self._cache_config: CacheConfig | None = None
         self._layout: CacheLayout | None = None
-        self._lock = Lock()
+        self._turns = Turns()
         self._executor = start_executor("auto", devices, dtype)
         try:
             self._check_room(devices[0])
@@ -309,8 +310,9 @@ class InferEngine(GenerationMixin):
 
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         """Let hooks see, and replace, activations of all passes to come; None: no more."""
-        self._registry = attach(registry, self._registry, self.config.num_hidden_layers)
-        self._executor.set_hook_registry(self._registry)
+        with interrupts_held(), self._turns:
+            self._registry = attach(registry, self._registry, self.config.num_hidden_layers)
+            self._executor.set_hook_registry(self._registry)
 
     def close(self) -> None:
         """Stop the ranks and give back the memory. Calling it again does nothing."""

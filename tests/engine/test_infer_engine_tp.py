@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -214,8 +214,10 @@ def test_weights_from_a_seed_are_the_same_however_they_are_shared_out() -> None:
     torch.testing.assert_close(*logits, atol=0.05 * float(logits[0].std()), rtol=0)
 
 
-def test_who_calls_in_the_middle_of_a_call_is_told_so(case: tuple[str, InferEngine]) -> None:
-    """Another thread, or a hook. Neither disturbs the call that is running."""
+def test_calls_in_the_middle_of_a_call_are_refused_to_hooks_and_queued_for_threads(
+    case: tuple[str, InferEngine],
+) -> None:
+    """Neither disturbs the call that is running."""
     kind, engine = case
     engine.reset_cache(StaticKVCacheConfig(2, 64))
     weight = reference_of(kind).state_dict()["model.norm.weight"]
@@ -228,25 +230,27 @@ def test_who_calls_in_the_middle_of_a_call_is_told_so(case: tuple[str, InferEngi
         "state_dict": engine.state_dict,
     }
     told: list[str] = []
+    queued: list[Future[list[dict[str, torch.Tensor]]]] = []
     registry = HookRegistry()
 
     def call_all(name: str, tensor: torch.Tensor, layer: int) -> None:
         requests = registry.requests
-        with ThreadPoolExecutor(1) as other:
-            for method, call in calls.items():
-                for run in (call, lambda call=call: other.submit(call).result()):
-                    with pytest.raises(EngineError, match=f"{method}: the engine is in the middle of another call"):
-                        run()
-                    told.append(method)
+        for method, call in calls.items():
+            with pytest.raises(EngineError, match=f"{method}: the engine is in the middle of another call, which this"):
+                call()
+            told.append(method)
+        queued.append(others.submit(engine.state_dict))
         assert registry.requests is requests
 
     registry.register_hook("layer1_mlp_output", call_all)
     engine.set_hook_registry(registry)
-    try:
-        output = engine(input_ids=[text(20)], return_logits=True)
-    finally:
-        engine.set_hook_registry(None)
-    assert told == [method for method in calls for _ in range(2)]
+    with ThreadPoolExecutor(1) as others:
+        try:
+            output = engine(input_ids=[text(20)], return_logits=True)
+        finally:
+            engine.set_hook_registry(None)
+    assert told == list(calls)
+    assert len(queued[0].result()) == engine.get_dist_config().tp_size
     assert_near(output.logits[0], expected_logits(kind, text(20)))
     assert engine.get_cache_config() == StaticKVCacheConfig(2, 64)
     output = engine(input_ids=[text(20)[19:]], cache_lengths=[19], return_logits=True)

@@ -4,7 +4,8 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from time import sleep
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,7 @@ from troubled_model import save_troubled
 from infinilm import LLM, SamplingParams
 from infinilm.distributed import DistConfig
 from infinilm.engine import InferEngine
-from infinilm.interrupts import interrupts_allowed, interrupts_held
+from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -175,3 +176,47 @@ def test_ignored_interrupts_and_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.SIG_IGN, before]
+
+
+def test_turns_are_taken_in_order_and_an_interrupted_wait_leaves_the_queue() -> None:
+    turns, served = Turns(), []
+    turns.take()
+    turns.take()  # again, by the same thread
+
+    def wait(name: int) -> None:
+        with interrupts_held(), turns:
+            served.append(name)
+
+    threads = [Thread(target=wait, args=(name,)) for name in range(5)]
+    for place, thread in enumerate(threads, start=1):
+        thread.start()
+        while len(turns._waiting) < place:
+            sleep(0.001)
+    turns.give_back()
+    assert (turns.is_mine, served) == (True, [])
+    turns.give_back()
+    for thread in threads:
+        thread.join()
+    assert served == list(range(5))
+
+    is_done = Event()
+
+    def hold() -> None:
+        with interrupts_held(), turns:
+            while not turns._waiting:
+                sleep(0.001)
+            signal.raise_signal(signal.SIGINT)  # the main thread handles it
+            is_done.wait()
+
+    holder = Thread(target=hold)
+    holder.start()
+    while turns._owner is None:
+        sleep(0.001)
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        turns.take(interruptible=True)
+    assert not turns.is_mine
+    is_done.set()
+    holder.join()
+    with interrupts_held(), turns:
+        assert turns.is_mine
+    assert not turns.is_mine
