@@ -384,7 +384,7 @@ def test_003_5_2_a_cache_strategy_is_a_subclass_with_its_own_update(checkpoint: 
     assert (halved - plain).abs().max() > 0.1
 
 
-def test_003_5_2_strategies_that_are_wrong_are_named(checkpoint: Path) -> None:
+def test_003_5_2_strategies_that_are_wrong_are_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Empty(Cache):
         """Has no update."""
 
@@ -406,6 +406,9 @@ def test_003_5_2_strategies_that_are_wrong_are_named(checkpoint: Path) -> None:
         engine.reset_cache(AnyConfig(4, kind=Wrong))
         with pytest.raises(InvalidValueError, match=r"Wrong.update returned \[2, 2, 16\].*\[4, 16, 2, 2, 16\]"):
             engine.forward(input_ids=[[1, 2]])
+        monkeypatch.setattr(CausalLM, "updates_cache", False)
+        with pytest.raises(InvalidValueError, match=r"do not call Wrong\.update"):
+            engine.reset_cache(AnyConfig(4, kind=Wrong))
         with pytest.raises(InvalidTypeError, match=r"cache_class\(\) returned 3"):
             engine.reset_cache(AnyConfig(4, kind=3))
         engine.reset_cache(PagedKVCacheConfig(4))

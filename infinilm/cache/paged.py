@@ -4,7 +4,7 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,13 @@ class Cache:
     A subclass defines `update`: what is kept of new keys and values, and what attention sees.
     """
 
+    only_stores: ClassVar[bool] = False
+    """Whether `update` does no more than `store`, so that a kernel may take its place."""
+
+    def __init_subclass__(cls) -> None:
+        if "update" in cls.__dict__ and "only_stores" not in cls.__dict__:
+            cls.only_stores = False
+
     def __init__(
         self,
         specs: Sequence[CacheSpec],
@@ -129,11 +136,6 @@ class Cache:
         layer.flatten(0, 1).index_copy_(0, slot_mapping[is_written], mark_nonfinite(new))
         return layer
 
-    @property
-    def only_stores(self) -> bool:
-        """Whether `update` does no more than `store`, so that a kernel may take its place."""
-        return type(self).update is PagedKVCache.update
-
     def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, `[blocks, kv_heads, block_size, head_dim]` each, as views."""
         keys, values = self.layers[layer_idx].transpose(1, 3).unbind(2)
@@ -145,6 +147,8 @@ class Cache:
 
 class PagedKVCache(Cache):
     """Blocks that any request may use: the cache of `PagedKVCacheConfig`."""
+
+    only_stores = True
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """See `Cache`."""

@@ -37,6 +37,7 @@ from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import ModelConfig
 from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids, outline_model
+from infinilm.models.registry import FAMILIES
 from infinilm.sampling import check_uniform, draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
@@ -261,10 +262,7 @@ class InferEngine(GenerationMixin):
         for name, value in derived.items():
             object.__setattr__(config, name, value)  # the copy is the engine's own
         kind, settings = config.cache_class(), config.cache_settings()
-        if not (isinstance(kind, type) and issubclass(kind, Cache)):
-            raise InvalidTypeError(
-                f"{type(config).__name__}.cache_class() returned {kind!r}, which is no class of Cache"
-            )
+        _check_cache_class(kind, config, self.config.model_type)
         shape = replace(self._shape_of(layout), cache_class=kind, cache_settings=settings)
         self._cache_config = self._layout = None
         try:
@@ -341,6 +339,16 @@ def _check_dist_config(distributed_config: DistConfig | None) -> DistConfig:
 def _check_cache_config(cache_config: object) -> None:
     if not isinstance(cache_config, CacheConfig):
         raise InvalidTypeError(f"cache_config={cache_config!r} must be a CacheConfig, such as StaticKVCacheConfig()")
+
+
+def _check_cache_class(kind: object, config: CacheConfig, model_type: str) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Cache)):
+        raise InvalidTypeError(f"{type(config).__name__}.cache_class() returned {kind!r}, which is no class of Cache")
+    if not kind.only_stores and not getattr(FAMILIES[model_type].builder, "updates_cache", False):
+        raise InvalidValueError(
+            f"models of model_type={model_type!r} do not call {kind.__name__}.update; use another cache_config, or "
+            "have the model call it and set updates_cache = True"
+        )
 
 
 def _device_kind(device_type: str | torch.device | DeviceType | None, dist_config: DistConfig) -> str:

@@ -77,6 +77,8 @@ class Decoder(nn.Module):
     """Of all weights in a checkpoint but the head's."""
     unused_weights: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
     """Patterns of the tensors that a checkpoint may hold though the model has no use for them."""
+    updates_cache: ClassVar[bool] = True
+    """Whether keys and values go through `Cache.update`, so that a cache's own is called."""
 
     def __init__(
         self,
