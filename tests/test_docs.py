@@ -74,13 +74,13 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[
 
 def test_extending_prints_what_it_says(extended: tuple[Path, str, list[str]]) -> None:
     _, output, expected = extended
-    assert len(expected) == 6
+    assert len(expected) == 7
     check_printed(output, expected)
 
 
 def test_low_level_prints_what_it_says(tmp_path: Path) -> None:
     output, expected = run_blocks("docs/low-level.md", tmp_path)
-    assert len(expected) == 12
+    assert len(expected) == 14
     check_printed(output, expected)
 
 

@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, main_thread
 from time import sleep
 from types import FrameType
 from typing import Any
@@ -205,7 +205,7 @@ def test_turns_are_taken_in_order_and_an_interrupted_wait_leaves_the_queue() -> 
         with interrupts_held(), turns:
             while not turns._waiting:
                 sleep(0.001)
-            signal.raise_signal(signal.SIGINT)  # the main thread handles it
+            signal.pthread_kill(main_thread().ident, signal.SIGINT)
             is_done.wait()
 
     holder = Thread(target=hold)
