@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import SIZES, make_reference, save
+from halved_cache import HalvedCacheConfig
 from torch import Tensor
 
 from infinilm import LLM, InferEngine, SamplingParams
@@ -336,39 +337,15 @@ def test_002_3_the_extension_module_has_llama_for_causal_lm() -> None:
 # --- 003: the core --------------------------------------------------------------------------------------
 
 
-class HalvedCache(Cache):
-    """Keeps values times a factor, so that results can tell whether it was used."""
-
-    def __init__(self, *sizes: Any, factor: float = 0.5, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.factor = factor
-
-    def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
-        return self.store(layer_idx, key, value * self.factor, slot_mapping)
-
-
-@dataclass(frozen=True)
-class HalvedCacheConfig(PagedKVCacheConfig):
-    """A strategy of one's own."""
-
-    factor: float = 0.5
-
-    def cache_class(self) -> type[Cache]:
-        return HalvedCache
-
-    def cache_settings(self) -> dict[str, Any]:
-        return {"factor": self.factor}
-
-
 def run_in_pieces(engine: InferEngine) -> Tensor:
     """Logits of the second of two passes, which attends to the first's keys and values."""
     engine.forward(input_ids=ROWS[:, :13])
     return engine.forward(input_ids=ROWS[:, 13:], cache_lengths=[13, 13], return_logits=True).logits
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_003_5_2_a_cache_strategy_is_a_subclass_with_its_own_update(checkpoint: Path, num_ranks: int) -> None:
-    with InferEngine(checkpoint, DistConfig(num_ranks), "cpu") as engine:
+def test_003_5_2_a_cache_strategy_is_a_subclass_with_its_own_update(checkpoint: Path) -> None:
+    """On several ranks: see tests/engine/test_infer_engine_tp.py."""
+    with InferEngine(checkpoint, device_type="cpu") as engine:
         engine.reset_cache(PagedKVCacheConfig(8))
         plain = run_in_pieces(engine)
         engine.reset_cache(HalvedCacheConfig(8, factor=1.0))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
+from halved_cache import HalvedCacheConfig
 from infer_cases import VOCAB_SIZE, assert_near, expected_logits, greedy, reference_of, text
 
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig
@@ -255,6 +256,25 @@ def test_calls_in_the_middle_of_a_call_are_refused_to_hooks_and_queued_for_threa
     assert engine.get_cache_config() == StaticKVCacheConfig(2, 64)
     output = engine(input_ids=[text(20)[19:]], cache_lengths=[19], return_logits=True)
     assert_near(output.logits[0], expected_logits(kind, text(20))[19:])
+
+
+def test_a_cache_strategy_of_ones_own_is_used_by_all_ranks(case: tuple[str, InferEngine]) -> None:
+    kind, engine = case
+    results = []
+    for config in (PagedKVCacheConfig(8), HalvedCacheConfig(8, factor=1.0), HalvedCacheConfig(8)):
+        engine.reset_cache(config)
+        engine(input_ids=[text(20)[:13]])
+        results.append(engine(input_ids=[text(20)[13:]], cache_lengths=[13], return_logits=True).logits[0])
+    plain, same, halved = results
+    assert_near(plain, expected_logits(kind, text(20))[13:])
+    assert torch.equal(same, plain)
+    registry = HookRegistry()
+    registry.register_hook("layer*_v_proj", lambda name, tensor, layer: tensor * 0.5)
+    engine.set_hook_registry(registry)
+    expected = engine(input_ids=[text(20)], return_logits=True).logits[0, 13:]
+    engine.set_hook_registry(None)
+    assert_near(halved, expected)
+    assert (halved - plain).abs().max() > 0.1
 
 
 def test_two_engines_side_by_side_and_from_other_threads(tmp_path: Path) -> None:
