@@ -1,7 +1,7 @@
 """One rank, in this process."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -95,6 +95,9 @@ class LocalExecutor:
     def forward(self, given: ForwardInput) -> ForwardOutput:
         output: ForwardOutput = self.call_all(Command.FORWARD, given)[0]
         return output
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self.worker.computing()
 
     def check_health(self) -> None:
         if self._worker is None:

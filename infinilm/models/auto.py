@@ -1,13 +1,16 @@
 """Defaults that follow from a checkpoint and the machine."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infinilm.attention import why_not_native
 from infinilm.cache.config import DTYPES
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
+from infinilm.distributed.shard import PackedShard
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
@@ -15,6 +18,7 @@ from infinilm.loading.sources import resolve
 from infinilm.loading.weights import check_shapes
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
+from infinilm.models.quantization import choose_formats, note_dense
 from infinilm.models.registry import create_model
 from infinilm.text.tokenizer import Tokenizer
 
@@ -62,6 +66,87 @@ def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: t
         check_choice("dtype", name, DTYPES)
     chosen: Any = getattr(torch, name)
     assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoices:
+    """What is decided from settings and headers, before memory is taken for anything."""
+
+    dtype: torch.dtype
+    formats: WeightFormats
+    outline: InfinilmModel
+    """Of rank 0's share."""
+    attention_backend: str
+    kv_dtype: torch.dtype
+
+
+def make_choices(
+    config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+    num_ranks: int = 1,
+    *,
+    dtype: str | torch.dtype | None = None,
+    quantization: str | None = None,
+    attention_backend: str = "auto",
+    kv_cache_dtype: str = "auto",
+) -> ModelChoices:
+    """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
+
+    Without a checkpoint weights are random, and dense.
+    """
+    chosen, formats = choose_dtype(dtype, config, device), DENSE
+    if checkpoint is not None:
+        formats = choose_formats(
+            checkpoint,
+            config.model_type,
+            quantization=quantization,
+            dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
+            device=device,
+        )
+        outline = check_fits(checkpoint, config, chosen, num_ranks, formats)
+        note_dense(outline.weight_targets(), formats)
+    elif quantization not in (None, "none"):
+        raise InvalidValueError(
+            f"quantization={quantization!r}: matrices are quantised while a checkpoint is read, and a configuration "
+            "alone has none; give the path of a checkpoint, or quantization='none'"
+        )
+    else:
+        outline = outline_model(config, chosen, num_ranks)
+    is_quantized = any(isinstance(shard, PackedShard) for shard in outline.weight_targets().values())
+    attention = select_attention(attention_backend, config, device, chosen, is_quantized=is_quantized)
+    kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")
+    return ModelChoices(chosen, formats, outline, attention, kv_dtype)
+
+
+def select_attention(
+    asked: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
+) -> str:
+    """The backend asked for; with `auto` the native library's where it also multiplies with the weights, if it can."""
+    if asked not in ("auto", "native") or (asked == "auto" and not is_quantized):
+        return asked
+    group = config.num_attention_heads // config.num_key_value_heads
+    reason = why_not_native(device, dtype, config.head_dim, group)
+    if reason is not None and asked == "native":
+        raise InvalidValueError(
+            f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"
+        )
+    return "native" if reason is None else "auto"
+
+
+def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
+    """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type == "cuda" and asked not in ("auto", name):
+        raise InvalidValueError(
+            f"kv_cache_dtype={asked!r}: on a GPU the cache has the model's dtype, {name}; use 'auto'"
+        )
+    if asked != "auto":
+        name = asked
+    elif is_half:
+        name = "float16"
+    chosen: torch.dtype = getattr(torch, name)
     return chosen
 
 
