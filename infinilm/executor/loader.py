@@ -23,6 +23,7 @@ from infinilm.loading.sources import resolve
 from infinilm.models import ModelConfig
 from infinilm.models.auto import find_eos_token_ids, make_choices
 from infinilm.models.cpu import avoid_false_amx
+from infinilm.platforms import is_nvidia, require_device, select_indices
 from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class LoadedModel:
 def load_model(config: Config) -> LoadedModel:
     """Load the checkpoint that the settings name."""
     start_time = perf_counter()
+    if config.device != "auto":
+        require_device(config.device)  # before a model is downloaded
     path = resolve(config.model)
     checkpoint = open_checkpoint(path)
     try:
@@ -105,7 +108,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             block_size=memory.block_size,
             use_graphs=uses_graphs(config, devices[0]),
         )
-        if devices[0].type == "cuda":
+        if is_nvidia(devices[0]):
             measured = workspace.measured(executor.measure_workspace(settings))
             memory = plan(workspace=measured, max_model_len=memory.max_model_len)
         kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
@@ -135,20 +138,17 @@ def start_executor(
     return ProcessExecutor(devices, dtype, attention_backend)
 
 
-def select_devices(kind: str, distributed: DistConfig) -> list[torch.device]:
-    """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it."""
-    has_cuda = torch.cuda.is_available()
-    if kind == "cuda" and not has_cuda:
-        raise InvalidValueError("device='cuda': torch finds no CUDA device here; use device='cpu' or 'auto'")
-    if kind == "cpu" or not has_cuda:
+def select_devices(kind: str, distributed: DistConfig, parameter: str = "device") -> list[torch.device]:
+    """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it.
+
+    `parameter` names the `kind` in errors.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = require_device(kind, parameter)
+    if device_type == "cpu":
         return [torch.device("cpu")] * distributed.tp_size
-    num_devices = torch.cuda.device_count()
-    if missing := [index for index in distributed.tp_device_ids if index >= num_devices]:
-        raise InvalidValueError(
-            f"tp_device_ids={distributed.tp_device_ids} names {missing}, but there are {num_devices} CUDA devices, "
-            "numbered from 0"
-        )
-    return [torch.device("cuda", index) for index in distributed.tp_device_ids]
+    return select_indices(device_type, distributed.tp_device_ids, f"tp_device_ids={distributed.tp_device_ids}")
 
 
 def select_max_model_len(config: Config, model_config: ModelConfig) -> int:

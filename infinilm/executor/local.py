@@ -21,6 +21,7 @@ from infinilm.executor.wire import Command
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import ModelConfig
+from infinilm.platforms import is_nvidia
 
 
 def describe(worker: RankWorker) -> ExecutorInfo:
@@ -29,7 +30,7 @@ def describe(worker: RankWorker) -> ExecutorInfo:
         device=str(worker.device),
         dtype=str(worker.dtype).removeprefix("torch."),
         attention=worker.backend.name,
-        max_in_flight=2 if worker.device.type == "cuda" else 1,
+        max_in_flight=2 if is_nvidia(worker.device) else 1,
     )
 
 

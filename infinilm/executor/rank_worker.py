@@ -31,6 +31,7 @@ from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, ModelConfig, create_model
 from infinilm.models.cpu import ThreadUsers
 from infinilm.models.random_weights import fill_randomly
+from infinilm.platforms import sampling_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ class ForwardInput:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Tensors of rank 0, on its device."""
+    """Tensors of rank 0."""
 
-    hidden: Tensor  # [T, hidden], after the final norm
-    logits: Tensor  # [n, vocab] float32
+    hidden: Tensor  # [T, hidden], after the final norm, on its device
+    logits: Tensor  # [n, vocab] float32, where tokens are drawn
 
 
 class RankWorker:
@@ -202,7 +203,10 @@ class RankWorker:
         return self.model(batch.to_device(self.device, input_ids), cache, self.backend, taps)
 
     def compute_logits(self, hidden: Tensor, places: IntArray) -> Tensor:
-        """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch. Only rank 0 gets them."""
+        """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch, where they are drawn from.
+
+        Only rank 0 gets them.
+        """
         if len(places) != len(hidden):
             hidden = hidden[to_device(self.device, places)[0]]
-        return self.model.compute_logits(hidden).float()
+        return self.model.compute_logits(hidden).float().to(sampling_device(self.device))

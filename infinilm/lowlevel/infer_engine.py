@@ -19,7 +19,6 @@ from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheCo
 from infinilm.cache.paged import bytes_per_block
 from infinilm.cache.specs import group_layers
 from infinilm.checks import check_flag
-from infinilm.config import DeviceType
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
 from infinilm.distributed.config import DistConfig
@@ -38,6 +37,7 @@ from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import ModelConfig
 from infinilm.models.auto import ModelChoices, find_eos_token_ids, make_choices, outline_model
+from infinilm.platforms import DeviceType
 from infinilm.sampling import check_uniform, draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
@@ -101,7 +101,7 @@ class InferEngine(GenerationMixin):
         self._dist_config = _check_dist_config(distributed_config)
         if cache_config is not None:
             _check_cache_config(cache_config)
-        devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config)
+        devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config, "device_type")
         source, choices = self._open(config, devices, dtype, quantization)
         others = [
             outline_model(self.config, choices.dtype, len(devices), rank, choices.formats)
@@ -354,23 +354,18 @@ def _check_cache_config(cache_config: object) -> None:
 
 
 def _device_kind(device_type: str | torch.device | DeviceType | None, dist_config: DistConfig) -> str:
-    """`cpu`, `cuda` or `auto`. Which of several devices is the distributed configuration's to say."""
+    """The kind of device. Which of several devices is the distributed configuration's to say."""
     if device_type is None:
         return "auto"
     if not isinstance(device_type, (str, torch.device)):
         raise InvalidTypeError(f"device_type={device_type!r} must be a string, a torch.device or a DeviceType")
-    kind = device_type.type if isinstance(device_type, torch.device) else str(device_type)
-    if kind not in tuple(DeviceType):
-        raise InvalidValueError(f"device_type={str(device_type)!r} is unknown; use one of {', '.join(DeviceType)}")
-    if kind == DeviceType.CUDA and not torch.cuda.is_available():
-        raise InvalidValueError(
-            f"device_type={str(device_type)!r}: torch finds no CUDA device here; use 'cpu', or None for what there is"
-        )
-    index = device_type.index if isinstance(device_type, torch.device) else None
-    if kind == DeviceType.CUDA and index is not None and dist_config.tp_device_ids != [index]:
+    if isinstance(device_type, str):
+        return str(device_type)
+    kind, index = device_type.type, device_type.index
+    if kind != "cpu" and index is not None and dist_config.tp_device_ids != [index]:
         raise InvalidValueError(
             f"device_type={str(device_type)!r} and {dist_config} disagree; "
-            f"use device_type='cuda' and DistConfig(tp_device_ids=[{index}])"
+            f"use device_type={kind!r} and DistConfig(tp_device_ids=[{index}])"
         )
     return kind
 

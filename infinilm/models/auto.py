@@ -20,6 +20,7 @@ from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.quantization import choose_formats, note_dense
 from infinilm.models.registry import create_model
+from infinilm.platforms import has_bfloat16, require_device, select_indices
 from infinilm.text.tokenizer import Tokenizer
 
 
@@ -41,19 +42,13 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not isinstance(device, (str, torch.device)):
         raise InvalidTypeError(f"device={device!r} must be a string or a torch.device")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidValueError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise InvalidValueError(f"device={str(device)!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if chosen.type == "cuda":
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        chosen = torch.device("cuda", chosen.index or 0)
-        if chosen.index >= num_devices:
-            raise InvalidValueError(
-                f"device={str(device)!r}: torch finds {num_devices} CUDA devices here; use another, or auto"
-            )
+    kind, _, index = str(device).partition(":")
+    if index and not index.isdecimal():
+        raise InvalidValueError(f"device={str(device)!r} is unknown; use a kind and a number, such as cuda:0")
+    device_type = require_device(kind)
+    if device_type == "cpu":
+        return torch.device("cpu")
+    (chosen,) = select_indices(device_type, [int(index or 0)], f"device={str(device)!r}")
     return chosen
 
 
@@ -61,9 +56,13 @@ def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: t
     """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's."""
     if dtype is None or dtype == "auto":
         name = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
+        if name == "bfloat16" and not has_bfloat16(device):
+            name = "float16"
     else:
         name = str(dtype).removeprefix("torch.")
         check_choice("dtype", name, DTYPES)
+        if name == "bfloat16" and not has_bfloat16(device):
+            raise InvalidValueError(f"dtype='bfloat16': {device} has no bfloat16; use float16, float32 or auto")
     chosen: Any = getattr(torch, name)
     assert isinstance(chosen, torch.dtype)
     return chosen
@@ -138,7 +137,7 @@ def select_attention(
 def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
     """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
     name = str(dtype).removeprefix("torch.")
-    if device.type == "cuda" and asked not in ("auto", name):
+    if device.type != "cpu" and asked not in ("auto", name):
         raise InvalidValueError(
             f"kv_cache_dtype={asked!r}: on a GPU the cache has the model's dtype, {name}; use 'auto'"
         )

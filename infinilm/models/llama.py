@@ -29,6 +29,7 @@ from infinilm.models.cpu import ThreadUsers, avoid_false_amx
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.random_weights import fill_randomly
 from infinilm.models.registry import create_model
+from infinilm.platforms import sampling_device
 from infinilm.sampling import draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
@@ -204,7 +205,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         def next_tokens(step: GenerationStep) -> Sequence[int]:
             with self._thread_users.computing(torch.get_num_threads()):
                 logits = self._forward(step.new_ids, past_key_values=cache, logits_to_keep=1).logits[:, 0]
-                samples = draw_uniform(logits, **step.sampling).to_host()
+                samples = draw_uniform(logits.to(sampling_device(self.device)), **step.sampling).to_host()
             for sample in samples:
                 if sample.error is not None:
                     raise sample.error
