@@ -65,55 +65,57 @@ def check_device(parameter: str, name: object) -> None:
     if not isinstance(name, str):
         raise InvalidTypeError(f"{parameter}={name!r} must be a string, one of {', '.join(DEVICES)}")
     if name not in DEVICES:
-        _find(name, parameter)
+        _find(name, f"{parameter}={name!r}")
 
 
-def require_device(name: str, parameter: str = "device") -> str:
-    """torch's device type of this name, with the plug-in imported; an error that says what is missing otherwise."""
+def split_device(value: "str | torch.device", parameter: str = "device") -> tuple[str, int | None]:
+    """The kind and the number, if any, of a device such as `cuda:1`. What is not there is refused, see below."""
+    kind, _, index = str(value).partition(":")
+    if index and not index.isdecimal():
+        raise InvalidValueError(f"{parameter}={str(value)!r} is unknown; use a kind and a number, such as cuda:0")
+    require_device(kind, f"{parameter}={str(value)!r}")
+    return kind, int(index) if index else None
+
+
+def require_device(kind: str, asked: str) -> str:
+    """torch's device type of this kind, with the plug-in imported; an error that says what is missing otherwise.
+
+    `asked` is the setting in errors, such as `device='npu'`.
+    """
     import torch
 
-    platform = _find(name, parameter)
-    device_type = platform.device_type or str(name)
-    if device_type == "cpu":
-        return device_type
+    platform = _find(kind, asked)
+    device_type = platform.device_type or kind
+    needs = f"{platform.title} {platform.remedy}. Or use 'cpu'"
     if platform.package is not None:
         try:
             import_module(platform.package)
         except (ImportError, OSError) as error:
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == platform.package
             reason = "is not installed" if is_missing else f"can't be imported ({error})"
-            raise InvalidValueError(
-                f"{parameter}={name!r}: the package {platform.package} {reason}; {platform.title} {platform.remedy}. "
-                "Or use 'cpu'"
-            ) from error
-    if name == DeviceType.ROCM and torch.version.hip is None:
-        raise InvalidValueError(
-            f"{parameter}={name!r}: this torch ({torch.__version__}) is not built for ROCm; ROCm {platform.remedy}. "
-            "Or use 'cpu'"
-        )
-    if not getattr(torch, device_type).is_available():
-        raise InvalidValueError(
-            f"{parameter}={name!r}: torch finds no {platform.title} device here; {platform.title} {platform.remedy}. "
-            "Or use 'cpu'"
-        )
+            raise InvalidValueError(f"{asked}: the package {platform.package} {reason}; {needs}") from error
+    if kind == DeviceType.ROCM and torch.version.hip is None:
+        raise InvalidValueError(f"{asked}: this torch ({torch.__version__}) is not built for ROCm; {needs}")
+    if device_type != "cpu" and not getattr(torch, device_type).is_available():
+        raise InvalidValueError(f"{asked}: torch finds no {platform.title} device here; {needs}")
     return device_type
 
 
-def _find(name: str, parameter: str) -> Platform:
-    """The platform of a name: ours, or that of a torch plug-in that is imported."""
-    if name in tuple(DeviceType):
-        return PLATFORMS[DeviceType(name)]
+def _find(kind: str, asked: str) -> Platform:
+    """The platform of a kind: ours, or that of a torch plug-in that is imported."""
+    if kind in tuple(DeviceType):
+        return PLATFORMS[DeviceType(kind)]
     import torch
 
     known = f"use one of {', '.join(DEVICES)}, or the device type of a torch plug-in that is imported"
     try:
-        device = torch.device(name)
+        device = torch.device(kind)
     except RuntimeError:
-        raise InvalidValueError(f"{parameter}={name!r} is unknown; {known}") from None
+        raise InvalidValueError(f"{asked} is unknown; {known}") from None
     module: Any = getattr(torch, device.type, None)
-    if ":" in name or not hasattr(module, "is_available"):
-        raise InvalidValueError(f"{parameter}={name!r} is not supported; {known}")
-    return Platform(name.upper(), f"needs the plug-in's drivers; torch.{name} says more")
+    if ":" in kind or not hasattr(module, "is_available"):
+        raise InvalidValueError(f"{asked} is not supported; {known}")
+    return Platform(kind.upper(), f"needs the plug-in's drivers; torch.{kind} says more")
 
 
 def select_indices(device_type: str, indices: list[int], source: str) -> "list[torch.device]":
@@ -122,7 +124,7 @@ def select_indices(device_type: str, indices: list[int], source: str) -> "list[t
 
     count = getattr(torch, device_type).device_count()
     if missing := [index for index in indices if index >= count]:
-        title = _find(device_type, "device").title
+        title = _find(device_type, source).title
         raise InvalidValueError(f"{source} names {missing}, but there are {count} {title} devices, numbered from 0")
     if len(indices) > 1 and collectives_of(device_type) is None:
         raise InvalidValueError(

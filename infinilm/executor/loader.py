@@ -48,7 +48,7 @@ def load_model(config: Config) -> LoadedModel:
     """Load the checkpoint that the settings name."""
     start_time = perf_counter()
     if config.device != "auto":
-        require_device(config.device)  # before a model is downloaded
+        require_device(config.device, f"device={config.device!r}")  # before a model is downloaded
     path = resolve(config.model)
     checkpoint = open_checkpoint(path)
     try:
@@ -145,7 +145,7 @@ def select_devices(kind: str, distributed: DistConfig, parameter: str = "device"
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device_type = require_device(kind, parameter)
+    device_type = require_device(kind, f"{parameter}={kind!r}")
     if device_type == "cpu":
         return [torch.device("cpu")] * distributed.tp_size
     return select_indices(device_type, distributed.tp_device_ids, f"tp_device_ids={distributed.tp_device_ids}")

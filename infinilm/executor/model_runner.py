@@ -17,7 +17,6 @@ from infinilm.executor.step_io import LAST_TOKEN, NO_TOKEN, IntArray, StepInput,
 from infinilm.kernels.copies import reserve_pinned, to_device
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
-from infinilm.platforms import sampling_device
 from infinilm.sampling import Sampler, Samples, logprobs_of
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class ModelRunner:
         max_num_rows = settings.max_num_rows
         vocab_size = worker.model.config.vocab_size
         is_first = worker.group.rank == 0
-        self._sampler = Sampler(vocab_size, sampling_device(self._device), max_num_rows) if is_first else None
+        self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if is_first else None
         max_blocks = -(-settings.max_model_len // self._block_size)
         # By group of layers: the rows' block tables.
         self._tables = np.full((len(self._cache.groups), max_num_rows, max_blocks), -1, dtype=np.int64)

@@ -67,6 +67,7 @@ class RankWorker:
         """`num_threads`: by default as many as torch has; ranks on a CPU share them."""
         self.group = group
         self.device = group.info.device
+        self.sampling_device = sampling_device(self.device)
         self.dtype = dtype
         self.backend = select_backend(attention_backend, self.device)
         self.cache: PagedKVCache | None = None
@@ -209,4 +210,4 @@ class RankWorker:
         """
         if len(places) != len(hidden):
             hidden = hidden[to_device(self.device, places)[0]]
-        return self.model.compute_logits(hidden).float().to(sampling_device(self.device))
+        return self.model.compute_logits(hidden).float().to(self.sampling_device)

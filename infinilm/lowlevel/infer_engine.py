@@ -37,7 +37,7 @@ from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import ModelConfig
 from infinilm.models.auto import ModelChoices, find_eos_token_ids, make_choices, outline_model
-from infinilm.platforms import DeviceType
+from infinilm.platforms import DeviceType, split_device
 from infinilm.sampling import check_uniform, draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
@@ -359,9 +359,7 @@ def _device_kind(device_type: str | torch.device | DeviceType | None, dist_confi
         return "auto"
     if not isinstance(device_type, (str, torch.device)):
         raise InvalidTypeError(f"device_type={device_type!r} must be a string, a torch.device or a DeviceType")
-    if isinstance(device_type, str):
-        return str(device_type)
-    kind, index = device_type.type, device_type.index
+    kind, index = ("auto", None) if device_type == "auto" else split_device(device_type, "device_type")
     if kind != "cpu" and index is not None and dist_config.tp_device_ids != [index]:
         raise InvalidValueError(
             f"device_type={str(device_type)!r} and {dist_config} disagree; "

@@ -20,7 +20,7 @@ from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.quantization import choose_formats, note_dense
 from infinilm.models.registry import create_model
-from infinilm.platforms import has_bfloat16, require_device, select_indices
+from infinilm.platforms import has_bfloat16, require_device, select_indices, split_device
 from infinilm.text.tokenizer import Tokenizer
 
 
@@ -42,14 +42,10 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not isinstance(device, (str, torch.device)):
         raise InvalidTypeError(f"device={device!r} must be a string or a torch.device")
-    kind, _, index = str(device).partition(":")
-    if index and not index.isdecimal():
-        raise InvalidValueError(f"device={str(device)!r} is unknown; use a kind and a number, such as cuda:0")
-    device_type = require_device(kind)
-    if device_type == "cpu":
-        return torch.device("cpu")
-    (chosen,) = select_indices(device_type, [int(index or 0)], f"device={str(device)!r}")
-    return chosen
+    kind, index = split_device(device)
+    asked = f"device={str(device)!r}"
+    device_type = require_device(kind, asked)
+    return torch.device("cpu") if device_type == "cpu" else select_indices(device_type, [index or 0], asked)[0]
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -60,7 +60,7 @@ def test_every_name_is_covered() -> None:
     assert {*MISSING, "cpu", "cuda"} == set(PLATFORMS) == set(DeviceType)
 
 
-@pytest.mark.parametrize("name", ["tpu", "cuda:0", "meta", "hpu", "", "GPU"])
+@pytest.mark.parametrize("name", ["tpu", "cpu:0", "meta", "hpu", "", "GPU"])
 def test_names_that_are_no_devices(name: str) -> None:
     with pytest.raises(
         InvalidValueError, match=f"device='{name}' is (unknown|not supported); use one of auto, cpu, cuda"
@@ -187,7 +187,7 @@ def test_a_model_computes_the_same_on_a_plug_ins_device(tmp_path: Path) -> None:
     paths = [str(plugins), str(Path(infinilm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", RUN, path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
