@@ -10,8 +10,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from infinilm.config import Config, DeviceType
+from infinilm.config import Config
 from infinilm.outputs import CompletionOutput, RequestOutput
+from infinilm.platforms import DeviceType
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured_output import StructuredOutput
 

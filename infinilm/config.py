@@ -1,7 +1,6 @@
 """The engine's settings: frozen, and checked when created."""
 
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,16 +8,8 @@ from infinilm.cache.config import DTYPES, check_block_size
 from infinilm.checks import check_choice, check_flag, check_integer, check_real, make_numbers_plain
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.platforms import check_device
 
-
-class DeviceType(StrEnum):
-    """The kinds of devices that models run on."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-DEVICES = ("auto", *DeviceType)
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "native")
 QUANTIZATIONS = ("none", "q8", "q4")
 EXECUTORS = ("auto", "local", "processes")
@@ -64,6 +55,7 @@ class Config:
     num_kvcache_blocks: int | None = None
     """None: as many as fit into memory and are useful."""
     device: str = "auto"
+    """auto: a CUDA device if there is one, else the CPU. Others by name, see `docs/devices.md`."""
     dtype: str = "auto"
     """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: quantised weights are converted to it."""
     quantization: str | None = None
@@ -95,7 +87,7 @@ class Config:
         check_block_size("kvcache_block_size", self.kvcache_block_size)
         if self.num_kvcache_blocks is not None:
             check_integer("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
-        check_choice("device", self.device, DEVICES)
+        check_device("device", self.device)
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)

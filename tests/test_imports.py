@@ -12,13 +12,23 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "infinilm"
 
 # What each room may import of ours. Leaves come first; a room never imports one further down.
-LEAVES = {"errors", "checks", "framing", "interrupts", "processes", "sampling_params", "structured_output", "outputs"}
+LEAVES = {
+    "errors",
+    "checks",
+    "framing",
+    "interrupts",
+    "processes",
+    "sampling_params",
+    "structured_output",
+    "outputs",
+} | {"platforms"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
     "framing": set(),
     "processes": {"interrupts"},
     "checks": {"errors"},
+    "platforms": {"errors"},
     "sampling_params": LEAVES,
     "structured_output": {"checks", "errors"},
     "outputs": LEAVES,

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from infinilm.config import ATTENTION_BACKENDS, DEVICES, PRESETS, QUANTIZATIONS, Config
+from infinilm.config import ATTENTION_BACKENDS, PRESETS, QUANTIZATIONS, Config
+from infinilm.platforms import DEVICES
 from infinilm.sampling_params import SamplingParams
 
 Command = Callable[..., None]
@@ -41,7 +42,7 @@ _ENGINE_OPTIONS = {
         str, f"{', '.join(QUANTIZATIONS)}: how matrices are kept on a CPU. Default: as the checkpoint has them."
     ),
     "kv_cache_dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float16 with quantised weights."),
-    "device": _engine_option(str, f"{', '.join(DEVICES)}."),
+    "device": _engine_option(str, f"{', '.join(DEVICES)}, or the device type of a torch plug-in."),
     "tensor_parallel_size": _engine_option(
         int, "GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp"
     ),

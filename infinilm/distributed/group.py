@@ -1,4 +1,4 @@
-"""Collectives between the ranks of one engine: Gloo between CPUs, NCCL between GPUs.
+"""Collectives between the ranks of one engine: Gloo between CPUs, NCCL between GPUs, a plug-in's between others.
 
 Groups are objects, not torch's global default group: a process may hold as many engines as it likes.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from infinilm.errors import EngineError
+from infinilm.platforms import collectives_of
 
 dist: Any = distributed  # whose type stubs lack half of what it has
 Store = Any
@@ -77,8 +78,9 @@ class CommunicationGroup:
             )
         self.leave()
         store = dist.PrefixStore(f"rendezvous{rendezvous}", self._store)
-        if self.info.device.type == "cuda":
-            self._process_group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
+        backend = collectives_of(self.info.device.type)
+        if backend != "gloo":
+            self._process_group = _device_group(backend, store, self.rank, self.size)
             return
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
@@ -157,6 +159,21 @@ class CommunicationGroup:
             getattr(self._process_group, name)(*arguments).wait()
         except RuntimeError as error:
             raise CommunicationError(f"rank {self.rank} lost its connection to the others: {error}") from error
+
+
+def _device_group(backend: str | None, store: Store, rank: int, size: int) -> Any:
+    """A process group between devices: of torch's own backend, or of a plug-in's."""
+    name = str(backend).upper()
+    if kind := getattr(dist, f"ProcessGroup{name}", None):
+        return kind(store, rank, size, kind.Options())
+    plugin = dist.Backend._plugins.get(name)
+    if plugin is None:
+        raise EngineError(f"torch.distributed has no backend {backend!r} for collectives between devices; use one rank")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, TIMEOUT)
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size, options.timeout = store, rank, size, TIMEOUT
+    return plugin.creator_fn(options, None)
 
 
 SINGLE = CommunicationGroup()

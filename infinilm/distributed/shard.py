@@ -117,9 +117,16 @@ Weights = Mapping[str, Shard]
 """A model's weights by their names in a Hugging Face checkpoint."""
 
 
+def dense_weight(name: str, shard: Shard) -> WeightShard:
+    """The shard, or an error if its matrix is quantised."""
+    if isinstance(shard, PackedShard):
+        raise EngineError(
+            f"{name} is quantised ({shard.matrix.format}) and can't be read or replaced; load the model with "
+            "quantization='none'"
+        )
+    return shard
+
+
 def dense_weights(weights: Weights) -> dict[str, WeightShard]:
     """The weights of a model without quantised ones; an error if there are any."""
-    dense = {name: shard for name, shard in weights.items() if isinstance(shard, WeightShard)}
-    if len(dense) < len(weights):
-        raise EngineError("quantised weights can't be read or replaced; load the model with quantization='none'")
-    return dense
+    return {name: dense_weight(name, shard) for name, shard in weights.items()}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from infinilm.executor.step_io import StepInput, StepOutput
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -124,6 +125,10 @@ class Executor(Protocol):
 
     def forward(self, given: "ForwardInput") -> "ForwardOutput":
         """Run one forward pass whose caller manages the cache itself."""
+        ...
+
+    def computing(self) -> "AbstractContextManager[None]":
+        """Compute with rank 0's threads, as its steps do, in the caller's code."""
         ...
 
     def check_health(self) -> None:

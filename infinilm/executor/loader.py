@@ -9,10 +9,8 @@ from time import perf_counter
 
 import torch
 
-from infinilm.attention import why_not_native
 from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
-from infinilm.distributed.shard import PackedShard
 from infinilm.errors import InvalidValueError
 from infinilm.executor.executor import CacheShape, Executor, RunnerSettings
 from infinilm.executor.local import LocalExecutor
@@ -20,16 +18,18 @@ from infinilm.executor.memory import MemoryLedger, describe_oom, give_back, is_o
 from infinilm.executor.processes import ProcessExecutor
 from infinilm.executor.workspace import estimate_workspace, uses_graphs
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.formats import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.models import ModelConfig
-from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids
+from infinilm.models.auto import find_eos_token_ids, make_choices
 from infinilm.models.cpu import avoid_false_amx
-from infinilm.models.quantization import choose_formats, note_dense
+from infinilm.platforms import is_nvidia, require_device, select_indices
 from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+MODEL_SETTINGS = ("dtype", "quantization", "attention_backend", "kv_cache_dtype")
+"""Those that decide how the model is kept and computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class LoadedModel:
 def load_model(config: Config) -> LoadedModel:
     """Load the checkpoint that the settings name."""
     start_time = perf_counter()
+    if config.device != "auto":
+        require_device(config.device, f"device={config.device!r}")  # before a model is downloaded
     path = resolve(config.model)
     checkpoint = open_checkpoint(path)
     try:
@@ -68,41 +70,14 @@ def load_model(config: Config) -> LoadedModel:
     return loaded
 
 
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """What is decided from settings and headers, before memory is taken for anything."""
-
-    dtype: torch.dtype
-    formats: WeightFormats
-    weight_bytes: int
-    attention_backend: str
-    kv_dtype: torch.dtype
-
-
-def _choose(
-    checkpoint: Checkpoint, config: Config, model_config: ModelConfig, devices: Sequence[torch.device]
-) -> _Choices:
-    device = devices[0]
-    dtype = choose_dtype(config.dtype, model_config, device)
-    formats = choose_formats(
-        checkpoint, model_config.model_type, quantization=config.quantization, dtype=config.dtype, device=device
-    )
-    outline = check_fits(checkpoint, model_config, dtype, len(devices), formats)
-    weights = outline.weight_targets()
-    note_dense(weights, formats)
-    is_quantized = any(isinstance(shard, PackedShard) for shard in weights.values())
-    attention_backend = select_attention(config, model_config, device, dtype, is_quantized=is_quantized)
-    kv_dtype = select_kv_dtype(config, device, dtype, is_half=is_quantized and attention_backend == "native")
-    return _Choices(dtype, formats, outline.num_bytes(), attention_backend, kv_dtype)
-
-
 def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     model_config = ModelConfig.from_dict(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     distributed = config.distributed or DistConfig(config.tensor_parallel_size)
     devices = select_devices(config.device, distributed)
     longest = select_max_model_len(config, model_config)
-    choices = _choose(checkpoint, config, model_config, devices)
+    settings_of_model = {name: getattr(config, name) for name in MODEL_SETTINGS}
+    choices = make_choices(model_config, checkpoint, devices[0], len(devices), **settings_of_model)
     executor: Executor | None = None
     memory: MemoryLedger | None = None
     try:
@@ -116,7 +91,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             model_config,
             device=devices[0],
             kv_dtype=choices.kv_dtype,
-            weight_bytes=choices.weight_bytes,
+            weight_bytes=choices.outline.num_bytes(),
             free_bytes=executor.free_bytes,
             num_ranks=len(devices),
         )
@@ -133,7 +108,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             block_size=memory.block_size,
             use_graphs=uses_graphs(config, devices[0]),
         )
-        if devices[0].type == "cuda":
+        if is_nvidia(devices[0]):
             measured = workspace.measured(executor.measure_workspace(settings))
             memory = plan(workspace=measured, max_model_len=memory.max_model_len)
         kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
@@ -163,52 +138,17 @@ def start_executor(
     return ProcessExecutor(devices, dtype, attention_backend)
 
 
-def select_devices(kind: str, distributed: DistConfig) -> list[torch.device]:
-    """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it."""
-    has_cuda = torch.cuda.is_available()
-    if kind == "cuda" and not has_cuda:
-        raise InvalidValueError("device='cuda': torch finds no CUDA device here; use device='cpu' or 'auto'")
-    if kind == "cpu" or not has_cuda:
+def select_devices(kind: str, distributed: DistConfig, parameter: str = "device") -> list[torch.device]:
+    """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it.
+
+    `parameter` names the `kind` in errors.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = require_device(kind, f"{parameter}={kind!r}")
+    if device_type == "cpu":
         return [torch.device("cpu")] * distributed.tp_size
-    num_devices = torch.cuda.device_count()
-    if missing := [index for index in distributed.tp_device_ids if index >= num_devices]:
-        raise InvalidValueError(
-            f"tp_device_ids={distributed.tp_device_ids} names {missing}, but there are {num_devices} CUDA devices, "
-            "numbered from 0"
-        )
-    return [torch.device("cuda", index) for index in distributed.tp_device_ids]
-
-
-def select_attention(
-    config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
-) -> str:
-    """The backend asked for; with `auto` the native library's where it also multiplies with the weights, if it can."""
-    if config.attention_backend not in ("auto", "native"):
-        return config.attention_backend
-    if config.attention_backend == "auto" and not is_quantized:
-        return "auto"
-    group = model_config.num_attention_heads // model_config.num_key_value_heads
-    reason = why_not_native(device, dtype, model_config.head_dim, group)
-    if reason is not None and config.attention_backend == "native":
-        raise InvalidValueError(
-            f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"
-        )
-    return "native" if reason is None else "auto"
-
-
-def select_kv_dtype(config: Config, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
-    """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
-    name = str(dtype).removeprefix("torch.")
-    if device.type == "cuda" and config.kv_cache_dtype not in ("auto", name):
-        raise InvalidValueError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r}: on a GPU the cache has the model's dtype, {name}; use 'auto'"
-        )
-    if config.kv_cache_dtype != "auto":
-        name = config.kv_cache_dtype
-    elif is_half:
-        name = "float16"
-    chosen: torch.dtype = getattr(torch, name)
-    return chosen
+    return select_indices(device_type, distributed.tp_device_ids, f"tp_device_ids={distributed.tp_device_ids}")
 
 
 def select_max_model_len(config: Config, model_config: ModelConfig) -> int:

@@ -1,7 +1,7 @@
 """One rank, in this process."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,6 +21,7 @@ from infinilm.executor.wire import Command
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.models import ModelConfig
+from infinilm.platforms import is_nvidia
 
 
 def describe(worker: RankWorker) -> ExecutorInfo:
@@ -29,7 +30,7 @@ def describe(worker: RankWorker) -> ExecutorInfo:
         device=str(worker.device),
         dtype=str(worker.dtype).removeprefix("torch."),
         attention=worker.backend.name,
-        max_in_flight=2 if worker.device.type == "cuda" else 1,
+        max_in_flight=2 if is_nvidia(worker.device) else 1,
     )
 
 
@@ -95,6 +96,9 @@ class LocalExecutor:
     def forward(self, given: ForwardInput) -> ForwardOutput:
         output: ForwardOutput = self.call_all(Command.FORWARD, given)[0]
         return output
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self.worker.computing()
 
     def check_health(self) -> None:
         if self._worker is None:

@@ -16,6 +16,7 @@ from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.executor.executor import MeasuredWorkspace
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import ModelConfig
+from infinilm.platforms import free_device_bytes
 
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
 # takes as much as the weights do, within these bounds.
@@ -174,9 +175,8 @@ def format_bytes(count: float) -> str:
 
 def free_memory_bytes(device: torch.device) -> int:
     """Memory that can be had without pushing anything else out."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return free_device_bytes(device)
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # not Linux: half of all memory is a guess that leaves room for the rest
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -130,7 +130,8 @@ class ModelRunner:
         self._max_num_tokens = min(settings.max_num_batched_tokens, settings.max_model_len)
         max_num_rows = settings.max_num_rows
         vocab_size = worker.model.config.vocab_size
-        self._sampler = Sampler(vocab_size, self._device, max_num_rows) if worker.group.rank == 0 else None
+        is_first = worker.group.rank == 0
+        self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if is_first else None
         max_blocks = -(-settings.max_model_len // self._block_size)
         # By group of layers: the rows' block tables.
         self._tables = np.full((len(self._cache.groups), max_num_rows, max_blocks), -1, dtype=np.int64)
@@ -302,7 +303,7 @@ class ModelRunner:
             if self._worker.registry is not None:
                 show_logits(logits, self._worker.registry)
             samples = self._sampler.sample(logits, rows.tolist(), batch.sample_positions.tolist())
-            token_ids = samples.token_ids
+            token_ids = samples.token_ids.to(self._device)
             submitted.keep_samples(samples)
         else:
             token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -318,7 +319,7 @@ class ModelRunner:
                 places = firsts[index] + start + np.arange(len(targets))
                 logits = self._worker.compute_logits(hidden, places)
                 if self._sampler is not None:
-                    (ids,) = to_device(self._device, np.array(targets))
+                    (ids,) = to_device(logits.device, np.array(targets))
                     entries = logprobs_of(logits, ids, chunk.num_prompt_logprobs).to_host()
                     submitted.add_prompt_logprobs(index, entries)
 

@@ -20,6 +20,7 @@ from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_worker import RankWorker
 from infinilm.executor.wire import Command, handle_call
 from infinilm.framing import ChannelClosedError
+from infinilm.platforms import split_device
 from infinilm.processes import exit_with_parent, parent_socket
 
 
@@ -63,9 +64,10 @@ class _Rank:
     """A worker, and what it takes to get it going."""
 
     def __init__(self, settings: RankSettings) -> None:
+        split_device(settings.device)  # imports the plug-in, without which torch has no such device
         device = torch.device(settings.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).set_device(device)
         self.free_bytes = free_memory_bytes(device)
         group = CommunicationGroup(RankInfo(settings.rank, settings.size, device), join_store(settings.port))
         self.worker = RankWorker(

@@ -4,8 +4,8 @@ Ranks decide nothing. What a step computes, and where in the cache, is in the `S
 them get. Rank 0 alone samples and holds the hooks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +18,20 @@ from infinilm.cache.paged import Cache, CacheMemory, PagedKVCache
 from infinilm.debug import HookRegistry
 from infinilm.debug.taps import Taps, show_logits
 from infinilm.distributed.group import CommunicationGroup
-from infinilm.distributed.shard import PackedShard, dense_weights
+from infinilm.distributed.shard import dense_weight, dense_weights
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.memory import free_memory_bytes, rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
 from infinilm.executor.step_io import StepInput
-from infinilm.kernels import native
 from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, ModelConfig, create_model
+from infinilm.models.cpu import ThreadUsers
 from infinilm.models.random_weights import fill_randomly
+from infinilm.platforms import sampling_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,10 @@ class ForwardInput:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Tensors of rank 0, on its device."""
+    """Tensors of rank 0."""
 
-    hidden: Tensor  # [T, hidden], after the final norm
-    logits: Tensor  # [n, vocab] float32
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadUsers:
-    """Which libraries compute enough in a step to need threads."""
-
-    torch: bool = True
-    native: bool = False
+    hidden: Tensor  # [T, hidden], after the final norm, on its device
+    logits: Tensor  # [n, vocab] float32, where tokens are drawn
 
 
 class RankWorker:
@@ -74,6 +67,7 @@ class RankWorker:
         """`num_threads`: by default as many as torch has; ranks on a CPU share them."""
         self.group = group
         self.device = group.info.device
+        self.sampling_device = sampling_device(self.device)
         self.dtype = dtype
         self.backend = select_backend(attention_backend, self.device)
         self.cache: Cache | None = None
@@ -96,23 +90,9 @@ class RankWorker:
     def cache_bytes(self) -> int:
         return self.cache.memory.num_bytes if self.cache is not None else 0
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute with this rank's threads, of torch or of the native library, whichever has more to compute.
-
-        Idle threads of torch wait for work by spinning, on cores that the native library's threads need.
-        """
-        library = native.load() if self.thread_users.native else None
-        if library is not None and library.num_threads() != self.num_threads:
-            library.set_num_threads(self.num_threads)
-        before, wanted = torch.get_num_threads(), self.num_threads if self.thread_users.torch else 1
-        if wanted != before:
-            torch.set_num_threads(wanted)
-        try:
-            yield
-        finally:
-            if wanted != before:
-                torch.set_num_threads(before)
+    def computing(self) -> AbstractContextManager[None]:
+        """Compute with this rank's threads."""
+        return self.thread_users.computing(self.num_threads)
 
     # --- weights and cache ------------------------------------------------------------------------------
 
@@ -135,19 +115,15 @@ class RankWorker:
             finally:
                 checkpoint.close()
         self._model = model
-        matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
-        are_packed = [isinstance(shard, PackedShard) for shard in matrices]
-        self.thread_users = ThreadUsers(
-            torch=not all(are_packed), native=any(are_packed) or self.backend.name == "native"
-        )
+        self.thread_users = ThreadUsers.of(model, self.backend)
         self._wait_for_weights()
 
     @torch.inference_mode()
     def load_shards(self, shards: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]]) -> None:
         """Copy this rank's shards of some weights into the model; `shards` are by rank."""
-        targets = dense_weights(self.model.weight_targets())
+        targets = self.model.weight_targets()
         for name, shard in shards[self.group.rank].items():
-            targets[name].tensor.copy_(shard)
+            dense_weight(name, targets[name]).tensor.copy_(shard)
         self._wait_for_weights()
 
     def _wait_for_weights(self) -> None:
@@ -229,7 +205,10 @@ class RankWorker:
         return self.model(batch.to_device(self.device, input_ids), cache, self.backend, taps)
 
     def compute_logits(self, hidden: Tensor, places: IntArray) -> Tensor:
-        """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch. Only rank 0 gets them."""
+        """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch, where they are drawn from.
+
+        Only rank 0 gets them.
+        """
         if len(places) != len(hidden):
             hidden = hidden[to_device(self.device, places)[0]]
-        return self.model.compute_logits(hidden).float()
+        return self.model.compute_logits(hidden).float().to(self.sampling_device)

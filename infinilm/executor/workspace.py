@@ -135,7 +135,7 @@ def estimate_workspace(
         activations=shape.layer_bytes(shape.num_tokens) + max(shape.logits_bytes(), prefill_bytes),
         attention=attention_bytes,
         graphs=shape.graph_bytes(graphs),
-        libraries=LIBRARY_BYTES if device.type == "cuda" else 0,
+        libraries=LIBRARY_BYTES if device.type != "cpu" else 0,
         per_position=angle_bytes + gathered_bytes + -(-table_bytes // config.kvcache_block_size),
     )
 

@@ -13,7 +13,8 @@ def to_device(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[Tensor, 
     if device.type == "cpu":
         return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    pieces = torch.split(packed.pin_memory().to(device, non_blocking=True), [array.size for array in arrays])
+    moved = packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
+    pieces = torch.split(moved, [array.size for array in arrays])
     return tuple(piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True))
 
 

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
+from infinilm.platforms import is_nvidia
+
 # Needed for bfloat16 matrix instructions and asynchronous copies to shared memory.
 _LEAST_CAPABILITY = (8, 0)
 
@@ -26,6 +28,8 @@ def why_no_triton(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"Triton kernels need a CUDA device, not {device}"
+    if not is_nvidia(device):
+        return "the Triton kernels are written for NVIDIA GPUs, and this torch is built for ROCm"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)

@@ -17,7 +17,6 @@ from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheCo
 from infinilm.cache.paged import Cache, bytes_per_block
 from infinilm.cache.specs import group_layers
 from infinilm.checks import check_flag
-from infinilm.config import DeviceType
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
 from infinilm.distributed.config import DistConfig
@@ -28,7 +27,6 @@ from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back,
 from infinilm.executor.rank_worker import ForwardInput
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
-from infinilm.layers.formats import DENSE
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.lowlevel.infer_input import Input as InferInput
@@ -36,8 +34,9 @@ from infinilm.lowlevel.infer_input import Output as InferOutput
 from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import ModelConfig
-from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids, outline_model
+from infinilm.models.auto import ModelChoices, find_eos_token_ids, make_choices, outline_model
 from infinilm.models.registry import FAMILIES
+from infinilm.platforms import DeviceType, split_device
 from infinilm.sampling import check_uniform, draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
@@ -75,8 +74,11 @@ class InferEngine(GenerationMixin):
     """Runs a model, on one rank or many, as its caller says.
 
     `config` is a model's configuration, whose weights are then random until `load_param` brings others, or the path
-    of a checkpoint. A configuration is computed in its `dtype`, a checkpoint in its own on a GPU and in float32 on a
-    CPU. `cache_config` None: no cache; each forward pass attends to its own input alone.
+    of a checkpoint. `cache_config` None: no cache; each forward pass attends to its own input alone.
+
+    `dtype` None: a configuration is computed in its own, a checkpoint in its own on a GPU and in float32 on a CPU.
+    `dtype` and `quantization` mean what they mean in `Config`: a GGUF file's matrices stay quantised on a CPU unless a
+    `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while they are read.
 
     `generate` uses the cache from its beginning, over whatever lies there. Calls of several threads are served one
     after the other, in their order. After an error, whatever it was, the next call finds the engine as before.
@@ -93,31 +95,20 @@ class InferEngine(GenerationMixin):
         distributed_config: DistConfig | None = None,
         device_type: str | torch.device | DeviceType | None = None,
         cache_config: CacheConfig | None = None,
+        *,
+        dtype: str | torch.dtype | None = None,
+        quantization: str | None = None,
     ) -> None:
         self._dist_config = _check_dist_config(distributed_config)
         if cache_config is not None:
             _check_cache_config(cache_config)
-        devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config)
-        source: Path | int = 0
-        self.tokenizer: Tokenizer | None = None
-        self._end_ids: tuple[int, ...] | None = None
-        if isinstance(config, ModelConfig):
-            self.config = config
-            dtype = choose_dtype(config.dtype, config, devices[0])
-        elif isinstance(config, (str, Path)):
-            source = resolve(config)
-            checkpoint = open_checkpoint(source)
-            try:
-                self.config = ModelConfig.from_dict(checkpoint.config)
-                self.tokenizer = checkpoint.tokenizer()
-                self._end_ids = find_eos_token_ids(checkpoint, self.config, self.tokenizer)
-                dtype = choose_dtype(None, self.config, devices[0])
-                check_fits(checkpoint, self.config, dtype, len(devices))
-            finally:
-                checkpoint.close()
-        else:
-            raise InvalidTypeError(f"config={config!r} must be a ModelConfig or the path of a checkpoint")
-        outlines = [outline_model(self.config, dtype, len(devices), rank) for rank in range(len(devices))]
+        devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config, "device_type")
+        source, choices = self._open(config, devices, dtype, quantization)
+        others = [
+            outline_model(self.config, choices.dtype, len(devices), rank, choices.formats)
+            for rank in range(1, len(devices))
+        ]
+        outlines = [choices.outline, *others]
         self._params = ParamTable(outlines)
         self._weight_bytes = max(outline.num_bytes() for outline in outlines)
         self.max_len = self.config.max_context_len()
@@ -125,11 +116,12 @@ class InferEngine(GenerationMixin):
         self._cache_config: CacheConfig | None = None
         self._layout: CacheLayout | None = None
         self._turns = Turns()
-        self._executor = start_executor("auto", devices, dtype)
+        self._kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
+        self._executor = start_executor("auto", devices, choices.dtype, choices.attention_backend)
         try:
             self._check_room(devices[0])
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
-                self._executor.load(self.config, self.max_len, source, DENSE)
+                self._executor.load(self.config, self.max_len, source, choices.formats)
             if cache_config is not None:
                 self.reset_cache(cache_config)
         except BaseException as error:
@@ -137,6 +129,34 @@ class InferEngine(GenerationMixin):
             if is_out_of_memory(error):
                 give_back(error)
             raise
+
+    def _open(
+        self,
+        config: ModelConfig | str | Path,
+        devices: list[torch.device],
+        dtype: str | torch.dtype | None,
+        quantization: str | None,
+    ) -> tuple[Path | int, ModelChoices]:
+        """Read what the checkpoint's headers say; returns where weights come from and how they are kept."""
+        self.tokenizer: Tokenizer | None = None
+        self._end_ids: tuple[int, ...] | None = None
+        if isinstance(config, ModelConfig):
+            self.config = config
+            dtype = config.dtype if dtype in (None, "auto") else dtype
+            return 0, make_choices(config, None, devices[0], len(devices), dtype=dtype, quantization=quantization)
+        if not isinstance(config, (str, Path)):
+            raise InvalidTypeError(f"config={config!r} must be a ModelConfig or the path of a checkpoint")
+        path = resolve(config)
+        checkpoint = open_checkpoint(path)
+        try:
+            self.config = ModelConfig.from_dict(checkpoint.config)
+            self.tokenizer = checkpoint.tokenizer()
+            self._end_ids = find_eos_token_ids(checkpoint, self.config, self.tokenizer)
+            return path, make_choices(
+                self.config, checkpoint, devices[0], len(devices), dtype=dtype, quantization=quantization
+            )
+        finally:
+            checkpoint.close()
 
     def _check_room(self, device: torch.device) -> None:
         if self._weight_bytes > self._executor.free_bytes:
@@ -200,9 +220,10 @@ class InferEngine(GenerationMixin):
         if registry is not None:
             registry.begin_step(_rows_of(lowered, all_logits=given.return_logits))
         patterns = registry.patterns() if registry is not None else ()
-        result = self._executor.forward(ForwardInput(lowered.batch, rows, self._shape_of(lowered.layout), patterns))
-        hidden, logits = result.hidden, result.logits
-        samples = draw_uniform(logits[torch.from_numpy(ends - 1)] if given.return_logits else logits, **values)
+        with self._executor.computing():  # threads that torch draws with would spin during the next pass
+            result = self._executor.forward(ForwardInput(lowered.batch, rows, self._shape_of(lowered.layout), patterns))
+            hidden, logits = result.hidden, result.logits
+            samples = draw_uniform(logits[torch.from_numpy(ends - 1)] if given.return_logits else logits, **values)
         if error := next((sample.error for sample in samples.to_host() if sample.error), None):
             raise error
         return InferOutput(
@@ -282,7 +303,7 @@ class InferEngine(GenerationMixin):
         groups = group_layers(rank_specs(self.config, info.num_ranks))
 
         def token_bytes(dtype: str | None) -> int:
-            kind: torch.dtype = getattr(torch, dtype or info.dtype)
+            kind: torch.dtype = getattr(torch, dtype or self._kv_dtype)
             return sum(bytes_per_block(group, 1, kind) for group in groups)
 
         device = torch.device(info.device)
@@ -297,8 +318,7 @@ class InferEngine(GenerationMixin):
         return CacheLimits(self.max_len, token_bytes, max(int(available * MEMORY_SHARE), held_bytes))
 
     def _shape_of(self, layout: CacheLayout) -> CacheShape:
-        dtype = layout.dtype or self._executor.info.dtype
-        return CacheShape(layout.num_blocks, layout.block_size, dtype)
+        return CacheShape(layout.num_blocks, layout.block_size, layout.dtype or self._kv_dtype)
 
     # --- the rest ---------------------------------------------------------------------------------------
 
@@ -352,23 +372,16 @@ def _check_cache_class(kind: object, config: CacheConfig, model_type: str) -> No
 
 
 def _device_kind(device_type: str | torch.device | DeviceType | None, dist_config: DistConfig) -> str:
-    """`cpu`, `cuda` or `auto`. Which of several devices is the distributed configuration's to say."""
+    """The kind of device. Which of several devices is the distributed configuration's to say."""
     if device_type is None:
         return "auto"
     if not isinstance(device_type, (str, torch.device)):
         raise InvalidTypeError(f"device_type={device_type!r} must be a string, a torch.device or a DeviceType")
-    kind = device_type.type if isinstance(device_type, torch.device) else str(device_type)
-    if kind not in tuple(DeviceType):
-        raise InvalidValueError(f"device_type={str(device_type)!r} is unknown; use one of {', '.join(DeviceType)}")
-    if kind == DeviceType.CUDA and not torch.cuda.is_available():
-        raise InvalidValueError(
-            f"device_type={str(device_type)!r}: torch finds no CUDA device here; use 'cpu', or None for what there is"
-        )
-    index = device_type.index if isinstance(device_type, torch.device) else None
-    if kind == DeviceType.CUDA and index is not None and dist_config.tp_device_ids != [index]:
+    kind, index = ("auto", None) if device_type == "auto" else split_device(device_type, "device_type")
+    if kind != "cpu" and index is not None and dist_config.tp_device_ids != [index]:
         raise InvalidValueError(
             f"device_type={str(device_type)!r} and {dist_config} disagree; "
-            f"use device_type='cuda' and DistConfig(tp_device_ids=[{index}])"
+            f"use device_type={kind!r} and DistConfig(tp_device_ids=[{index}])"
         )
     return kind
 

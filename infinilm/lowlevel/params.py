@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infinilm.distributed.shard import dense_weights
+from infinilm.distributed.shard import dense_weight
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.lowlevel.infer_input import share_array
 from infinilm.models import InfinilmModel
@@ -25,7 +25,7 @@ class ParamTable:
 
     def __init__(self, outlines: Sequence[InfinilmModel]) -> None:
         """`outlines` are every rank's share of the model; they need no memory."""
-        self._shards = [dense_weights(outline.weight_targets()) for outline in outlines]
+        self._shards = [outline.weight_targets() for outline in outlines]
         self._is_ignorable = outlines[0].is_ignorable
 
     def names(self) -> list[str]:
@@ -47,7 +47,7 @@ class ParamTable:
 
     def cut(self, name: str, whole: Tensor) -> list[dict[str, Tensor]]:
         """Each rank's piece of a weight, views of the whole."""
-        return [{name: shards[name].cut(whole)} for shards in self._shards]
+        return [{name: dense_weight(name, shards[name]).cut(whole)} for shards in self._shards]
 
     def _has(self, name: str) -> bool:
         if name in self._shards[0]:
@@ -59,6 +59,7 @@ class ParamTable:
         )
 
     def _check(self, name: str, param: Param) -> Tensor:
+        dense_weight(name, self._shards[0][name])
         if isinstance(param, np.ndarray):
             if param.dtype.kind != "f" or param.itemsize > 8:
                 raise InvalidTypeError(f"{name} is an array of {param.dtype}; weights are one of {_DTYPE_NAMES}")

@@ -1,13 +1,16 @@
 """Defaults that follow from a checkpoint and the machine."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infinilm.attention import why_not_native
 from infinilm.cache.config import DTYPES
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
+from infinilm.distributed.shard import PackedShard
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
@@ -15,7 +18,9 @@ from infinilm.loading.sources import resolve
 from infinilm.loading.weights import check_shapes
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
+from infinilm.models.quantization import choose_formats, note_dense
 from infinilm.models.registry import create_model
+from infinilm.platforms import has_bfloat16, require_device, select_indices, split_device
 from infinilm.text.tokenizer import Tokenizer
 
 
@@ -37,31 +42,106 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not isinstance(device, (str, torch.device)):
         raise InvalidTypeError(f"device={device!r} must be a string or a torch.device")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidValueError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise InvalidValueError(f"device={str(device)!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if chosen.type == "cuda":
-        num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        chosen = torch.device("cuda", chosen.index or 0)
-        if chosen.index >= num_devices:
-            raise InvalidValueError(
-                f"device={str(device)!r}: torch finds {num_devices} CUDA devices here; use another, or auto"
-            )
-    return chosen
+    kind, index = split_device(device)
+    asked = f"device={str(device)!r}"
+    device_type = require_device(kind, asked)
+    return torch.device("cpu") if device_type == "cpu" else select_indices(device_type, [index or 0], asked)[0]
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's."""
     if dtype is None or dtype == "auto":
         name = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
+        if name == "bfloat16" and not has_bfloat16(device):
+            name = "float16"
     else:
         name = str(dtype).removeprefix("torch.")
         check_choice("dtype", name, DTYPES)
+        if name == "bfloat16" and not has_bfloat16(device):
+            raise InvalidValueError(f"dtype='bfloat16': {device} has no bfloat16; use float16, float32 or auto")
     chosen: Any = getattr(torch, name)
     assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoices:
+    """What is decided from settings and headers, before memory is taken for anything."""
+
+    dtype: torch.dtype
+    formats: WeightFormats
+    outline: InfinilmModel
+    """Of rank 0's share."""
+    attention_backend: str
+    kv_dtype: torch.dtype
+
+
+def make_choices(
+    config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+    num_ranks: int = 1,
+    *,
+    dtype: str | torch.dtype | None = None,
+    quantization: str | None = None,
+    attention_backend: str = "auto",
+    kv_cache_dtype: str = "auto",
+) -> ModelChoices:
+    """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
+
+    Without a checkpoint weights are random, and dense.
+    """
+    chosen, formats = choose_dtype(dtype, config, device), DENSE
+    if checkpoint is not None:
+        formats = choose_formats(
+            checkpoint,
+            config.model_type,
+            quantization=quantization,
+            dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
+            device=device,
+        )
+        outline = check_fits(checkpoint, config, chosen, num_ranks, formats)
+        note_dense(outline.weight_targets(), formats)
+    elif quantization not in (None, "none"):
+        raise InvalidValueError(
+            f"quantization={quantization!r}: matrices are quantised while a checkpoint is read, and a configuration "
+            "alone has none; give the path of a checkpoint, or quantization='none'"
+        )
+    else:
+        outline = outline_model(config, chosen, num_ranks)
+    is_quantized = any(isinstance(shard, PackedShard) for shard in outline.weight_targets().values())
+    attention = select_attention(attention_backend, config, device, chosen, is_quantized=is_quantized)
+    kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")
+    return ModelChoices(chosen, formats, outline, attention, kv_dtype)
+
+
+def select_attention(
+    asked: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
+) -> str:
+    """The backend asked for; with `auto` the native library's where it also multiplies with the weights, if it can."""
+    if asked not in ("auto", "native") or (asked == "auto" and not is_quantized):
+        return asked
+    group = config.num_attention_heads // config.num_key_value_heads
+    reason = why_not_native(device, dtype, config.head_dim, group)
+    if reason is not None and asked == "native":
+        raise InvalidValueError(
+            f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"
+        )
+    return "native" if reason is None else "auto"
+
+
+def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
+    """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu" and asked not in ("auto", name):
+        raise InvalidValueError(
+            f"kv_cache_dtype={asked!r}: on a GPU the cache has the model's dtype, {name}; use 'auto'"
+        )
+    if asked != "auto":
+        name = asked
+    elif is_half:
+        name = "float16"
+    chosen: torch.dtype = getattr(torch, name)
     return chosen
 
 

@@ -1,17 +1,58 @@
-"""Works around CPUs that report instructions which they do not have."""
+"""CPUs: whose threads compute, and a way around those that report instructions which they do not have."""
 
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+from infinilm.attention import AttentionBackend
+from infinilm.distributed.shard import PackedShard
+from infinilm.kernels import native
+from infinilm.models.base import InfinilmModel
 
 logger = logging.getLogger(__name__)
 
 # The best instruction set below AMX, by the name that oneDNN gives it.
 BELOW_AMX = "AVX512_CORE_FP16"
 PROBE = "import torch; torch.nn.functional.linear(torch.ones(8, 64).bfloat16(), torch.ones(64, 64).bfloat16())"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadUsers:
+    """Which libraries compute enough in a step to need threads."""
+
+    torch: bool = True
+    native: bool = False
+
+    @classmethod
+    def of(cls, model: InfinilmModel, backend: AttentionBackend) -> "ThreadUsers":
+        """Those of a model: the native library multiplies with quantised matrices, torch with the others."""
+        matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
+        are_packed = [isinstance(shard, PackedShard) for shard in matrices]
+        return cls(torch=not all(are_packed), native=any(are_packed) or backend.name == "native")
+
+    @contextmanager
+    def computing(self, num_threads: int) -> Iterator[None]:
+        """Compute with so many threads, of torch or of the native library, whichever has more to compute.
+
+        Idle threads of torch wait for work by spinning, on cores that the native library's threads need.
+        """
+        library = native.load() if self.native else None
+        if library is not None and library.num_threads() != num_threads:
+            library.set_num_threads(num_threads)
+        before, wanted = torch.get_num_threads(), num_threads if self.torch else 1
+        if wanted != before:
+            torch.set_num_threads(wanted)
+        try:
+            yield
+        finally:
+            if wanted != before:
+                torch.set_num_threads(before)
 
 
 def avoid_false_amx() -> None:

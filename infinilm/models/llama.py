@@ -13,15 +13,18 @@ from torch import Tensor, nn
 from infinilm.attention import HostBatch, select_backend
 from infinilm.cache.dynamic import DynamicCache, KVShape
 from infinilm.checks import check_integer
+from infinilm.debug.taps import Taps
+from infinilm.distributed.group import SINGLE
+from infinilm.distributed.shard import dense_weights
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.generation.arrays import read_rows
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.loading.weights import load_weights
-from infinilm.models.auto import check_fits, choose_device, choose_dtype, find_eos_token_ids
+from infinilm.models.auto import choose_device, find_eos_token_ids, make_choices
 from infinilm.models.config import ModelConfig
-from infinilm.models.cpu import avoid_false_amx
+from infinilm.models.cpu import ThreadUsers, avoid_false_amx
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.llama_parts import (
     LlamaAttention,
@@ -34,6 +37,7 @@ from infinilm.models.llama_parts import (
 )
 from infinilm.models.random_weights import fill_randomly
 from infinilm.models.registry import create_model
+from infinilm.platforms import sampling_device
 from infinilm.sampling import draw_uniform
 from infinilm.text.tokenizer import Tokenizer
 
@@ -66,6 +70,8 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
     """Any model that the decoder serves, ready to be called: Llama, Mistral, Qwen2, Qwen3 and those registered.
 
     `device`: None is the GPU if there is one, else the CPU. `dtype`: None is float32 on a CPU, else the checkpoint's.
+    `dtype` and `quantization` mean what they mean in `Config`: a GGUF file's matrices stay quantised on a CPU unless a
+    `dtype`, or quantization="none", is asked for.
     The weights are the `checkpoint`'s, or without one random: normal with the config's `initializer_range` as
     deviation, norms 1, biases 0.
     """
@@ -79,6 +85,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         config: ModelConfig,
         *,
         dtype: str | torch.dtype | None = None,
+        quantization: str | None = None,
         device: str | torch.device | None = None,
         seed: int = 0,
         checkpoint: Checkpoint | None = None,
@@ -91,17 +98,21 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         self.config = config
         self.max_len = config.max_context_len()
         self.device = choose_device(device)
-        self.dtype = choose_dtype(dtype, config, self.device)
+        choices = make_choices(config, checkpoint, self.device, dtype=dtype, quantization=quantization)
+        self.dtype = choices.dtype
         if self.device.type == "cpu" and self.dtype != torch.float32:
             avoid_false_amx()
-        self.backend = select_backend("auto", self.device)
-        self._shape = KVShape(config.cache_specs(), self.dtype, self.device)
+        self.backend = select_backend(choices.attention_backend, self.device)
+        self._shape = KVShape(config.cache_specs(), choices.kv_dtype, self.device)
         self.tokenizer = None if checkpoint is None else checkpoint.tokenizer()
         self._end_ids: tuple[int, ...] | None = None
         if checkpoint is not None:
             self._end_ids = find_eos_token_ids(checkpoint, config, self.tokenizer)
-            check_fits(checkpoint, config, self.dtype)
-        self.model = create_model(config, max_len=self.max_len, dtype=self.dtype, device=self.device)
+        self.model = create_model(
+            config, max_len=self.max_len, dtype=self.dtype, device=self.device, formats=choices.formats
+        )
+        self._thread_users = ThreadUsers.of(self.model, self.backend)
+        self._hookable = tuple(self.modules())[1:] if self.backend.name == "native" else ()
         if checkpoint is None:
             fill_randomly(self.model.weight_targets(), config.initializer_range, seed)
         else:
@@ -114,12 +125,13 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantization: str | None = None,
     ) -> Self:
         """Load a directory, a .gguf file, an alias or a hub id; None: the embedded model."""
         checkpoint = open_checkpoint(resolve(path))
         try:
             config = ModelConfig.from_dict(checkpoint.config)
-            return cls(config, dtype=dtype, device=device, checkpoint=checkpoint)
+            return cls(config, dtype=dtype, quantization=quantization, device=device, checkpoint=checkpoint)
         finally:
             checkpoint.close()
 
@@ -136,6 +148,16 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         the rotary embedding and count on from the cache if not given; a token sees all before it, whatever
         their positions. `logits_to_keep`: for the last so many tokens (0: all), or for those at the indices `[n]`.
         """
+        with self._thread_users.computing(torch.get_num_threads()):
+            return self._forward(input_ids, position_ids, past_key_values, logits_to_keep)
+
+    def _forward(
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        past_key_values: DynamicCache | None = None,
+        logits_to_keep: int | Tensor = 0,
+    ) -> LlamaOutput:
         ids = read_rows("input_ids", input_ids, self.config.vocab_size)
         cache = DynamicCache() if past_key_values is None else past_key_values
         if not isinstance(cache, DynamicCache):
@@ -155,19 +177,35 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
                 query_lens=placement.query_lens,
                 context_lens=placement.context_lens,
             )
-            hidden = self.model(batch.to_device(self.device), pool, self.backend)
-        cache.advance(num_new)
+            hidden = self.model(batch.to_device(self.device), pool, self.backend, self._taps())
+            cache.advance(num_new)
         chosen = hidden.view(num_rows, num_new, -1)[:, kept]
         logits = self.model.compute_logits(chosen.flatten(0, 1)).float()
         return LlamaOutput(logits.view(num_rows, -1, logits.shape[-1]), cache)
+
+    def _taps(self) -> Taps | None:
+        """Taps for nobody, with which the layers run one by one, if modules have hooks of torch's; else None."""
+        is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self._hookable)
+        return Taps((), None, SINGLE) if is_hooked else None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module`. Quantised matrices are no tensors, so a model that has some refuses."""
+        dense_weights(self.model.weight_targets())
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module`, and `state_dict`."""
+        dense_weights(self.model.weight_targets())
+        return super().load_state_dict(*args, **kwargs)
 
     def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:  # noqa: ARG002 - any number of rows
         check_length(max_len, self.max_len)
         cache = DynamicCache()
 
         def next_tokens(step: GenerationStep) -> Sequence[int]:
-            logits = self.forward(step.new_ids, past_key_values=cache, logits_to_keep=1).logits[:, 0]
-            samples = draw_uniform(logits, **step.sampling).to_host()
+            with self._thread_users.computing(torch.get_num_threads()):
+                logits = self._forward(step.new_ids, past_key_values=cache, logits_to_keep=1).logits[:, 0]
+                samples = draw_uniform(logits.to(sampling_device(self.device)), **step.sampling).to_host()
             for sample in samples:
                 if sample.error is not None:
                     raise sample.error
@@ -197,10 +235,11 @@ class AutoLlamaModel:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        quantization: str | None = None,
     ) -> LlamaForCausalLM:
         """`LlamaForCausalLM.from_pretrained`, with a line in the log: what was loaded, where, and how long it took."""
         start_time = perf_counter()
-        model = LlamaForCausalLM.from_pretrained(path, device=device, dtype=dtype)
+        model = LlamaForCausalLM.from_pretrained(path, device=device, dtype=dtype, quantization=quantization)
         logger.info(
             "%s on %s in %s, loaded in %.1f s",
             model.config.model_type,

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from infinilm.checks import check_choice
 from infinilm.distributed.shard import PackedShard, Weights
 from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
@@ -25,6 +26,8 @@ def choose_formats(
     checkpoint: Checkpoint, model_type: str, *, quantization: str | None, dtype: str, device: torch.device
 ) -> WeightFormats:
     """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
+    if quantization is not None:
+        check_choice("quantization", quantization, ("none", *QUANTIZED_TO))
     if quantization in QUANTIZED_TO:
         _check_quantization(model_type, quantization, dtype, device)
     elif quantization == "none" or dtype != "auto" or device.type != "cpu" or not keeps_quantized(model_type):

@@ -34,6 +34,7 @@ def error_of(cli: Cli, *args: str | Path, stdin: str = "") -> str:
         (["generate", "x", "--top-k", "-3"], "top_k=-3 is out of range"),
         (["generate", "x", "--temperature", "nan"], "temperature=nan is out of range"),
         (["generate", "x", "--dtype", "int3"], "dtype='int3' is unknown"),
+        (["generate", "x", "--device", "npu"], "device='npu': the package torch_npu is not installed; NPU needs"),
         (["generate", "x", "--preset", "warp"], "preset='warp' is unknown"),
         (["generate", "x", "--model", "no/such/model/here"], "'no/such/model/here' is not known"),
         (["generate", "x", "--file", "no-such-file"], "'no-such-file' does not exist"),

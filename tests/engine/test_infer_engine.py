@@ -53,8 +53,8 @@ NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machine
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device_type": "tpu"}, InvalidValueError, "device_type='tpu' is unknown; use one of cpu, cuda"),
-        ({"device_type": torch.device("mps")}, InvalidValueError, "device_type='mps' is unknown"),
+        ({"device_type": "tpu"}, InvalidValueError, "device_type='tpu' is unknown; use one of auto, cpu, cuda"),
+        ({"device_type": torch.device("meta")}, InvalidValueError, "device_type='meta' is not supported; use one of"),
         ({"device_type": 1}, InvalidTypeError, "device_type=1 must be a string"),
         *(
             pytest.param({"device_type": cuda}, InvalidValueError, "device_type='cuda.*: torch finds no", marks=NO_CUDA)

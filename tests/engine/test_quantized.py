@@ -8,10 +8,11 @@ import torch
 from checkpoints import make_reference, save
 from packing import needs_native
 
-from infinilm import LLM, Config, InferEngine, SamplingParams
+from infinilm import LLM, SamplingParams
 from infinilm.debug import HookRegistry
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.executor.rank_worker import ThreadUsers
+from infinilm.models.auto import select_kv_dtype
+from infinilm.models.cpu import ThreadUsers
 
 TEXT = list(range(2, 150))
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
@@ -129,14 +130,11 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
 
 
 def test_settings_of_gpus() -> None:
-    from infinilm.executor.loader import select_kv_dtype
-
     cuda = torch.device("cuda")
     for name in ("auto", "bfloat16"):
-        config = Config(kv_cache_dtype=name)
-        assert select_kv_dtype(config, cuda, torch.bfloat16, is_half=False) == torch.bfloat16
+        assert select_kv_dtype(name, cuda, torch.bfloat16, is_half=False) == torch.bfloat16
     with pytest.raises(InvalidValueError, match=r"kv_cache_dtype='float16': on a GPU .* bfloat16; use 'auto'"):
-        select_kv_dtype(Config(kv_cache_dtype="float16"), cuda, torch.bfloat16, is_half=False)
+        select_kv_dtype("float16", cuda, torch.bfloat16, is_half=False)
 
 
 # --- the embedded model -----------------------------------------------------------------------------------
@@ -180,11 +178,6 @@ def test_three_ranks_share_a_quantised_file(smollm2: Path, dense: tuple[torch.Te
     with LLM(smollm2, **settings) as llm:
         assert not llm.executor.worker.thread_users.torch
         assert (scores(llm, tokens) - expected).abs().mean() < 0.01
-
-
-def test_the_low_level_engine_stays_dense(smollm2: Path) -> None:
-    with InferEngine(smollm2, device_type="cpu") as engine:
-        assert engine.state_dict()[0]["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
 
 
 @needs_native

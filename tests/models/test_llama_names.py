@@ -175,7 +175,7 @@ def test_dtype_and_device_are_what_was_asked_for(model, reference, tmp_path: Pat
         half.float()
     with pytest.raises(InvalidValueError, match="dtype='int8' is unknown; use one of float32"):
         LlamaForCausalLM(model.config, dtype="int8")
-    for device, message in [("tpu", "is unknown"), ("meta", "is not supported"), ("cuda:99", "CUDA devices")]:
+    for device, message in [("tpu", "is unknown"), ("meta", "is not supported"), ("cuda:99", "CUDA device")]:
         with pytest.raises(InvalidValueError, match=f"device='{device}'.*{message}"):
             LlamaForCausalLM(model.config, device=device)
     with pytest.raises(TypeError, match="config must be a ModelConfig, not dict"):
