@@ -271,6 +271,7 @@ def test_a_cache_strategy_of_ones_own_is_used_by_all_ranks(case: tuple[str, Infe
     registry = HookRegistry()
     registry.register_hook("layer*_v_proj", lambda name, tensor, layer: tensor * 0.5)
     engine.set_hook_registry(registry)
+    engine.reset_cache(PagedKVCacheConfig(8))
     expected = engine(input_ids=[text(20)], return_logits=True).logits[0, 13:]
     engine.set_hook_registry(None)
     assert_near(halved, expected)
