@@ -24,9 +24,10 @@ from infinilm.layers.formats import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.models import ModelConfig
-from infinilm.models.auto import check_fits, choose_dtype, find_eos_token_ids
+from infinilm.models.auto import check_fits, choose_dtype, find_default_sampling, find_eos_token_ids
 from infinilm.models.cpu import avoid_false_amx
 from infinilm.models.quantization import choose_formats, note_dense
+from infinilm.sampling_params import SamplingParams
 from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     memory: MemoryLedger
+    default_sampling_params: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -147,7 +149,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
-    return LoadedModel(executor, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory)
+    sampling = find_default_sampling(checkpoint)
+    return LoadedModel(executor, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory, sampling)
 
 
 def start_executor(

@@ -91,6 +91,7 @@ def _describe_model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "infinilm",
         "max_model_len": service.max_model_len,
+        "default_sampling_params": service.ready.default_params,
     }
 
 

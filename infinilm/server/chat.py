@@ -32,6 +32,7 @@ async def chat(service: Service, body: protocol.ChatRequest, request: Request) -
     params = protocol.make_params(
         body,
         min(asked or max_tokens, max_tokens),
+        service.ready.default_params,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=protocol.find_structure(body, plan.grammar),
     )

@@ -290,14 +290,19 @@ def stop_strings(body: SamplingFields) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def make_params(body: SamplingFields, max_tokens: int, **others: Any) -> SamplingParams:
-    """The parameters for the engine. They have no stop strings: the HTTP process decodes text and finds those."""
+def make_params(
+    body: SamplingFields, max_tokens: int, defaults: Mapping[str, int | float], **others: Any
+) -> SamplingParams:
+    """The parameters for the engine; `defaults` are the model's.
+
+    They have no stop strings: the HTTP process decodes text and finds those.
+    """
     values = {name: getattr(body, name) for name in _SAME_NAMES} | others
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {**defaults, **{name: value for name, value in values.items() if value is not None}}
     if body.logit_bias:
         given["logit_bias"] = _bias_by_id(body.logit_bias)
     try:
-        return SamplingParams.from_kwargs(max_tokens=max_tokens, **given)
+        return SamplingParams.from_kwargs(**given, max_tokens=max_tokens)
     except InfinilmError as error:
         raise as_bad_request(error) from error
 
