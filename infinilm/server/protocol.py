@@ -22,6 +22,8 @@ from infinilm.structured_output import StructuredOutput
 
 MAX_INTEGER = 2**31 - 1
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
+UNSUPPORTED = "unsupported"
+"""The error code of what OpenAI's API has and this server has not."""
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
@@ -165,7 +167,28 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(SamplingFields):
+class NeutralFields(Strict):
+    """Fields of OpenAI's API with the values that ask for nothing beyond what is done anyway."""
+
+    store: bool | None = None
+    """Only false: nothing is stored."""
+    metadata: dict[str, str] | None = None
+    """Labels of a stored answer."""
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    """The prefix cache works without it."""
+
+
+def check_stores_nothing(body: NeutralFields) -> None:
+    if body.store:
+        raise bad_request("store=true is not supported: this server keeps no answers; send false", "store", UNSUPPORTED)
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatRequest(SamplingFields, NeutralFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[ListOf[Message], Field(min_length=1)]
@@ -178,6 +201,10 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Values for the chat template's own variables, such as `enable_thinking`."""
+    modalities: ListOf[Literal["text"]] | None = None
+    reasoning_effort: Effort | None = None
+    """For chat templates that know it, and for models that do not reason."""
+    verbosity: Literal["medium"] | None = None
 
 
 class TokenizeRequest(Strict):

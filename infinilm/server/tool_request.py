@@ -62,9 +62,8 @@ def check_tool_request(
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise InvalidValueError(f"tools has two functions with the name {repeated!r}; names must be unique")
-    for field, value in {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}.items():
-        if not checked and value not in (None, "none"):
-            raise InvalidValueError(f"{field} needs tools; give tools, or leave it out")
+    if not checked and tool_choice not in (None, "none", "auto"):
+        raise InvalidValueError("tool_choice needs tools; give tools, or leave it out")
     if isinstance(tool_choice, Mapping):
         forced_name = tool_choice["function"]["name"]
         if forced_name not in names:
