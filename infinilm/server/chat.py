@@ -116,7 +116,12 @@ class ToolPlan:
         try:
             self.request: ToolRequest = check_tool_request(tools, self._choice, self._is_parallel)
             self.grammar = call_grammar(
-                service.tool_format, tools, self._choice, self._is_parallel, special_tokens=self._special
+                service.tool_format,
+                tools,
+                self._choice,
+                self._is_parallel,
+                special_tokens=self._special,
+                answer_schema=protocol.schema_of(body.response_format) if body else None,
             )
         except InfinilmError as error:
             raise bad_request(str(error), "tools") from error

@@ -347,18 +347,24 @@ def _bias_by_id(logit_bias: Mapping[str, float]) -> dict[int, float]:
     return {int(token_id): bias for token_id, bias in logit_bias.items()}
 
 
+def schema_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that answers must follow, if it is JSON that is asked for."""
+    if isinstance(response_format, JsonSchemaFormat):
+        return response_format.json_schema.schema_
+    return {"type": "object"} if isinstance(response_format, JsonObjectFormat) else None
+
+
 def find_structure(body: SamplingFields, tool_grammar: str | None = None) -> StructuredOutput | None:
     """The constraint on the form of a request's answers, or None. More than one is refused."""
     asked: dict[str, tuple[str, Any]] = {
         name: (kind, getattr(body, name)) for name, kind in _GUIDES.items() if getattr(body, name) is not None
     }
-    if isinstance(body, ChatRequest):
-        if isinstance(body.response_format, JsonObjectFormat):
-            asked["response_format"] = ("json_object", True)
-        elif isinstance(body.response_format, JsonSchemaFormat):
-            asked["response_format"] = ("json_schema", body.response_format.json_schema.schema_)
-    if tool_grammar is not None:
+    if tool_grammar is not None:  # which has the response format, where text is allowed
         asked["tool_choice"] = ("grammar", tool_grammar)
+    elif isinstance(body, ChatRequest) and isinstance(body.response_format, JsonObjectFormat):
+        asked["response_format"] = ("json_object", True)
+    elif isinstance(body, ChatRequest) and isinstance(body.response_format, JsonSchemaFormat):
+        asked["response_format"] = ("json_schema", body.response_format.json_schema.schema_)
     if not asked:
         return None
     names = list(asked)
