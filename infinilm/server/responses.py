@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infinilm.server.api_errors import ApiError
+from infinilm.server.api_errors import ApiError, bad_request
 from infinilm.server.chat import ChatReply, ToolPlan, open_chat
 from infinilm.server.protocol import ChatRequest
 from infinilm.server.replies import encode, respond
@@ -34,6 +34,10 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
     except ApiError as error:
         raise _renamed(error) from error
     reply = ResponsesReply(service, chat_body, stream, plan, body)
+    try:
+        encode(reply.response)  # it repeats what was asked
+    except UnicodeEncodeError as error:
+        raise bad_request(f"a text has a lone surrogate, which UTF-8 cannot express: {error}") from error
     return await respond(service, chat_body, request, stream, reply)
 
 
@@ -62,7 +66,8 @@ class ResponsesReply(ChatReply):
         self, service: Service, chat_body: ChatRequest, stream: ResponseStream, plan: ToolPlan, body: ResponsesRequest
     ) -> None:
         super().__init__(service, chat_body, stream, plan)
-        self._response = _describe(body, stream, service.model_name)
+        self.response = _describe(body, stream, service.model_name)
+        """Without output."""
         self._output: list[dict[str, Any]] = []
         """The items. The last one is open: more may be added to it."""
         self._texts: list[str] = []
@@ -85,7 +90,7 @@ class ResponsesReply(ChatReply):
         status, reason = ("incomplete", "max_output_tokens") if _is_cut(answer) else ("completed", None)
         usage = self._stream.usage()
         return {
-            **self._response,
+            **self.response,
             "status": status,
             "incomplete_details": reason and {"reason": reason},
             "output": self._output,
@@ -103,8 +108,8 @@ class ResponsesReply(ChatReply):
 
     def write(self, chunks: list[Chunk]) -> bytes:
         if not self._num_events:
-            self._emit("response.created", response=self._response)
-            self._emit("response.in_progress", response=self._response)
+            self._emit("response.created", response=self.response)
+            self._emit("response.in_progress", response=self.response)
         self._add(chunks)
         events, self._events = self._events, []
         return b"".join(events)
@@ -116,7 +121,7 @@ class ResponsesReply(ChatReply):
 
     def fail(self, error: ApiError) -> bytes:
         problem = {"code": "server_error", "message": error.message}
-        self._emit("response.failed", response={**self._response, "status": "failed", "error": problem})
+        self._emit("response.failed", response={**self.response, "status": "failed", "error": problem})
         return b"".join(self._events)
 
     def _emit(self, kind: str, **content: Any) -> None:

@@ -50,11 +50,6 @@ def add_calls(prefix: str) -> None:
                 (await Agent(name, output_type=kind(City), model_settings={"max_tokens": LONG}).run(QUESTION)).output
             )
 
-    @call(f"{prefix}: tools offered, structured (schema)")
-    async def tools_and_structured() -> None:
-        agent = Agent(name, tools=[get_weather], output_type=NativeOutput(City), model_settings={"max_tokens": LONG})
-        check_city((await agent.run(QUESTION)).output)
-
 
 add_calls("openai")
 add_calls("openai-chat")

@@ -23,6 +23,8 @@ CLIENTS = {
 }
 """Scripts by the package that they need."""
 MODEL = "smollm2-135m"
+TIME_LIMIT_S = 600.0
+"""For the calls of one client."""
 Row = tuple[str, str, str, str]
 """Client, version, call, result."""
 
@@ -33,7 +35,7 @@ def run_client(python: str, package: str, url: str, model: str) -> list[Row]:
     if version is None:
         return [(package, "", "", f"skipped: not installed for {python}")]
     done = subprocess.run(
-        [python, HERE / CLIENTS[package], url, model], capture_output=True, text=True, check=False, timeout=300
+        [python, HERE / CLIENTS[package], url, model], capture_output=True, text=True, check=False, timeout=TIME_LIMIT_S
     )
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"call"')]
     rows = [(package, version, each["call"], each["result"]) for each in records]
@@ -59,7 +61,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> int:
-    from server_driver import serving
+    import server_driver
 
     from infinilm.loading.sources import resolve
 
@@ -68,8 +70,9 @@ def main() -> int:
     parser.add_argument("clients", nargs="*", help=f"Some of {', '.join(CLIENTS)}; default: all.")
     asked = parser.parse_args()
     rows: list[Row] = []
+    server_driver.TIME_LIMIT_S = 2 * TIME_LIMIT_S
     for package in asked.clients or CLIENTS:
-        with serving(resolve(None), "--model-name", MODEL) as server:
+        with server_driver.serving(resolve(None), "--model-name", MODEL) as server:
             rows += run_client(asked.python, package, server.url, MODEL)
     show(rows)
     num_bad = sum(row[3] != "ok" and not row[3].startswith("skipped") for row in rows)

@@ -268,6 +268,20 @@ def test_the_cause_is_named_without_the_other_types_of_a_field(server: Server) -
     assert "; or" not in message
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"metadata": {"a": "\\ud800"}',
+        '"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "null", "title": "\\udfff"}}}',
+    ],
+)
+def test_what_is_repeated_in_the_reply_must_be_utf_8(server: Server, fields: str) -> None:
+    content = f'{{"input": "x", "max_output_tokens": 3, {fields}}}'
+    response = server.http.post("/v1/responses", content=content, headers={"Content-Type": "application/json"})
+    assert "lone surrogate" in check_error(response, 400)["message"]
+    wait_until(server.is_empty)
+
+
 def test_neutral_fields_are_granted(server: Server) -> None:
     neutral: dict[str, Any] = {
         "store": False,
