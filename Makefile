@@ -11,8 +11,9 @@ CMAKE := $(BIN)/cmake
 CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 SANITIZED := build/sanitize
+CLIENTS_VENV := .venv-clients
 
-.PHONY: run serve docs test format format-check lint types tests fuzz native sanitize clean
+.PHONY: run serve docs test format format-check lint types tests fuzz test-clients native sanitize clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -52,6 +53,20 @@ FUZZ ?= --cases 600
 fuzz: native $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ)
 
+# Clients of OpenAI's API against a server: a table of calls and results. They are installed in an environment of their own.
+# `make test-clients CLIENTS="llm instructor"` runs some of them.
+test-clients: native $(VENV)/.dev $(CLIENTS_VENV)/.clients
+	$(BIN)/python tests/clients/run_clients.py --python $(CLIENTS_VENV)/bin/python $(CLIENTS)
+
+$(CLIENTS_VENV)/.clients: pyproject.toml constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	@echo "Installing the clients into $(CLIENTS_VENV) …"
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")' \
+		>$(CLIENTS_VENV)/requirements.txt
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-clients.txt \
+		--requirement $(CLIENTS_VENV)/requirements.txt
+	touch $@
+
 # The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
 native: $(VENV)/.run
 	@mkdir -p build
@@ -86,4 +101,4 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist infinilm/_native.*.so
+	rm -rf $(VENV) $(CLIENTS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist infinilm/_native.*.so

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 LogitsProcessor = Callable[["Sequence[int]", "torch.Tensor"], "torch.Tensor"]
 """`(token ids generated so far, logits [vocab]) -> logits [vocab]`."""
 
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The parameters for which a checkpoint, or a model's card, may have defaults of its own."""
 MAX_SAMPLES = 256
 MAX_LOGPROBS = 1024
 MAX_STOPS = 64
@@ -161,6 +163,10 @@ class SamplingParams:
     def allows_drafts(self) -> bool:
         """Whether several tokens can be drawn at once: what may be drawn must not depend on the tokens before."""
         return not (self.has_penalties or self.logits_processors or self.structured)
+
+    def model_defaults(self) -> dict[str, int | float]:
+        """The values of the parameters for which models have defaults."""
+        return {name: getattr(self, name) for name in MODEL_DEFAULTS}
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:

@@ -29,13 +29,13 @@ FENCE = '"""'
 MAX_STEP_TOKENS = 512
 
 
-@takes_sampling(temperature=0.7, top_p=0.9, max_tokens=1024, without=("n", "logprobs"))
+@takes_sampling(max_tokens=1024, without=("n", "logprobs"))
 @takes_config(without=("max_num_seqs", "max_num_batched_tokens"))
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
     config: Config,
-    sampling: SamplingParams,
+    sampling: dict[str, Any],
 ) -> None:
     """Talk with a model.
 
@@ -46,7 +46,8 @@ def chat(
     with open_engine(settings) as engine:
         if engine.tokenizer is None or engine.tokenizer.chat_template is None:
             raise InvalidValueError(f"{engine.config.model} has no chat template; use infinilm generate")
-        Chat(engine, sampling, Conversation(system)).run()
+        params = replace(engine.default_sampling_params, **sampling)
+        Chat(engine, params, Conversation(system)).run()
 
 
 class Conversation:

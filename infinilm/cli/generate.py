@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 
-@takes_sampling(temperature=0.0, max_tokens=128)
+@takes_sampling(max_tokens=128)
 @takes_config()
 def generate(
     *,
@@ -52,25 +52,26 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
     config: Config,
-    sampling: SamplingParams,
+    sampling: dict[str, Any],
 ) -> None:
     """Generate text from prompts.
 
     A single prompt's answer is streamed, and is all that is written to stdout. Several prompts are answered together,
-    with a table of times at the end. Defaults are greedy, so that runs can be repeated.
+    with a table of times at the end. Runs can be repeated: without --seed, draws are the same each time.
     """
     if system is not None and not chat:
         raise InvalidValueError("--system is a message of a chat; give --chat as well")
-    if sampling.logprobs is not None and not as_json:
+    if "logprobs" in sampling and not as_json:
         raise InvalidValueError("--logprobs are shown by --json only; give it as well")
     texts = read_prompts(prompts or [], files or [], lines=lines)
     with open_engine(config) as engine:
         start_time = perf_counter()
         encoded = _encode(engine, texts, chat, system)
-        if len(texts) == 1 and sampling.n == 1 and not as_json:
-            outputs = [_stream(engine, encoded[0], sampling)]
+        params = replace(engine.default_sampling_params, **sampling)
+        if len(texts) == 1 and params.n == 1 and not as_json:
+            outputs = [_stream(engine, encoded[0], params)]
         else:
-            outputs = engine.generate(encoded, sampling, use_tqdm=sys.stderr.isatty())
+            outputs = engine.generate(encoded, params, use_tqdm=sys.stderr.isatty())
             if as_json:
                 for text, output in zip(texts, outputs, strict=True):
                     typer.echo(json.dumps(_to_json(text, output), ensure_ascii=False))

@@ -13,6 +13,7 @@ from infinilm.cli.display import console, format_count, make_facts, make_table
 from infinilm.cli.options import ModelArgument
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
+from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,6 +30,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
     """Everything that `infinilm info` prints, as plain values. Reads no weights."""
     from infinilm.loading.checkpoint import open_checkpoint
     from infinilm.models import ModelConfig
+    from infinilm.models.auto import find_default_sampling
 
     with closing(open_checkpoint(path)) as checkpoint:
         config = ModelConfig.from_dict(checkpoint.config)
@@ -38,6 +40,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
         for name, shape in checkpoint.shapes().items():
             stored[formats[name]] += math.prod(shape)
         memory = _memory_needs(checkpoint, config, stored.total())
+        sampling = find_default_sampling(checkpoint)
     return {
         "path": str(path),
         "num_bytes": size_on_disk(path),
@@ -57,6 +60,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
         "tied_head": config.tie_word_embeddings,
         "max_context_len": config.max_context_len(),
         "tokenizer": _describe_tokenizer(tokenizer) if tokenizer else None,
+        "sampling": sampling.model_defaults(),
         "memory": memory,
     }
 
@@ -67,11 +71,10 @@ def size_on_disk(path: Path) -> int:
 
 
 def find_license(path: Path) -> str | None:
-    from infinilm.loading.sources import ALIASES
+    from infinilm.loading.sources import find_source
 
-    for source in ALIASES.values():
-        if Path(source.member).name == path.name:
-            return source.license
+    if source := find_source(path):
+        return source.license
     if path.is_dir():
         return None
     from infinilm.loading.gguf import GGUFFile
@@ -168,7 +171,14 @@ def _describe(facts: dict[str, Any]) -> dict[str, str]:
         "tokenizer": f"{tokenizer['kind']}, {'with' if tokenizer['has_chat_template'] else 'without'} chat template"
         if tokenizer
         else "none",
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in _own_sampling(facts["sampling"]).items()),
     }
+
+
+def _own_sampling(sampling: dict[str, float]) -> dict[str, float]:
+    """The temperature, and the other parameters that do something."""
+    usual = SamplingParams().model_defaults()
+    return {name: value for name, value in sampling.items() if name == "temperature" or value != usual[name]}
 
 
 def _memory_table(facts: dict[str, Any]) -> "Table":

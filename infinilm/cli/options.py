@@ -6,7 +6,6 @@ options check their values.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any
 
@@ -57,15 +56,20 @@ _ENGINE_OPTIONS = {
 }
 
 _SAMPLING_OPTIONS = {
-    "temperature": _sampling_option(float, "0: always the most likely token.", "--temperature", "-t"),
+    "temperature": _sampling_option(
+        float | None,
+        "0: always the most likely token. Default of this and the next four: the model's (infinilm info).",
+        "--temperature",
+        "-t",
+    ),
+    "top_p": _sampling_option(float | None, "Draw from the likeliest tokens with this total probability."),
+    "top_k": _sampling_option(int | None, "Draw from this many of the likeliest tokens; -1: from all."),
+    "min_p": _sampling_option(float | None, "Leave out tokens below this share of the likeliest one's probability."),
+    "repetition_penalty": _sampling_option(float | None, "Above 1: repeated tokens become less likely."),
     "max_tokens": _sampling_option(int, "Tokens to generate at most.", "--max-tokens", "-n"),
-    "top_p": _sampling_option(float, "Draw from the likeliest tokens with this total probability."),
-    "top_k": _sampling_option(int, "Draw from this many of the likeliest tokens; -1: from all."),
-    "min_p": _sampling_option(float, "Leave out tokens below this share of the likeliest one's probability."),
-    "repetition_penalty": _sampling_option(float, "Above 1: repeated tokens become less likely."),
     "seed": _sampling_option(int | None, "Makes draws repeatable."),
     "stop": _sampling_option(list[str] | None, "End at this text. Can be given several times."),
-    "n": _sampling_option(int, "Answers per prompt.", "--n"),
+    "n": _sampling_option(int | None, "Answers per prompt. Default: 1.", "--n"),
     "logprobs": _sampling_option(int | None, "With --json: log-probabilities of this many tokens at each position."),
 }
 
@@ -85,10 +89,12 @@ def takes_config(*, without: tuple[str, ...] = ()) -> Callable[[Command], Comman
 
 
 def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Replace a command's parameter `sampling` by the sampling options, except `without`."""
-    usual = {field.name: field.default for field in fields(SamplingParams)} | {"stop": None} | defaults
-    options = {name: (kind, usual[name]) for name, kind in _SAMPLING_OPTIONS.items() if name not in without}
-    return expand("sampling", options, _make_sampling)
+    """Replace a command's parameter `sampling` by the sampling options, except `without`.
+
+    The command gets a dict of those given, to be merged with the model's defaults, which need the model.
+    """
+    options = {name: (kind, defaults.get(name)) for name, kind in _SAMPLING_OPTIONS.items() if name not in without}
+    return expand("sampling", options, _check_sampling)
 
 
 def _make_config(preset: str | None = None, **settings: Any) -> Config:
@@ -96,8 +102,10 @@ def _make_config(preset: str | None = None, **settings: Any) -> Config:
     return Config.preset(preset, **given) if preset is not None else Config.from_kwargs(**given)
 
 
-def _make_sampling(stop: list[str] | None = None, **settings: Any) -> SamplingParams:
-    return SamplingParams.from_kwargs(stop=tuple(stop or ()), **settings)
+def _check_sampling(**settings: Any) -> dict[str, Any]:
+    given = _drop_none(**settings)
+    SamplingParams.from_kwargs(**given)  # wrong values are refused before the model is loaded
+    return given
 
 
 def takes_sizes() -> Callable[[Command], Command]:

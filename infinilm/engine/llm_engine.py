@@ -88,6 +88,8 @@ class LLMEngine:
         self.memory = loaded.memory
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
+        self.default_sampling_params = loaded.default_sampling_params
+        """For requests without parameters: the checkpoint's defaults, or those of the model's card."""
         self.grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self.scheduler = Scheduler(
             BlockManager(
@@ -128,11 +130,13 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Answer prompts: one output each, in order.
 
-        A prompt is a text, or token ids in a list, a NumPy array or a torch tensor of one dimension.
+        A prompt is a text, or token ids in a list, a NumPy array or a torch tensor of one dimension. Without
+        `sampling_params` the model's own defaults are used: `default_sampling_params`.
         """
         self._check_open()
         prompt_list = as_prompt_list(prompts)
-        params_list = pair_params(sampling_params, len(prompt_list))
+        given = self.default_sampling_params if sampling_params is None else sampling_params
+        params_list = pair_params(given, len(prompt_list))
         # All are checked before the first is queued: a bad one among them leaves nothing behind.
         with interrupts_held(), self._turns, interrupts_allowed():
             requests = [
@@ -196,9 +200,7 @@ class LLMEngine:
         """The answer's text as it comes. Closing the iterator early aborts the request."""
         self._check_open()
         with interrupts_held(), self._turns, interrupts_allowed():
-            request = self._make_request(
-                prompt, SamplingParams() if sampling_params is None else sampling_params, is_reported=False
-            )
+            request = self._make_request(prompt, sampling_params, is_reported=False)
         if request.params.n > 1:
             raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
         return self._stream(request)
@@ -244,7 +246,7 @@ class LLMEngine:
             with interrupts_allowed():
                 request = self._make_request(
                     prompt,
-                    SamplingParams() if sampling_params is None else sampling_params,
+                    sampling_params,
                     on_token=on_token,
                     request_id=request_id,
                     cache_salt=cache_salt or "",
@@ -404,7 +406,7 @@ class LLMEngine:
     def _make_request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         *,
         on_token: OnToken | None = None,
         request_id: str | None = None,
@@ -413,6 +415,7 @@ class LLMEngine:
     ) -> Request:
         self.executor.check_health()
         vocab_size = self.model_config.vocab_size
+        params = self.default_sampling_params if params is None else params
         check_params(params, vocab_size, self.eos_token_ids)
         token_ids = encode_prompt(prompt, self.tokenizer, vocab_size)
         stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)

@@ -21,9 +21,10 @@ from infinilm.kernels.support import has_kernels
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.models import ModelConfig
-from infinilm.models.auto import find_eos_token_ids, make_choices
+from infinilm.models.auto import find_default_sampling, find_eos_token_ids, make_choices
 from infinilm.models.cpu import avoid_false_amx
 from infinilm.platforms import is_nvidia, require_device, select_indices
+from infinilm.sampling_params import SamplingParams
 from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     memory: MemoryLedger
+    default_sampling_params: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -122,7 +124,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
-    return LoadedModel(executor, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory)
+    sampling = find_default_sampling(checkpoint)
+    return LoadedModel(executor, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory, sampling)
 
 
 def start_executor(

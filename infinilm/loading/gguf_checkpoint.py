@@ -36,6 +36,14 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of a generation config, and their names in llama.cpp's `general.sampling`."""
 _OUTER_PATTERN = re.compile(r"(\w+)\.(weight|bias)")
 
 
@@ -53,7 +61,8 @@ class GGUFCheckpoint:
             self._file.close()
             raise
         token_ids = {key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        self.generation_config = {key: value for key, value in token_ids.items() if value is not None}
+        given = token_ids | {name: metadata.sampling(key) for name, key in _SAMPLING_KEYS.items()}
+        self.generation_config = {key: value for key, value in given.items() if value is not None}
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
 

@@ -63,6 +63,11 @@ class GGUFMetadata:
             raise self.error(f"{key} is {value!r}, which is no token of a vocabulary of {vocab_size}")
         return value
 
+    def sampling(self, key: str) -> Any:
+        """A default of `general.sampling`. A float32 gets the decimal digits that it was written with."""
+        value = self._pairs.get(f"general.sampling.{key}")
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
     def scaling_keys(self) -> set[str]:
         """What follows `rope.scaling.` in the architecture's keys."""
         prefix = f"{self.architecture}.rope.scaling."

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,6 +27,8 @@ class WheelSource:
     sha256: str
     num_bytes: int
     license: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The sampling parameters that the model's card recommends."""
 
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -40,6 +42,7 @@ ALIASES: Mapping[str, WheelSource] = MappingProxyType(
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             num_bytes=98_362_432,
             license="Apache-2.0",
+            sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
         )
     }
 )
@@ -84,6 +87,11 @@ def resolve(
         f"model {name!r} is not known: it is not an existing path, not one of the aliases "
         f"({', '.join(ALIASES)}), and not a Hugging Face hub id of the form 'org/name'"
     )
+
+
+def find_source(path: Path) -> WheelSource | None:
+    """Where a model file is from, by its name; None if no alias has it."""
+    return next((source for source in ALIASES.values() if Path(source.member).name == path.name), None)
 
 
 def pull(model: str | Path | None, report: Callable[[str], None] = _print_to_stderr) -> Path:

@@ -1,5 +1,6 @@
 """Defaults that follow from a checkpoint and the machine."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,20 @@ from infinilm.cache.config import DTYPES
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.distributed.shard import PackedShard
-from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
+from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
-from infinilm.loading.sources import resolve
+from infinilm.loading.sources import find_source, resolve
 from infinilm.loading.weights import check_shapes
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.quantization import choose_formats, note_dense
 from infinilm.models.registry import create_model
 from infinilm.platforms import has_bfloat16, require_device, select_indices, split_device
+from infinilm.sampling_params import MODEL_DEFAULTS, SamplingParams
 from infinilm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class AutoConfig:
@@ -188,3 +192,26 @@ def find_eos_token_ids(checkpoint: Checkpoint, config: ModelConfig, tokenizer: T
     if not found and last is not None and last < config.vocab_size:  # a tokenizer may know more tokens than the model
         found[last] = None
     return tuple(found)
+
+
+def find_default_sampling(checkpoint: Checkpoint) -> SamplingParams:
+    """The parameters of requests that set none: those of the checkpoint, else those of the model's card.
+
+    `do_sample: false` in a generation config means greedy. Wrong values are ignored with a warning.
+    """
+    stored = checkpoint.generation_config
+    given = {name: stored[name] for name in MODEL_DEFAULTS if stored.get(name) is not None}
+    if stored.get("do_sample") is False:
+        given["temperature"] = 0.0
+    if not given and (source := find_source(checkpoint.path)):
+        given = dict(source.sampling)
+    wrong = []
+    for name, value in tuple(given.items()):
+        try:
+            SamplingParams.from_kwargs(**{name: value})
+        except InfinilmError as error:
+            wrong.append(str(error)[:200])
+            del given[name]
+    if wrong:
+        logger.warning("%s: sampling defaults are ignored: %s", checkpoint.path, "; ".join(wrong))
+    return SamplingParams(**given)

@@ -18,6 +18,8 @@ _TYPES = {
     504: "timeout_error",
 }
 _FIRST_SERVER_STATUS = 500
+_MAX_ERRORS = 50
+"""Of those in one field, the number that are looked at."""
 _TYPE_NAMES = ("body", "str", "int", "float", "bool")
 
 
@@ -127,7 +129,11 @@ def describe(errors: Any) -> ApiError:
         known = "are not known" if len(names) > 1 else "is not known"
         return bad_request(f"{', '.join(names[:10])} {known} to this server", names[0], "unknown_field")
     field = wrong[0]["loc"][:2]
-    reasons = list(dict.fromkeys(_reason(error) for error in wrong if error["loc"][:2] == field))
+    wrong = [error for error in wrong if error["loc"][:2] == field][:_MAX_ERRORS]
+    paths = [_path(error["loc"]) for error in wrong]
+    # Of a union's members, those that the value came closest to say what is wrong with it.
+    wrong = [error for error, own in zip(wrong, paths, strict=True) if not any(p.startswith(f"{own}.") for p in paths)]
+    reasons = list(dict.fromkeys(map(_reason, wrong)))
     return bad_request("; or ".join(reasons[:4]), _path(field) or None, "invalid_value")
 
 

@@ -22,6 +22,8 @@ from infinilm.server.engine_client import State
 from infinilm.server.guard import Guard
 from infinilm.server.logs import num_dropped_lines
 from infinilm.server.metrics import CONTENT_TYPE, counter, gauge
+from infinilm.server.responses import create_response, no_such_response
+from infinilm.server.responses_request import ResponsesRequest
 from infinilm.server.service import Service
 
 PAGE = Path(__file__).parent / "static" / "index.html"
@@ -65,6 +67,17 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         return await chat(service, body, request)
 
+    @app.post("/v1/responses", operation_id="respond", responses=_EVENTS)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, in the form of the Responses API."""
+        return await create_response(service, body, request)
+
+    @app.get("/v1/responses/{name:path}", operation_id="get_response")
+    @app.delete("/v1/responses/{name:path}", operation_id="delete_response")
+    async def stored_response(name: str) -> Response:
+        """Always refused: responses are not stored."""
+        raise no_such_response(name)
+
     @app.post("/v1/embeddings", operation_id="embed")
     async def embeddings() -> Response:
         """Always refused: this server generates text."""
@@ -91,6 +104,7 @@ def _describe_model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "infinilm",
         "max_model_len": service.max_model_len,
+        "default_sampling_params": service.ready.default_params,
     }
 
 

@@ -24,25 +24,34 @@ _OWN_NAMES = {
 
 
 async def chat(service: Service, body: protocol.ChatRequest, request: Request) -> Response:
+    stream, plan = await open_chat(service, body, request)
+    return await respond(service, body, request, stream, ChatReply(service, body, stream, plan))
+
+
+async def open_chat(
+    service: Service, body: protocol.ChatRequest, request: Request
+) -> "tuple[ResponseStream, ToolPlan]":
+    """Check a request, encode its messages, and make an engine request of it."""
     _check(service, body)
     plan = ToolPlan(service, body)
-    token_ids = await encode_chat(service, body.messages, plan, body.chat_template_kwargs)
+    token_ids = await encode_chat(service, body.messages, plan, _template_variables(service, body))
     max_tokens = service.max_model_len - len(token_ids)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = protocol.make_params(
         body,
         min(asked or max_tokens, max_tokens),
+        service.ready.default_params,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         structured=protocol.find_structure(body, plan.grammar),
     )
-    stream = service.open_stream(request, body, [token_ids], [params], kept_ids=plan.kept_ids)
-    return await respond(service, body, request, stream, ChatReply(service, body, stream, plan))
+    return service.open_stream(request, body, [token_ids], [params], kept_ids=plan.kept_ids), plan
 
 
 def _check(service: Service, body: protocol.ChatRequest) -> None:
     service.check_model(body.model)
     service.client.check_open()
     protocol.check_limits(body, service.limits)
+    protocol.check_stores_nothing(body)
     protocol.check_size("top_logprobs", body.top_logprobs or 0, "max_logprobs", service.limits)
     protocol.check_size("tools", len(body.tools or ()), "max_tools", service.limits)
     if body.top_logprobs is not None and not body.logprobs:
@@ -51,6 +60,24 @@ def _check(service: Service, body: protocol.ChatRequest) -> None:
         raise bad_request("max_tokens=0 leaves nothing to answer; use 1 or more", "max_tokens")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise bad_request("max_tokens and max_completion_tokens disagree; give one of them", "max_completion_tokens")
+
+
+def _template_variables(service: Service, body: protocol.ChatRequest) -> dict[str, Any]:
+    """`chat_template_kwargs`, and the effort if the template takes it. Models without reasoning need none."""
+    given = body.chat_template_kwargs or {}
+    if body.reasoning_effort is None:
+        return given
+    templates = f"{service.tokenizer.chat_template} {service.tokenizer.tool_template}"
+    if "reasoning_effort" in templates:
+        return {"reasoning_effort": body.reasoning_effort, **given}
+    if "enable_thinking" in templates:
+        raise bad_request(
+            f"reasoning_effort={body.reasoning_effort!r} is not supported by this model; switch its reasoning on or "
+            'off with chat_template_kwargs, as in {"enable_thinking": false}',
+            "reasoning_effort",
+            protocol.UNSUPPORTED,
+        )
+    return given
 
 
 async def encode_chat(
@@ -89,7 +116,12 @@ class ToolPlan:
         try:
             self.request: ToolRequest = check_tool_request(tools, self._choice, self._is_parallel)
             self.grammar = call_grammar(
-                service.tool_format, tools, self._choice, self._is_parallel, special_tokens=self._special
+                service.tool_format,
+                tools,
+                self._choice,
+                self._is_parallel,
+                special_tokens=self._special,
+                answer_schema=protocol.schema_of(body.response_format) if body else None,
             )
         except InfinilmError as error:
             raise bad_request(str(error), "tools") from error

@@ -58,6 +58,7 @@ def _params(service: Service, body: CompletionRequest, num_prompt_tokens: int) -
         body,
         # With max_tokens=0 one token is drawn and dropped: the engine has no other way to score a prompt.
         min(max(asked, 1), service.max_model_len - num_prompt_tokens),
+        service.ready.default_params,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         structured=find_structure(body),

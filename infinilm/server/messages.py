@@ -64,6 +64,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     device: str
     dtype: str
     load_seconds: float
+    default_params: dict[str, int | float]
+    """The model's defaults for sampling."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

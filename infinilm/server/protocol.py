@@ -22,6 +22,8 @@ from infinilm.structured_output import StructuredOutput
 
 MAX_INTEGER = 2**31 - 1
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
+UNSUPPORTED = "unsupported"
+"""The error code of what OpenAI's API has and this server has not."""
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
@@ -165,7 +167,28 @@ class JsonSchemaFormat(Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class ChatRequest(SamplingFields):
+class NeutralFields(Strict):
+    """Fields of OpenAI's API with the values that ask for nothing beyond what is done anyway."""
+
+    store: bool | None = None
+    """Only false: nothing is stored."""
+    metadata: dict[str, str] | None = None
+    """Labels of a stored answer."""
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    """The prefix cache works without it."""
+
+
+def check_stores_nothing(body: NeutralFields) -> None:
+    if body.store:
+        raise bad_request("store=true is not supported: this server keeps no answers; send false", "store", UNSUPPORTED)
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatRequest(SamplingFields, NeutralFields):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[ListOf[Message], Field(min_length=1)]
@@ -178,6 +201,10 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Values for the chat template's own variables, such as `enable_thinking`."""
+    modalities: ListOf[Literal["text"]] | None = None
+    reasoning_effort: Effort | None = None
+    """For chat templates that know it, and for models that do not reason."""
+    verbosity: Literal["medium"] | None = None
 
 
 class TokenizeRequest(Strict):
@@ -290,14 +317,19 @@ def stop_strings(body: SamplingFields) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def make_params(body: SamplingFields, max_tokens: int, **others: Any) -> SamplingParams:
-    """The parameters for the engine. They have no stop strings: the HTTP process decodes text and finds those."""
+def make_params(
+    body: SamplingFields, max_tokens: int, defaults: Mapping[str, int | float], **others: Any
+) -> SamplingParams:
+    """The parameters for the engine; `defaults` are the model's.
+
+    They have no stop strings: the HTTP process decodes text and finds those.
+    """
     values = {name: getattr(body, name) for name in _SAME_NAMES} | others
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {**defaults, **{name: value for name, value in values.items() if value is not None}}
     if body.logit_bias:
         given["logit_bias"] = _bias_by_id(body.logit_bias)
     try:
-        return SamplingParams.from_kwargs(max_tokens=max_tokens, **given)
+        return SamplingParams.from_kwargs(**given, max_tokens=max_tokens)
     except InfinilmError as error:
         raise as_bad_request(error) from error
 
@@ -315,18 +347,24 @@ def _bias_by_id(logit_bias: Mapping[str, float]) -> dict[int, float]:
     return {int(token_id): bias for token_id, bias in logit_bias.items()}
 
 
+def schema_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that answers must follow, if it is JSON that is asked for."""
+    if isinstance(response_format, JsonSchemaFormat):
+        return response_format.json_schema.schema_
+    return {"type": "object"} if isinstance(response_format, JsonObjectFormat) else None
+
+
 def find_structure(body: SamplingFields, tool_grammar: str | None = None) -> StructuredOutput | None:
     """The constraint on the form of a request's answers, or None. More than one is refused."""
     asked: dict[str, tuple[str, Any]] = {
         name: (kind, getattr(body, name)) for name, kind in _GUIDES.items() if getattr(body, name) is not None
     }
-    if isinstance(body, ChatRequest):
-        if isinstance(body.response_format, JsonObjectFormat):
-            asked["response_format"] = ("json_object", True)
-        elif isinstance(body.response_format, JsonSchemaFormat):
-            asked["response_format"] = ("json_schema", body.response_format.json_schema.schema_)
-    if tool_grammar is not None:
+    if tool_grammar is not None:  # which has the response format, where text is allowed
         asked["tool_choice"] = ("grammar", tool_grammar)
+    elif isinstance(body, ChatRequest) and isinstance(body.response_format, JsonObjectFormat):
+        asked["response_format"] = ("json_object", True)
+    elif isinstance(body, ChatRequest) and isinstance(body.response_format, JsonSchemaFormat):
+        asked["response_format"] = ("json_schema", body.response_format.json_schema.schema_)
     if not asked:
         return None
     names = list(asked)

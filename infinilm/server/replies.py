@@ -79,9 +79,13 @@ class Reply(ABC):
         timings = self._stream.timings()
         last = self._event(self._choice(self._last, self.no_content, is_end=True), timings)
         if not self._has_usage:
-            return last
+            return last + DONE
         usage = {**self._base, "choices": [], "usage": self._stream.usage(), "timings": timings}
-        return last + b"data: " + encode(usage) + b"\n\n"
+        return last + b"data: " + encode(usage) + b"\n\n" + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """The last event of a request that has failed."""
+        return b"data: " + error.encode() + b"\n\n"
 
     def _write_end(self, written: list[bytes], answer: Answer) -> None:
         """Write the end of an answer. That of the last answer waits for the timings, for `end`."""
@@ -151,9 +155,9 @@ class EventStream(Response):
             while not stream.is_over:
                 if body := reply.write(await stream.read_chunks()):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
-            last = reply.end() + DONE
+            last = reply.end()
         except ApiError as error:
-            last = b"data: " + error.encode() + b"\n\n"
+            last = reply.fail(error)
         finally:
             stream.close()
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -184,11 +184,16 @@ class Service:
         return self._prompts
 
     @property
-    def max_model_len(self) -> int:
-        """The most tokens of prompt and answer together."""
+    def ready(self) -> Ready:
+        """What the engine said about the model when it was loaded."""
         if self.client.ready is None:
             raise self.client.down_error()
-        return self.client.ready.max_model_len
+        return self.client.ready
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of prompt and answer together."""
+        return self.ready.max_model_len
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

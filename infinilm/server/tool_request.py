@@ -62,9 +62,8 @@ def check_tool_request(
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
         raise InvalidValueError(f"tools has two functions with the name {repeated!r}; names must be unique")
-    for field, value in {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}.items():
-        if not checked and value not in (None, "none"):
-            raise InvalidValueError(f"{field} needs tools; give tools, or leave it out")
+    if not checked and tool_choice not in (None, "none", "auto"):
+        raise InvalidValueError("tool_choice needs tools; give tools, or leave it out")
     if isinstance(tool_choice, Mapping):
         forced_name = tool_choice["function"]["name"]
         if forced_name not in names:
@@ -245,20 +244,23 @@ def call_grammar(
     parallel_tool_calls: bool | None = None,
     *,
     special_tokens: Mapping[str, int] | None = None,
+    answer_schema: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Return the Lark grammar (in llguidance's dialect) that an answer must follow; None if there is none.
 
-    "required" and a named function: the answer is calls only. "auto": there is none, unless a function is `strict`;
-    then the answer is any text in which every call is valid. `special_tokens` are the ids of those markers of the
-    format that are special tokens, which a grammar must name by id.
+    "required" and a named function: the answer is calls only. "auto": it is calls, or JSON that follows
+    `answer_schema`. Without that schema there is no grammar, unless a function is `strict`; then the answer is any text
+    in which every call is valid. `special_tokens` are the ids of those markers of the format that are special tokens,
+    which a grammar must name by id.
     """
     request = check_tool_request(tools, tool_choice, parallel_tool_calls)
-    if not request.is_required and not any(tool.is_strict for tool in request.tools):
+    is_free = not request.is_required and answer_schema is None and not any(tool.is_strict for tool in request.tools)
+    if not request.tools or is_free:
         return None
     if not tool_format.is_parsed:
         raise InvalidValueError(
-            f"tool_call_parser={tool_format.name!r} leaves calls in the text, so they cannot be required or strict; "
-            f"start the server with another one, or ask for neither"
+            f"tool_call_parser={tool_format.name!r} leaves calls in the text, so they cannot be required, strict or an "
+            f"alternative to response_format; start the server with another one, or ask for none of these"
         )
     ids = special_tokens or {}
     before, between, after = (_literal(text, ids) for text in tool_format.layout)
@@ -266,6 +268,9 @@ def call_grammar(
     calls = f"call ({between} call)*" if is_parallel else "call"
     if request.is_required:
         rules = [f"start: {before} {calls} {after}"]
+    elif answer_schema is not None:
+        schema = to_json({**answer_schema, "x-guidance": _SPACING}, "response_format", ensure_ascii=True)
+        rules = [f"start: {before} {calls} {after} | answer", f"answer: %json {schema}"]
     else:
         opening = tool_format.opening
         behind_opening = _literal(tool_format.layout[0].removeprefix(opening), ids)

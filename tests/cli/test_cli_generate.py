@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 def test_stdout_of_one_prompt_is_its_text(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     expected = llm.generate("hello there", GREEDY, use_tqdm=False)[0].text
-    done = cli("generate", "-m", tiny_dir, "-n", "12", "hello there")
+    done = cli("generate", "-t", "0", "-m", tiny_dir, "-n", "12", "hello there")
     assert (done.code, done.out) == (0, expected + "\n")
     assert "12 tokens (length) · TTFT " in done.err
     assert " tokens/s" in done.err
@@ -29,7 +29,7 @@ def test_stdout_of_one_prompt_is_its_text(cli: Cli, tiny_dir: Path, llm: LLM) ->
 def test_several_prompts_are_shown_with_their_times(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     prompts = ["one", "two", "three"]
     expected = llm.generate(prompts, GREEDY, use_tqdm=False)
-    done = cli("generate", "-m", tiny_dir, "-n", "12", *prompts)
+    done = cli("generate", "-t", "0", "-m", tiny_dir, "-n", "12", *prompts)
     lines = done.out.splitlines()
     for number, (prompt, output) in enumerate(zip(prompts, expected, strict=True), 1):
         assert any(line.startswith(f"{number}  {prompt} ──") for line in lines)
@@ -42,7 +42,7 @@ def test_several_prompts_are_shown_with_their_times(cli: Cli, tiny_dir: Path, ll
 
 
 def test_json_has_what_the_api_answers(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
-    done = cli("generate", "-m", tiny_dir, "-n", "5", "--logprobs", "2", "--json", "a b", "c")
+    done = cli("generate", "-t", "0", "-m", tiny_dir, "-n", "5", "--logprobs", "2", "--json", "a b", "c")
     records = [json.loads(line) for line in done.out.splitlines()]
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=2)
     for record, prompt in zip(records, ("a b", "c"), strict=True):
@@ -58,7 +58,7 @@ def test_json_has_what_the_api_answers(cli: Cli, tiny_dir: Path, llm: LLM) -> No
 
 def test_ranks_share_the_model(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     expected = llm.generate("hello there", GREEDY, use_tqdm=False)[0].text
-    assert cli("generate", "-m", tiny_dir, "--tp", "2", "-n", "12", "hello there").out == expected + "\n"
+    assert cli("generate", "-t", "0", "-m", tiny_dir, "--tp", "2", "-n", "12", "hello there").out == expected + "\n"
     refused = cli("generate", "-m", tiny_dir, "--tensor-parallel-size", "3", "hello there")
     assert refused.code != 0
     assert "use a tensor parallel size of 1, 2, 4" in refused.err
@@ -89,7 +89,7 @@ def test_sampling_options_reach_the_sampler(cli: Cli, tiny_dir: Path, llm: LLM) 
 def test_chat_uses_the_template(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     expected = llm.chat(messages, GREEDY, use_tqdm=False)[0]
-    arguments = ("generate", "-m", tiny_dir, "-n", "12", "--json", "hi")
+    arguments = ("generate", "-t", "0", "-m", tiny_dir, "-n", "12", "--json", "hi")
     record = json.loads(cli(*arguments, "--chat", "--system", "be brief").out)
     assert record["prompt_token_ids"] == expected.prompt_token_ids
     assert record["token_ids"] == expected.token_ids

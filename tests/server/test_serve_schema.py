@@ -37,6 +37,9 @@ def server(long_dir: Path) -> Iterator[Server]:
 OPERATIONS = [
     "POST /v1/completions",
     "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "GET /v1/responses/{name}",
+    "DELETE /v1/responses/{name}",
     "POST /v1/embeddings",
     "GET /v1/models",
     "GET /v1/models/{name}",

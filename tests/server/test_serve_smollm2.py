@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clients.run_clients import run_client
 from server_driver import Server, serving, wait_until
 
 TOOLS = [
@@ -129,9 +130,18 @@ def test_bad_guides_are_refused(server: Server, guide: dict) -> None:
     wait_until(server.is_empty)
 
 
-def test_structured_output_and_tools_exclude_each_other(server: Server) -> None:
-    body = {"messages": WEATHER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
-    assert "combined" in server.error("/v1/chat/completions", 400, **body)["message"]
+def test_structured_output_beside_tools_is_for_the_text(server: Server) -> None:
+    """Some clients send both. A required call leaves no text; otherwise the answer is a call or JSON."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body = {"model": "smollm2-135m", "messages": WEATHER, "tools": TOOLS, "response_format": asked, "max_tokens": 200}
+    called = server.openai.chat.completions.create(**body, tool_choice="required", parallel_tool_calls=False)
+    assert called.choices[0].message.tool_calls[0].function.name == TOOLS[0]["function"]["name"]
+    for choice in ("none", "auto"):
+        message = server.openai.chat.completions.create(**body, tool_choice=choice, temperature=0).choices[0].message
+        assert message.tool_calls if message.content is None else json.loads(message.content) == {"a": 1}
+    error = server.error("/v1/chat/completions", 400, **body, tool_choice="required", guided_json=schema)
+    assert "guided_json and tool_choice can't be combined" in error["message"]
 
 
 # --- what the README says can be typed in -----------------------------------------------------------------
@@ -155,3 +165,15 @@ def test_the_openai_client_as_in_the_readme(server: Server, tmp_path: Path) -> N
     script.write_text(readme_block("# client.py", server), encoding="utf-8")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert len(done.stdout.split()) > 5
+
+
+def test_the_openai_client_makes_all_its_calls(server: Server) -> None:
+    """`make test-clients` does the same with other clients, in an environment of their own."""
+    rows = run_client(sys.executable, "openai", server.url, "smollm2-135m")
+    assert [row for row in rows if row[3] != "ok"] == []
+    assert len(rows) == 10
+
+
+def test_a_client_that_is_not_installed_is_skipped(server: Server) -> None:
+    (row,) = run_client(sys.executable, "langchain-openai", server.url, "smollm2-135m")
+    assert row[3] == f"skipped: not installed for {sys.executable}"

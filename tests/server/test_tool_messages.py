@@ -171,9 +171,8 @@ for _ in range(5000):
     ("messages", "tools", "choice", "parallel", "error"),
     [
         ([USER], [], None, None, "tools is empty"),
-        ([USER], None, "auto", None, "tool_choice needs tools"),
+        ([USER], None, "required", None, "tool_choice needs tools"),
         ([USER], None, {"type": "function", "function": {"name": "f"}}, None, "tool_choice needs tools"),
-        ([USER], None, None, False, "parallel_tool_calls needs tools"),
         ([USER], [WEATHER], "always", None, "tool_choice='always' is unknown"),
         ([USER], [WEATHER], {"type": "function", "function": {"name": "f"}}, None, "'f', which is not among the tools"),
         ([USER], [WEATHER, WEATHER], None, None, "two functions with the name 'get_weather'"),
