@@ -186,6 +186,7 @@ def _describe(engine: LLMEngine, load_seconds: float) -> messages.Ready:
         device=info.device,
         dtype=info.dtype,
         load_seconds=load_seconds,
+        memory=str(engine.memory),
     )
 
 

@@ -64,6 +64,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     device: str
     dtype: str
     load_seconds: float
+    memory: str
+    """Where the memory goes, as a sentence."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

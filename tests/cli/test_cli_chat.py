@@ -195,7 +195,7 @@ def terminal(tireless_dir: Path) -> Iterator[Terminal]:
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Terminal, tireless_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     terminal.wait_for("›")
-    while not terminal.has("Ctrl-D or /exit ends the chat."):
+    while not terminal.has("To end the chat, type quit or press Ctrl-D."):
         # Python overhears a signal that comes between showing the prompt and waiting for input.
         os.kill(terminal.process.pid, signal.SIGINT)
     terminal.wait_for("›")

@@ -36,7 +36,7 @@ def error_of(cli: Cli, *args: str | Path, stdin: str = "") -> str:
         (["generate", "x", "--dtype", "int3"], "dtype='int3' is unknown"),
         (["generate", "x", "--device", "npu"], "device='npu': the package torch_npu is not installed; NPU needs"),
         (["generate", "x", "--preset", "warp"], "preset='warp' is unknown"),
-        (["generate", "x", "--model", "no/such/model/here"], "'no/such/model/here' is not known"),
+        (["generate", "x", "--model", "no/such/model/here"], "'no/such/model/here': no such file or directory"),
         (["generate", "x", "--file", "no-such-file"], "'no-such-file' does not exist"),
         (["generate", "x", "--system", "be nice"], "--system is a message of a chat"),
         (["generate", "x", "--logprobs", "3"], "--logprobs are shown by --json only"),
