@@ -52,7 +52,7 @@ class ProgressBar:
         num_read = stats.num_prefill_tokens - before.num_prefill_tokens
         num_written = stats.num_decode_tokens - before.num_decode_tokens
         rate = num_written / (perf_counter() - self._start_time)
-        self._bar.set_postfix_str(f"read {num_read:,} tokens, wrote {num_written:,}: {rate:,.1f}/s", refresh=False)
+        self._bar.set_postfix_str(f"read {num_read:,} tokens, wrote {num_written:,} ({rate:,.1f}/s)", refresh=False)
         num_done = min(stats.num_finished - before.num_finished, self._num_requests)  # there may be other requests
         self._bar.update(num_done - self._bar.n)
 
