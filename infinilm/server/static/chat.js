@@ -7,6 +7,7 @@ import { AnswerWriter } from "./writer.js";
 
 const NEAR_BOTTOM_PX = 48;
 const COPIED_MS = 1500;
+const UNLOAD_MS = 100;
 const OPEN_STORE = "infinilm.chat"; // in this tab: which conversation is open
 
 export class Chat {
@@ -71,6 +72,11 @@ export class Chat {
   /** Begin a new conversation; what is typed stays, and the old one is kept. */
   clear() {
     this.#keep();
+    this.discard();
+  }
+
+  /** The same, and the old one is not kept. */
+  discard() {
     this.stop();
     this.#writer = null;
     this.#turns = [];
@@ -120,6 +126,7 @@ export class Chat {
     this.#scrollDown();
     this.#keep();
     const end = await this.#run(request, writer);
+    if (end instanceof Error) await pause(UNLOAD_MS); // a page that is left cuts its connections before it ends
     if (!answer.element.isConnected) return; // another conversation was opened meanwhile
     this.#writer = null;
     answer.note = writer.end(end);
@@ -259,6 +266,10 @@ export class Chat {
   #scrollDown() {
     this.#log.scrollTop = this.#log.scrollHeight;
   }
+}
+
+function pause(milliseconds) {
+  return new Promise((resolve) => setTimeout(resolve, milliseconds));
 }
 
 function newId() {

@@ -33,14 +33,14 @@ export class History {
   }
 
   #delete(id) {
+    if (id === this.#chat.id) this.#chat.discard();
     saveChat(id, []);
-    if (id === this.#chat.id) this.#chat.clear();
     this.show();
   }
 
   #deleteAll() {
+    this.#chat.discard();
     deleteAllChats();
-    this.#chat.clear();
     this.show();
   }
 }
