@@ -12,7 +12,7 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 SANITIZED := build/sanitize
 
-.PHONY: run serve docs test format format-check lint types tests fuzz native sanitize clean
+.PHONY: run serve docs test format format-check lint types tests fuzz native sanitize screenshots clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -51,6 +51,10 @@ tests: native $(VENV)/.dev
 FUZZ ?= --cases 600
 fuzz: native $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ)
+
+# The pictures of the chat page in docs/, with answers of the embedded model. Needs Chromium.
+screenshots: native $(VENV)/.dev
+	SCREENSHOTS=docs $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= -k test_screenshots tests/server/test_page.py
 
 # The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
 native: $(VENV)/.run

@@ -16,6 +16,7 @@ import pytest
 from server_driver import Server, serving, wait_until
 
 import infinilm.server
+from infinilm.loading.sources import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route
@@ -346,11 +347,14 @@ def test_chats_survive_a_reload_and_can_be_deleted(visit: Visit) -> None:
     other = page.context.new_page()
     other.goto(page.url)
     other.wait_for_selector("#welcome", state="visible")  # a new tab begins a chat of its own
-    other.locator("li", has_text="Second").locator(".delete").click()
+    item = other.locator("li", has_text="Second")
+    item.hover()
+    item.locator(".delete").click()
     assert other.locator(".open-chat").count() == 2, "it asks first"
-    other.locator("li", has_text="Second").locator(".delete").click()
+    item.locator(".delete").click()
     assert other.locator(".open-chat").all_inner_texts() == ["First"]
     visit.wait("document.querySelectorAll('.open-chat').length === 1")  # in this tab, too
+    page.hover("#chat-list li")
     page.locator("li .delete").click()
     page.locator("li .delete").click()
     assert visit.number_of(".open-chat, .turn") == 0
@@ -498,8 +502,23 @@ def test_controls_are_sent_and_remembered(visit: Visit) -> None:
     assert page.input_value("#temperature") == "0.5"
     assert page.input_value("input[data-for=temperature]") == "0.5"
     page.click("#reset")
-    assert page.input_value("#temperature") == "0.7"
+    assert page.input_value("#temperature") == ""
     assert page.input_value("#stop_strings") == ""
+
+
+def test_the_model_decides_what_is_left_empty(visit: Visit) -> None:
+    page = visit.page
+    defaults = {"temperature": 0.2, "top_p": 0.75, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1}
+    models = {"object": "list", "data": [{"id": "tiny-model", "default_sampling_params": defaults}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.reload()
+    visit.wait("document.querySelector('#temperature').placeholder === '0.2'")
+    assert page.input_value("input[data-for=top_p]") == "0.75"
+    assert page.get_attribute("#top_k", "placeholder") == "all"
+    visit.answer = "one"
+    visit.send("Hello")
+    visit.wait_for_end()
+    assert not {"temperature", "top_p", "top_k", "min_p"} & set(visit.bodies[-1])
 
 
 def test_a_refusal_is_told_where_it_belongs(visit: Visit) -> None:
@@ -566,6 +585,41 @@ def test_nothing_overflows_or_jumps_while_streaming(visit: Visit) -> None:
         page.wait_for_selector("#temperature", state="hidden")
 
 
+SCREENSHOTS = os.environ.get("SCREENSHOTS")
+"""The directory that screenshots are written to; `make screenshots` sets it."""
+PICTURES: dict[str, dict[str, Any]] = {
+    "page": {"viewport": DESKTOP, "color_scheme": "light"},
+    "page-dark": {"viewport": DESKTOP, "color_scheme": "dark"},
+    "page-phone": {"viewport": PHONE, "color_scheme": "light", "has_touch": True},
+}
+
+
+@pytest.mark.skipif(SCREENSHOTS is None, reason="make screenshots runs it")
+def test_screenshots(browser: "Browser", smollm2: Path) -> None:
+    """Pictures of the page with real answers of the embedded model."""
+    with serving(Path(DEFAULT_MODEL), OMP_NUM_THREADS="2") as server:
+        for name, options in PICTURES.items():
+            page = browser.new_page(**options)
+            visit = Visit(page, server.url, temperature=0, max_tokens=300)
+            for index in (0, 2):
+                page.wait_for_selector("#welcome", state="visible")
+                page.locator(".idea").nth(index).click()
+                page.wait_for_selector("#send", state="visible", timeout=60_000)
+                if index == 0:
+                    page.click("#new-chat")
+            visit.wait("document.querySelector('#running').textContent === '0'")
+            page.evaluate("document.querySelector('#log').scrollTop = 0")
+            if name == "page-dark":
+                page.check("#tint")
+            if name == "page":
+                page.locator(".answer .token").nth(5).hover()
+            else:
+                page.mouse.move(0, 0)
+            page.screenshot(path=Path(str(SCREENSHOTS)) / f"{name}.png")
+            visit.check()
+            page.close()
+
+
 @pytest.fixture(scope="module")
 def locked_server(long_dir: Path) -> Iterator[Server]:
     with serving(long_dir, key=KEY) as running:
@@ -586,7 +640,7 @@ def test_a_key_is_asked_for_and_trouble_is_told(browser: "Browser", locked_serve
         page.press("#key", "Enter")
         visit.wait(f"document.querySelector('#status').textContent === '{state}'")
     assert page.is_hidden("#key-form")
-    assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+    assert page.evaluate("sessionStorage.getItem('infinilm.key')") == KEY
     assert KEY not in page.evaluate("JSON.stringify(localStorage)")
 
     visit.accepted_status = 503

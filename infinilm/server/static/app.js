@@ -1,6 +1,6 @@
 /** Puts the page together. */
 
-import { hasKey, keepKey } from "./api.js";
+import { hasKey, keepKey, readSamplingDefaults } from "./api.js";
 import { Chat } from "./chat.js";
 import { EngineMonitor } from "./engine.js";
 import { History } from "./history.js";
@@ -17,7 +17,10 @@ const chat = new Chat(settings, {
   onChange: () => history.show(),
 });
 const history = new History(chat, () => showSheet(null));
-const monitor = new EngineMonitor(askForKey);
+const monitor = new EngineMonitor({
+  onLocked: askForKey,
+  onReady: async () => settings.showModelDefaults(await readSamplingDefaults()),
+});
 const popover = new TokenPopover(byId("popover"), byId("log"), (element) => chat.viewOf(element));
 
 function askForKey() {

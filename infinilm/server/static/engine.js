@@ -22,13 +22,15 @@ const STATES = {
 
 export class EngineMonitor {
   #onLocked;
+  #onReady;
   #timer = 0;
   #before = null; // {time, numTokens} at the last look
   #rates = [];
 
-  /** `onLocked` is called when the server wants a key; `look` goes on after that. */
-  constructor(onLocked) {
+  /** `onLocked` is called when the server wants a key; `look` goes on after that. `onReady`: the engine is ready. */
+  constructor({ onLocked, onReady }) {
     this.#onLocked = onLocked;
+    this.#onReady = onReady;
     document.addEventListener("visibilitychange", () => this.look());
   }
 
@@ -116,6 +118,7 @@ export class EngineMonitor {
   #showState(state, cause) {
     const pill = byId("status");
     if (pill.dataset.state === state && byId("notice").title === (cause ?? "")) return;
+    if (state === "ready" && pill.dataset.state !== "ready") this.#onReady();
     pill.dataset.state = state;
     pill.textContent = STATES[state] ?? state;
     const notice = byId("notice");
