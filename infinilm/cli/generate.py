@@ -26,28 +26,32 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PROMPT", help="Texts to continue, or with --chat to answer; - is stdin.", show_default=False
+    ),
+]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="Read a prompt from a file; - is stdin. Can be given several times.",
+        exists=True,
+        dir_okay=False,
+        allow_dash=True,
+    ),
+]
+
+
 @takes_sampling(temperature=0.0, max_tokens=128)
 @takes_config()
 def generate(
     *,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPT", help="Texts to continue, or with --chat to answer; - is stdin.", show_default=False
-        ),
-    ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Read a prompt from a file; - is stdin. Can be given several times.",
-            exists=True,
-            dir_okay=False,
-            allow_dash=True,
-        ),
-    ] = None,
+    prompts: Prompts = None,
+    files: Files = None,
     lines: Annotated[bool, typer.Option("--lines", help="Files and stdin hold one prompt per line.")] = False,
     chat: Annotated[
         bool,
