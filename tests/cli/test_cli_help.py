@@ -1,6 +1,7 @@
 """The help pages, and what is written while a command works."""
 
 import io
+import logging
 import re
 import sys
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_a_missing_package_is_told_before_the_model_is_looked_for(
     (line,) = done.err.splitlines()
     assert line.startswith("error: ")
     assert line.endswith(remedy)
+
+
+def test_verbose_says_where_the_memory_goes(cli: Cli, tiny_dir: Path) -> None:
+    command = ("generate", "-m", tiny_dir, "-n", "1", "x")
+    assert "memory on cpu" not in cli(*command).err
+    try:
+        shown = cli(*command, "--verbose").err
+    finally:
+        logging.getLogger("infinilm").setLevel(logging.WARNING)
+    assert re.search(r"memory on cpu: .* weights .* conversations \(KV cache\) .* tokens in .* blocks", shown)
 
 
 class Screen(io.StringIO):

@@ -106,6 +106,10 @@ def test_a_file_needs_nothing_from_elsewhere_and_reads_no_text_as_code(file: Pat
         assert not re.findall(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", text)
 
 
+def test_the_banner_names_the_page(server: Server) -> None:
+    wait_until(lambda: any(line.startswith("chat page") and f" {server.url}/ " in line for line in server.log))
+
+
 def test_references_lead_somewhere() -> None:
     assert len(IDS) == len(set(IDS))
     code = "".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
