@@ -13,7 +13,7 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
-.PHONY: run serve docs test format format-check lint types tests fuzz test-clients native sanitize clean
+.PHONY: run serve docs test format format-check lint types tests fuzz test-clients native sanitize screenshots clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -66,6 +66,10 @@ $(CLIENTS_VENV)/.clients: pyproject.toml constraints-clients.txt
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-clients.txt \
 		--requirement $(CLIENTS_VENV)/requirements.txt
 	touch $@
+
+# The pictures of the chat page in docs/, with answers of the embedded model. Needs Chromium.
+screenshots: native $(VENV)/.dev
+	SCREENSHOTS=docs $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= -k test_screenshots tests/server/test_page.py
 
 # The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
 native: $(VENV)/.run

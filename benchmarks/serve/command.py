@@ -21,7 +21,7 @@ from benchmarks.serve.work import Limits, Load, Work
 from infinilm import __version__
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, format_rate, format_seconds, head, make_facts, make_table, note, print_error
-from infinilm.cli.options import help_of
+from infinilm.cli.help import HelpCommand, help_of, make_app
 from infinilm.cli.serve import KEY_VARIABLE
 from infinilm.errors import EngineError
 
@@ -32,7 +32,7 @@ EXIT_UNANSWERED = 1
 BUSY_SHARE = 0.8
 """A client that uses more of a core may limit the figures itself."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = make_app()
 
 
 @takes_limits()
@@ -40,13 +40,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @takes_load()
 def bench_serve(
     *,
-    base_url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="The server, with or without /v1.")
+    ] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str | None, typer.Option(help=f"The server's key. Another way: {KEY_VARIABLE}.", show_default=False)
+        str | None,
+        typer.Option(metavar="KEY", help=f"The server's key. Another way: {KEY_VARIABLE}.", show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds that a request may take.")] = 600.0,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests to send, all at once, before measuring.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="Processes that this client runs in.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.01, metavar="X", help="Seconds that a request may take.")] = 600.0,
+    warmup: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Requests to send, all at once, before measuring.")
+    ] = 0,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Processes that this client runs in.")] = 1,
     json_file: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +100,7 @@ def bench_serve(
         raise typer.Exit(EXIT_UNANSWERED)
 
 
-app.command(help=help_of(bench_serve))(bench_serve)
+app.command(cls=HelpCommand, help=help_of(bench_serve))(bench_serve)
 
 
 async def _measure(plan: Plan, warmup: int, processes: int) -> tuple[Plan, Measured]:

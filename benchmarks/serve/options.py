@@ -4,12 +4,11 @@ import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks.serve.work import Limits, Load, Work
 from infinilm.checks import check_real
+from infinilm.cli.help import option
 from infinilm.cli.options import Command, expand
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
@@ -17,44 +16,38 @@ DEFAULT_STREAMS = 8
 DEFAULT_SECONDS = 30.0
 
 
-def _option(panel: str, kind: Any, help: str, *names: str) -> Any:
-    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
-
-
 _LOAD_OPTIONS = {
     "streams": (
-        _option(
-            "Load", int | None, f"Requests at a time, each stream's one after another. Default: {DEFAULT_STREAMS}."
-        ),
+        option("Load", int | None, f"Requests at a time, each stream's one after another. Default: {DEFAULT_STREAMS}."),
         None,
     ),
-    "rate": (_option("Load", float | None, "Requests per second, at random times (Poisson)."), None),
-    "burst": (_option("Load", int | None, "Requests, all at once."), None),
-    "requests": (_option("Load", int | None, "How many requests to send."), None),
+    "rate": (option("Load", float | None, "Requests per second, at random times (Poisson)."), None),
+    "burst": (option("Load", int | None, "Requests, all at once."), None),
+    "requests": (option("Load", int | None, "How many requests to send."), None),
     "seconds": (
-        _option("Load", float | None, f"When to send no more. Default: {DEFAULT_SECONDS:g}, without --requests."),
+        option("Load", float | None, f"When to send no more. Default: {DEFAULT_SECONDS:g}, without --requests."),
         None,
     ),
 }
 _WORK_OPTIONS = {
-    "input_len": (_option("Requests", int | None, "Random tokens of each prompt. Default: 256."), None),
-    "output_len": (_option("Requests", int, "Tokens of each answer. Default: 128."), 128),
-    "prefix_len": (_option("Requests", int | None, "How many of them all prompts begin with. Default: 0."), None),
-    "vocab_size": (_option("Requests", int | None, "Random token ids are below this. Default: 10000."), None),
-    "prompts": (_option("Requests", Path | None, "A file with a text in each line, instead of random tokens."), None),
-    "chat": (_option("Requests", bool, "Ask for chats; random prompts are words then.", "--chat"), False),
-    "model": (_option("Requests", str, "Default: the first in /v1/models.", "--model", "-m"), ""),
-    "temperature": (_option("Requests", float | None, "Default: the server's.", "--temperature", "-t"), None),
+    "input_len": (option("Requests", int | None, "Random tokens of each prompt. Default: 256."), None),
+    "output_len": (option("Requests", int, "Tokens of each answer. Default: 128."), 128),
+    "prefix_len": (option("Requests", int | None, "How many of them all prompts begin with. Default: 0."), None),
+    "vocab_size": (option("Requests", int | None, "Random token ids are below this. Default: 10000."), None),
+    "prompts": (option("Requests", Path | None, "A file with a text in each line, instead of random tokens."), None),
+    "chat": (option("Requests", bool, "Ask for chats; random prompts are words then.", "--chat"), False),
+    "model": (option("Requests", str, "Default: the first in /v1/models.", "--model", "-m"), ""),
+    "temperature": (option("Requests", float | None, "Default: the server's.", "--temperature", "-t"), None),
     "ignore_eos": (
-        _option("Requests", bool, "Whether answers go on to full length. Default: yes.", "--ignore-eos/--stop-at-eos"),
+        option("Requests", bool, "Whether answers go on to full length. Default: yes.", "--ignore-eos/--stop-at-eos"),
         True,
     ),
-    "body": (_option("Requests", str, "Further fields of each request, as a JSON object."), "{}"),
-    "seed": (_option("Requests", int | None, "Makes prompts and times repeatable. Default: a new one."), None),
+    "body": (option("Requests", str, "Further fields of each request, as a JSON object."), "{}"),
+    "seed": (option("Requests", int | None, "Makes prompts and times repeatable. Default: a new one."), None),
 }
 _LIMIT_OPTIONS = {
-    "max_ttft": (_option("Report", float | None, "Count answers with a first token within so many ms …"), None),
-    "max_tpot": (_option("Report", float | None, "… and so many ms per further token on average."), None),
+    "max_ttft": (option("Report", float | None, "Count answers with a first token within so many ms …"), None),
+    "max_tpot": (option("Report", float | None, "… and so many ms per further token on average."), None),
 }
 
 

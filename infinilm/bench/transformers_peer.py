@@ -49,12 +49,15 @@ QUESTIONS = (
 )
 
 
+def check_installed() -> None:
+    if find_spec("transformers") is None:
+        raise EngineError("comparing with transformers needs it installed; install it with: pip install transformers")
+
+
 class TransformersPeer:
     """A checkpoint loaded by transformers, with its own defaults: SDPA attention, a dynamic cache."""
 
     def __init__(self, path: Path, *, dtype: str, device: str) -> None:
-        if find_spec("transformers") is None:
-            raise EngineError("comparing with transformers needs it installed; pip install transformers")
         import transformers
 
         self.name = "transformers"

@@ -1,16 +1,24 @@
 """Opens an engine and streams one answer that Ctrl-C can stop."""
 
 import signal
+import sys
+import termios
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from infinilm.config import Config
+from infinilm.errors import InvalidValueError
 from infinilm.outputs import RequestOutput
 from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from infinilm import LLM
+
+
+LOCAL_FLAGS = 3
+"""Their index in a terminal's attributes."""
 
 
 def open_engine(config: Config) -> "LLM":
@@ -23,18 +31,34 @@ def open_engine(config: Config) -> "LLM":
     return LLM(config.replace(model=path))
 
 
+def require_extra(extra: str, what: str, *modules: str) -> None:
+    """Refuse a command that lacks packages of an extra, before a model is fetched or loaded for it."""
+    if missing := [name for name in modules if find_spec(name) is None]:
+        raise InvalidValueError(f"{what} needs {missing[0]}; install it with: pip install 'infinilm[{extra}]'")
+
+
 class CtrlC:
-    """Inside it the first Ctrl-C only sets `was_pressed`, so that no step is interrupted; a second one raises."""
+    """Inside it the first Ctrl-C only sets `was_pressed`, so that no step is interrupted; a second one raises.
+
+    A terminal does not show it as `^C`, which would stand in the middle of the answer.
+    """
 
     def __init__(self) -> None:
         self.was_pressed = False
+        self._terminal = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
 
     def __enter__(self) -> Self:
         self._outer_handler = signal.signal(signal.SIGINT, self._press)
+        if self._terminal is not None:
+            local_flags = self._terminal[LOCAL_FLAGS] & ~termios.ECHOCTL
+            changed = [*self._terminal[:LOCAL_FLAGS], local_flags, *self._terminal[LOCAL_FLAGS + 1 :]]
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, changed)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._outer_handler)
+        if self._terminal is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._terminal)
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         if self.was_pressed:

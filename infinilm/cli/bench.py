@@ -33,39 +33,52 @@ RATES = ("prefill_per_second", "decode_per_second")  # fields of `Summary`, in t
 TIMES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 
+Workloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--workload",
+        "-w",
+        metavar="NAME",
+        help="single, batch, prefill, prefix or custom; can be given several times. "
+        f"Default: {', '.join(DEFAULT_WORKLOADS)}. Not with --peer llama.cpp, whose work is always the same.",
+        rich_help_panel="Workload",
+        show_default=False,
+    ),
+]
+Peer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"Run the same work in another engine, in turns: {', '.join(PEERS)}.",
+        show_default=False,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Threads of each engine on a CPU. Default: as many as cores.", show_default=False
+    ),
+]
+JsonFile = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - is stdout.", show_default=False),
+]
+
+
 @takes_sizes()
 @takes_config()
 def bench(
     *,
     context: typer.Context,
-    workloads: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--workload",
-            "-w",
-            help="single, batch, prefill, prefix or custom; can be given several times. "
-            f"Default: {', '.join(DEFAULT_WORKLOADS)}. Not with --peer llama.cpp, whose work is always the same.",
-            rich_help_panel="Workload",
-            show_default=False,
-        ),
-    ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Measured runs of each workload.")] = 5,
-    peer: Annotated[
-        str | None,
-        typer.Option(help=f"Run the same work in another engine, in turns: {', '.join(PEERS)}.", show_default=False),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, help="Threads of each engine on a CPU. Default: as many as cores.", show_default=False),
-    ] = None,
-    json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - is stdout.", show_default=False),
-    ] = None,
+    workloads: Workloads = None,
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Measured runs of each workload.")] = 5,
+    peer: Peer = None,
+    threads: Threads = None,
+    json_file: JsonFile = None,
     config: Config,
     sizes: dict[str, Any],
 ) -> None:
-    """Measure throughput and latency of a workload.
+    """Measure how fast a model runs here.
 
     Prompts are random token ids, the same everywhere; answers are greedy and of full length. With --peer, both
     engines do the same work in turns: transformers in this process, llama.cpp and this engine each in its own process,
@@ -83,6 +96,8 @@ def bench(
         _write(report, json_file, [table, ""])
         return
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)
+    if peer is not None:
+        import_module("infinilm.bench.transformers_peer").check_installed()
     if threads is not None:
         import torch
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from infinilm.cli.answering import open_engine, stream_answer
-from infinilm.cli.display import console, format_count, format_rate, format_seconds, make_facts, note, write_text
+from infinilm.cli.display import AnswerWriter, console, format_count, format_rate, format_seconds, make_facts, note
 from infinilm.cli.options import takes_config, takes_sampling
 from infinilm.config import Config
 from infinilm.errors import EngineError, InfinilmError, InvalidValueError
@@ -24,6 +24,7 @@ Number = TypeVar("Number", int, float)
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
 
+LEAVING_WORDS = ("quit", "exit")
 FENCE = '"""'
 # Small steps: Ctrl-C, which waits for a step's end, acts soon even during a long prefill.
 MAX_STEP_TOKENS = 512
@@ -33,14 +34,15 @@ MAX_STEP_TOKENS = 512
 @takes_config(without=("max_num_seqs", "max_num_batched_tokens"))
 def chat(
     *,
-    system: Annotated[str | None, typer.Option(help="The system message.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.", show_default=False)] = None,
     config: Config,
     sampling: dict[str, Any],
 ) -> None:
     """Talk with a model.
 
-    /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat. A line that ends with a backslash
-    continues on the next; lines between two \"\"\" are one message. Through a pipe, each line is a message.
+    /help lists the commands of the chat. Ctrl-C stops an answer; quit, exit or Ctrl-D ends the chat. A line that ends
+    with a backslash continues on the next; lines between two \"\"\" are one message. Through a pipe, each line is a
+    message.
     """
     settings = config.replace(max_num_seqs=1, max_num_batched_tokens=MAX_STEP_TOKENS)
     with open_engine(settings) as engine:
@@ -128,21 +130,25 @@ class Chat:
         if is_interactive:
             import readline  # noqa: F401 (its import gives `input` editing and history)
 
-            note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.\n")
+            note("Write a message and press Enter. /help lists commands, Ctrl-C stops an answer, quit ends the chat.\n")
         while not self.is_over:
             try:
                 message = read_message(input, is_interactive=is_interactive)
             except EOFError:
+                if is_interactive:
+                    note("")  # the shell's prompt belongs on a line of its own
                 break
             except UnicodeDecodeError as error:
                 raise InvalidValueError(f"stdin is not UTF-8 text: {error.reason}") from error
             except KeyboardInterrupt:
                 if not is_interactive:
                     raise
-                note("\nCtrl-D or /exit ends the chat.")
+                note("\nTo end the chat, type quit or press Ctrl-D.")
                 continue
             if not message.strip():
                 continue
+            if is_interactive and message.strip().lower() in LEAVING_WORDS:
+                break
             try:
                 self.handle(message)
             except InfinilmError as error:
@@ -165,9 +171,10 @@ class Chat:
         output: RequestOutput | None = None
         try:
             prompt = self._make_prompt()
+            writer = AnswerWriter()
             for output in stream_answer(self.engine, prompt, self.sampling):
-                write_text(output.outputs[0].new_text)
-            write_text("\n")
+                writer.write(output.outputs[0].new_text)
+            writer.end()
         finally:
             if output is not None and output.text:
                 self.conversation.say("assistant", output.text)
@@ -331,7 +338,7 @@ def _exit(chat: Chat) -> None:
     chat.is_over = True
 
 
-_EXIT = ChatCommand("/exit", "End the chat; so does Ctrl-D.", _exit)
+_EXIT = ChatCommand("/exit", "End the chat; so do quit, exit and Ctrl-D.", _exit)
 COMMANDS = {
     "help": ChatCommand("/help", "List the commands.", _help),
     "reset": ChatCommand("/reset", "Forget what was said.", _reset),

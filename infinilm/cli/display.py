@@ -3,6 +3,7 @@
 import re
 import sys
 from functools import partial
+from shutil import get_terminal_size
 from typing import IO, TYPE_CHECKING
 
 import typer
@@ -53,11 +54,57 @@ def make_facts(facts: dict[str, str]) -> "Table":
     return table
 
 
-def write_text(text: str, stream: IO[str] | None = None) -> None:
-    """Write model output unchanged; on a terminal, with control characters replaced."""
-    stream = stream or sys.stdout
-    stream.write(visible(text) if stream.isatty() else text)
-    stream.flush()
+class AnswerWriter:
+    """Writes a streamed answer: unchanged, or on a terminal with lines that end between words.
+
+    There, a word is written when it is complete, and control characters are replaced.
+    """
+
+    def __init__(self, stream: IO[str] | None = None, width: int | None = None) -> None:
+        from rich.cells import cell_len
+
+        self._cell_len = cell_len
+        self._stream = stream or sys.stdout
+        self._is_terminal = self._stream.isatty()
+        self._width = width or get_terminal_size().columns
+        self._column = 0
+        self._spaces = self._word = ""
+
+    def write(self, text: str) -> None:
+        if self._is_terminal:
+            text = "".join(map(self._add, visible(text)))
+        self._stream.write(text)
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Write the rest, and end the line."""
+        self._stream.write(self._end_word() + "\n")
+        self._stream.flush()
+
+    def _add(self, character: str) -> str:
+        """Take in a character; returns what can be written now."""
+        if character == "\n":
+            text = self._end_word() + "\n"
+            self._column, self._spaces = 0, ""
+            return text
+        if character.isspace():
+            text = self._end_word()
+            self._spaces += " " * 4 if character == "\t" else character
+            return text
+        is_wide = self._cell_len(character) > 1  # a line may end before and after it
+        text = self._end_word() if is_wide else ""
+        self._word += character
+        return text + self._end_word() if is_wide or len(self._word) >= self._width else text
+
+    def _end_word(self) -> str:
+        if not self._word:
+            return ""
+        size = self._cell_len(self._word)
+        is_next_line = self._column > 0 and self._column + len(self._spaces) + size > self._width
+        text = f"\n{self._word}" if is_next_line else self._spaces + self._word
+        self._column = size if is_next_line else self._column + len(self._spaces) + size
+        self._spaces = self._word = ""
+        return text
 
 
 visible = partial(_CONTROL_CHARACTERS.sub, "\N{REPLACEMENT CHARACTER}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infinilm.cli.answering import open_engine, stream_answer
-from infinilm.cli.display import console, format_rate, format_seconds, head, make_table, note, visible, write_text
+from infinilm.cli.display import AnswerWriter, console, format_rate, format_seconds, head, make_table, note, visible
 from infinilm.cli.options import takes_config, takes_sampling
 from infinilm.config import Config
 from infinilm.errors import EngineError, InvalidValueError
@@ -26,38 +26,51 @@ if TYPE_CHECKING:
 STDIN = "-"
 
 
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PROMPT", help="Texts to continue, or with --chat to answer; - is stdin.", show_default=False
+    ),
+]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--file",
+        "-f",
+        metavar="FILE",
+        help="Read a prompt from a file; - is stdin. Can be given several times.",
+        exists=True,
+        dir_okay=False,
+        allow_dash=True,
+    ),
+]
+
+
 @takes_sampling(max_tokens=128)
 @takes_config()
 def generate(
     *,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="Texts to continue; - is stdin.", show_default=False)
-    ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Read a prompt from a file; - is stdin. Can be given several times.",
-            exists=True,
-            dir_okay=False,
-            allow_dash=True,
-        ),
-    ] = None,
+    prompts: Prompts = None,
+    files: Files = None,
     lines: Annotated[bool, typer.Option("--lines", help="Files and stdin hold one prompt per line.")] = False,
     chat: Annotated[
-        bool, typer.Option("--chat/--raw", help="Use the model's chat template, or continue the text as it is.")
+        bool,
+        typer.Option(
+            "--chat/--raw", help="Answer prompts as messages of a chat, or continue their text (the default)."
+        ),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt, each on a line.")] = False,
     config: Config,
     sampling: dict[str, Any],
 ) -> None:
     """Generate text from prompts.
 
     A single prompt's answer is streamed, and is all that is written to stdout. Several prompts are answered together,
-    with a table of times at the end. Runs can be repeated: without --seed, draws are the same each time.
+    with a table of times at the end: TTFT is the time to the first token, ITL the time between tokens. Runs can be
+    repeated: without --seed, draws are the same each time.
     """
     if system is not None and not chat:
         raise InvalidValueError("--system is a message of a chat; give --chat as well")
@@ -118,9 +131,10 @@ def _encode(engine: "LLM", texts: list[str], chat: bool, system: str | None) -> 
 
 
 def _stream(engine: "LLM", prompt: str | list[int], sampling: SamplingParams) -> RequestOutput:
+    writer = AnswerWriter()
     for output in stream_answer(engine, prompt, sampling):
-        write_text(output.outputs[0].new_text)
-    write_text("\n")
+        writer.write(output.outputs[0].new_text)
+    writer.end()
     metrics = output.metrics
     note(
         f"{len(output.token_ids)} tokens ({output.finish_reason}) · TTFT {format_seconds(metrics.ttft)} · "

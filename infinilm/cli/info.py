@@ -129,9 +129,10 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
 
 
 def info(
-    model: ModelArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False
+    model: ModelArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show what a model is and whether it fits. Reads headers only."""
+    """Show what a model is and whether it fits into memory. Its weights are not read."""
     from infinilm.loading.sources import resolve
 
     facts = collect_facts(resolve(model))
@@ -211,9 +212,11 @@ def _sequences(num_tokens: int, context: int) -> str:
 
 def pull(
     model: ModelArgument = None,
-    show_list: Annotated[bool, typer.Option("--list", help="List the aliases instead.")] = False,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="List the aliases instead, with sizes and licences.")
+    ] = False,
 ) -> None:
-    """Fetch a model into the cache and print where it is."""
+    """Download a model, unless that was done before, and print where it is."""
     from infinilm.loading.sources import ALIASES, DEFAULT_MODEL
     from infinilm.loading.sources import pull as fetch
 

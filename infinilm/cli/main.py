@@ -13,8 +13,8 @@ from infinilm.cli.bench import bench, bench_serve
 from infinilm.cli.chat import chat
 from infinilm.cli.display import print_error
 from infinilm.cli.generate import generate
+from infinilm.cli.help import HelpCommand, help_of, make_app
 from infinilm.cli.info import info, pull
-from infinilm.cli.options import help_of
 from infinilm.cli.serve import serve
 from infinilm.cli.verify import verify
 from infinilm.errors import InfinilmError
@@ -26,13 +26,14 @@ EXIT_INTERRUPTED = 130
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = make_app()
 for _command in (generate, chat, serve, info, pull, verify):
-    app.command(help=help_of(_command))(_command)
-_bench_app = typer.Typer(subcommand_metavar="[COMMAND]")
+    app.command(cls=HelpCommand, help=help_of(_command))(_command)
+_bench_app = make_app(subcommand_metavar="[COMMAND]")
 _bench_app.callback(invoke_without_command=True, help=help_of(bench))(bench)
 _bench_app.command(
     "serve",
+    cls=HelpCommand,
     help=help_of(bench_serve),
     # Options, --help included, are parsed by the command's own parser in benchmarks/.
     add_help_option=False,
@@ -52,7 +53,6 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def start(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show where in the code an error came from.")] = False,
@@ -60,10 +60,17 @@ def start(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Run language models: a fast, readable inference engine on PyTorch."""
+    """Run language models on this machine: generate text, chat, or serve them over HTTP.
+
+    To begin: infinilm chat. It downloads a small model (98 MB) the first time. 'infinilm COMMAND -h' explains a
+    command.
+    """
     context.ensure_object(Settings).debug = debug
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+app.callback(invoke_without_command=True, help=help_of(start))(start)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -95,4 +102,7 @@ def _describe(error: BaseException) -> str:
     """The error as one line; for a usage error, with the command that prints the help."""
     context = getattr(error, "ctx", None)
     message = error.format_message() if isinstance(error, _UsageError) else str(error)
-    return f"{message.rstrip('.')}; see '{context.command_path} --help'" if context else message
+    if not context:
+        return message
+    link = " See" if message.endswith("?") else "; see"
+    return f"{message.rstrip('.')}{link} '{context.command_path} --help'"

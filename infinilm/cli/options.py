@@ -5,55 +5,69 @@ options check their values.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
+from infinilm.cli.help import option
 from infinilm.config import ATTENTION_BACKENDS, PRESETS, QUANTIZATIONS, Config
 from infinilm.platforms import DEVICES
 from infinilm.sampling_params import SamplingParams
 
 Command = Callable[..., None]
 
-MODEL_HELP = "A directory, a .gguf file, a hub id or an alias. Default: the embedded model."
+MODEL_HELP = (
+    "A directory, a .gguf file, an id on the Hugging Face hub (org/name) or an alias (infinilm pull --list). "
+    "Default: the embedded model."
+)
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
 
 
 def _engine_option(kind: Any, help: str, *names: str) -> Any:
-    return Annotated[kind | None, typer.Option(*names, help=help, rich_help_panel="Engine", show_default=False)]
+    return option("Engine", kind | None, help, *names)
 
 
 def _sampling_option(kind: Any, help: str, *names: str) -> Any:
-    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel="Sampling")]
+    return option("Sampling", kind, help, *names, show_default=True)
 
 
 def _size_option(help: str) -> Any:
-    return Annotated[int | None, typer.Option(help=help, rich_help_panel="Workload", show_default=False)]
+    return option("Workload", int | None, help)
 
 
 _ENGINE_OPTIONS = {
     "model": _engine_option(str, MODEL_HELP, "--model", "-m"),
     "preset": _engine_option(str, f"Ready-made settings: {', '.join(PRESETS)}."),
-    "dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float32 on a CPU."),
+    "dtype": _engine_option(str, "The type to compute in: auto, float32, float16, bfloat16. auto: float32 on a CPU."),
     "quantization": _engine_option(
-        str, f"{', '.join(QUANTIZATIONS)}: how matrices are kept on a CPU. Default: as the checkpoint has them."
+        str, f"How weights are kept on a CPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them."
     ),
-    "kv_cache_dtype": _engine_option(str, "auto, float32, float16, bfloat16. auto: float16 with quantised weights."),
-    "device": _engine_option(str, f"{', '.join(DEVICES)}, or the device type of a torch plug-in."),
+    "kv_cache_dtype": _engine_option(
+        str, "The type of the KV cache: auto, float32, float16, bfloat16. auto: float16 with quantised weights."
+    ),
+    "device": _engine_option(str, f"Where to compute: {', '.join(DEVICES)}, or the device type of a torch plug-in."),
     "tensor_parallel_size": _engine_option(
         int, "GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp"
     ),
-    "attention_backend": _engine_option(str, f"{', '.join(ATTENTION_BACKENDS)}."),
-    "max_model_len": _engine_option(int, "Tokens of prompt and answer together. Default: the checkpoint's."),
-    "max_num_seqs": _engine_option(int, f"Requests in one step. Default: {Config.max_num_seqs}."),
-    "max_num_batched_tokens": _engine_option(int, f"Tokens in one step. Default: {Config.max_num_batched_tokens}."),
-    "num_kvcache_blocks": _engine_option(int, "Blocks of the KV cache. Default: as many as fit and are useful."),
+    "attention_backend": _engine_option(str, f"What computes attention: {', '.join(ATTENTION_BACKENDS)}."),
+    "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),
+    "max_num_seqs": _engine_option(int, f"Most requests at a time. Default: {Config.max_num_seqs}."),
+    "max_num_batched_tokens": _engine_option(
+        int, f"Most tokens computed in one step. Default: {Config.max_num_batched_tokens}."
+    ),
+    "num_kvcache_blocks": _engine_option(
+        int, "Size of the KV cache, which holds the tokens of all requests, in blocks of 16. Default: what fits."
+    ),
     "gpu_memory_utilization": _engine_option(
-        float, f"Share of the free memory, on any device. Default: {Config.gpu_memory_utilization}."
+        float,
+        f"The share of the free memory that may be used, on any device. Default: {Config.gpu_memory_utilization}.",
     ),
 }
+
+_VERBOSE = option("Engine", bool, "Say more at start: where the memory goes, what computes.", "--verbose", "-v")
 
 _SAMPLING_OPTIONS = {
     "temperature": _sampling_option(
@@ -85,7 +99,7 @@ _SIZE_OPTIONS = {
 def takes_config(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
     """Replace a command's parameter `config` by the engine's options, except `without`."""
     options = {name: (kind, None) for name, kind in _ENGINE_OPTIONS.items() if name not in without}
-    return expand("config", options, _make_config)
+    return expand("config", {**options, "verbose": (_VERBOSE, False)}, _make_config)
 
 
 def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Command], Command]:
@@ -97,7 +111,9 @@ def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callabl
     return expand("sampling", options, _check_sampling)
 
 
-def _make_config(preset: str | None = None, **settings: Any) -> Config:
+def _make_config(*, preset: str | None = None, verbose: bool, **settings: Any) -> Config:
+    if verbose:
+        logging.getLogger("infinilm").setLevel(logging.DEBUG)
     given = _drop_none(**settings)
     return Config.preset(preset, **given) if preset is not None else Config.from_kwargs(**given)
 
@@ -138,9 +154,3 @@ def expand(
         return expanded
 
     return decorate
-
-
-def help_of(command: Command) -> str:
-    """A command's docstring with each paragraph on one line, which the terminal's width wraps."""
-    paragraphs = (command.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -3,28 +3,34 @@
 import logging
 import os
 from dataclasses import fields
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinilm.cli.display import console, make_facts, note
+from infinilm.cli.answering import require_extra
+from infinilm.cli.display import console, make_facts, make_table, note
 from infinilm.cli.options import ModelArgument, takes_config
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from infinilm.server.messages import Ready
     from infinilm.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "INFINILM_API_KEY"
-Listen = Annotated[str, typer.Option(help="The address to listen on. One that others can reach needs an API key.")]
+Listen = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="The address to listen on. One that others can reach needs an API key.")
+]
 Keys = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="KEY",
         help="A key that clients must give. Every user of this machine can see it (ps): prefer --api-key-file or "
         f"{KEY_VARIABLE}. Can be given several times.",
         show_default=False,
@@ -33,13 +39,19 @@ Keys = Annotated[
 KeyFile = Annotated[
     Path | None,
     typer.Option(
+        metavar="FILE",
         help=f"A file with a key in each line. Another way: the environment variable {KEY_VARIABLE}.",
         show_default=False,
     ),
 ]
 LimitPairs = Annotated[
     list[str] | None,
-    typer.Option("--limit", metavar="NAME=VALUE", help="Change a limit; --limit help lists them.", show_default=False),
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE",
+        help="Change a limit, such as max_requests=64; --limit help lists all with units. Can be given several times.",
+        show_default=False,
+    ),
 ]
 
 
@@ -48,34 +60,44 @@ def serve(
     model: ModelArgument = None,
     *,
     host: Listen = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="N", help="The port to listen on; 0: any that is free.")] = 8000,
     api_key: Keys = None,
     api_key_file: KeyFile = None,
     model_name: Annotated[
-        str | None, typer.Option(help="What requests call the model. Default: its file's name.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The model's name in requests. Default: its file's name.", show_default=False
+        ),
     ] = None,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls. Default: by its template.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="How the model writes tool calls. Default: found by its template.", show_default=False
+        ),
     ] = None,
     limit: LimitPairs = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False,
     parse_special_tokens: Annotated[
-        bool, typer.Option("--parse-special-tokens", help="Let messages hold control tokens. Only for trusted clients.")
+        bool,
+        typer.Option(
+            "--parse-special-tokens", help="Let messages contain the model's control tokens. For trusted clients only."
+        ),
     ] = False,
     config: Config,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's API does.
+    """Serve a model over HTTP: a page to chat in, and OpenAI's API.
 
-    Ctrl-C, SIGTERM or SIGHUP lets the requests at work finish; a second Ctrl-C or SIGTERM does not.
+    Without options: the embedded model at http://127.0.0.1:8000, for this machine only. Ctrl-C, SIGTERM or SIGHUP
+    lets the requests in progress finish; a second Ctrl-C or SIGTERM ends at once.
     """
-    _check_installed()
+    require_extra("serve", "serving", "fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
     from infinilm.server.logs import install_logging
     from infinilm.server.run import run
     from infinilm.server.service import Service
     from infinilm.server.settings import Limits, ServerSettings
 
-    if limit == ["help"]:
-        console().print(make_facts({item.name: f"{item.default}" for item in fields(Limits)}))
+    if limit and "help" in limit:
+        console().print(_list_limits())
         return
     install_logging()
     if api_key:
@@ -96,12 +118,14 @@ def serve(
     run(service, lambda ready, address: _announce(service, ready, address))
 
 
-def _check_installed() -> None:
-    try:
-        for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn"):
-            import_module(name)
-    except ImportError as error:
-        raise InvalidValueError(f"serving needs {error.name}; install it with: pip install 'infinilm[serve]'") from None
+def _list_limits() -> "Table":
+    from infinilm.server.settings import Limits
+
+    table = make_table("limit", "default", "meaning")
+    table.columns[2].justify = "left"
+    for item in fields(Limits):
+        table.add_row(item.name, f"{item.default:,}", item.metadata["meaning"])
+    return table
 
 
 def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
@@ -117,15 +141,21 @@ def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
 
 def _announce(service: "Service", ready: "Ready", address: str) -> None:
     limits, settings = service.limits, service.settings
-    blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} tokens"
+    num_tokens = ready.num_blocks * ready.block_size
     facts = {
         "address": address,
+        "chat page": f"{address}/ (open it in a browser)",
+        "OpenAI's API": f"{address}/v1",
         "model": f"{service.model_name}, {ready.dtype} on {ready.device}, loaded in {ready.load_seconds:.1f} s",
-        "context": f"{ready.max_model_len:,} tokens; KV cache of {blocks}",
-        "limits": f"{limits.max_requests:,} requests, {limits.max_total_tokens:,} tokens, "
-        f"{limits.request_timeout:g} s per request",
+        "conversations": f"up to {ready.max_model_len:,} tokens each, {num_tokens:,} at a time",
+        "limits": f"{limits.max_requests:,} requests at a time, {limits.request_timeout:g} s each; change them with "
+        "--limit",
         "access": f"{len(settings.api_keys)} API keys" if settings.api_keys else "this machine only, no API key",
     }
+    if find_spec("llguidance") is None:
+        facts["missing"] = "llguidance, for structured output; install it with: pip install 'infinilm[structured]'"
+    if logger.isEnabledFor(logging.DEBUG):
+        facts["memory"] = ready.memory.partition(": ")[2]
     console(err=True).print(make_facts(facts))
     key = " -H 'Authorization: Bearer <key>'" if settings.api_keys else ""
     note(

@@ -24,11 +24,12 @@ TOLERANCES = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 1.0}
 def verify(
     *,
     model: ModelArgument = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to check per prompt.")] = 32,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Greedy tokens to check per prompt.")] = 32,
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=0.0,
+            metavar="X",
             help="The largest difference of log-probabilities that passes. "
             f"Default: {', '.join(f'{limit:g} in {dtype}' for dtype, limit in TOLERANCES.items())}.",
             show_default=False,
@@ -37,14 +38,15 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     config: Config,
 ) -> None:
-    """Check logits, greedy tokens and log-probabilities against transformers.
+    """Compare a model's results with those of Hugging Face transformers.
 
-    Weights are dense, as transformers has them, unless --quantization says otherwise.
-
-    Ends with exit code 1 if a difference is beyond the tolerance.
+    Both compute the same prompts; logits, greedy tokens and log-probabilities are compared. Weights are not
+    quantised, as in transformers, unless --quantization says otherwise. Ends with exit code 1 if a difference is
+    beyond the tolerance.
     """
-    from infinilm.bench.transformers_peer import compare
+    from infinilm.bench.transformers_peer import check_installed, compare
 
+    check_installed()
     with open_engine(config.replace(model=model, quantization=config.quantization or "none")) as engine:
         path = Path(str(engine.config.model))
         info = engine.executor.info

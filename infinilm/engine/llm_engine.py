@@ -159,11 +159,10 @@ class LLMEngine:
         try:
             while num_done < len(requests):
                 self._advance()
-                before = num_done
                 while num_done < len(requests) and requests[num_done].is_finished:
                     num_done += 1
                 with interrupts_allowed():
-                    bar.update(num_done - before)
+                    bar.update()
         finally:
             with self._turns:
                 for request in requests:
@@ -312,7 +311,6 @@ class LLMEngine:
         if self._registry is not None:
             self._registry.begin_step(self._rows_of(step))
         self._stats.num_steps += 1
-        self._stats.num_decode_tokens += step.input.num_samples
         self._stats.num_prefill_tokens += step.input.num_chunk_tokens
         step.handle = self.executor.submit(step.input)
         if self._registry is not None and self._registry.has_replaced:
@@ -339,6 +337,8 @@ class LLMEngine:
         """Add a step's output to the answers. Listeners are told later, when all answers are up to date."""
         now = perf_counter()
         self.scheduler.commit(step, output)
+        num_stale = sum(len(output.tokens_of(index)) for index in step.stale)
+        self._stats.num_decode_tokens += len(output.token_ids) - num_stale
         self.last_step = step.input
         num_decoding = len(step.input.decoding.rows)
         for index, seq in enumerate(step.seqs):

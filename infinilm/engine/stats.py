@@ -16,7 +16,7 @@ class EngineStats:
     num_prefill_tokens: int = 0
     """Prompt tokens computed, and those computed again after preemption."""
     num_decode_tokens: int = 0
-    """Tokens drawn."""
+    """Tokens that answers gained."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     num_finished: int = 0
@@ -30,23 +30,31 @@ class EngineStats:
 
 
 class ProgressBar:
-    """Requests done, with the prefill and decode tokens per second since the bar was made."""
+    """Requests done and tokens so far. The rate is of all generated tokens, over the whole time since the start."""
 
     def __init__(self, stats: EngineStats, num_requests: int, *, is_shown: bool) -> None:
         self._stats = stats
         self._before = replace(stats)
+        self._num_requests = num_requests
         self._start_time = perf_counter()
         self._bar = tqdm(
-            total=num_requests, desc="Generating", unit="req", disable=not is_shown, dynamic_ncols=True, mininterval=0.3
+            total=num_requests,
+            desc="Generating",
+            bar_format="{desc}: {n_fmt} of {total_fmt} prompts done |{bar:20}| {elapsed}{postfix}",
+            disable=not is_shown,
+            dynamic_ncols=True,
+            mininterval=0.3,
         )
 
-    def update(self, num_done: int) -> None:
+    def update(self) -> None:
         """Show the state after a step."""
-        elapsed = perf_counter() - self._start_time
-        prefill = (self._stats.num_prefill_tokens - self._before.num_prefill_tokens) / elapsed
-        decode = (self._stats.num_decode_tokens - self._before.num_decode_tokens) / elapsed
-        self._bar.set_postfix_str(f"prefill {prefill:.0f} tok/s, decode {decode:.0f} tok/s", refresh=False)
-        self._bar.update(num_done)
+        stats, before = self._stats, self._before
+        num_read = stats.num_prefill_tokens - before.num_prefill_tokens
+        num_written = stats.num_decode_tokens - before.num_decode_tokens
+        rate = num_written / (perf_counter() - self._start_time)
+        self._bar.set_postfix_str(f"read {num_read:,} tokens, wrote {num_written:,} ({rate:,.1f}/s)", refresh=False)
+        num_done = min(stats.num_finished - before.num_finished, self._num_requests)  # there may be other requests
+        self._bar.update(num_done - self._bar.n)
 
     def __enter__(self) -> Self:
         return self

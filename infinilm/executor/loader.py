@@ -59,16 +59,14 @@ def load_model(config: Config) -> LoadedModel:
         checkpoint.close()
     info = loaded.executor.info
     logger.info(
-        "%s: %s on %s in %s, attention by %s, up to %d tokens per request, ready in %.1f s",
+        "%s: ready on %s in %.1f s, for up to %s tokens of prompt and answer",
         path.name,
-        loaded.model_config.model_type,
         info.device if info.num_ranks == 1 else f"{info.num_ranks} x {info.device.partition(':')[0]}",
-        info.dtype,
-        info.attention,
-        loaded.max_model_len,
         perf_counter() - start_time,
+        f"{loaded.max_model_len:,}",
     )
-    logger.info("%s", loaded.memory)
+    logger.debug("a %s model in %s, attention by %s", loaded.model_config.model_type, info.dtype, info.attention)
+    logger.debug("%s", loaded.memory)
     return loaded
 
 

@@ -125,19 +125,20 @@ class MemoryLedger:
         workspace = self.workspace
         items = {
             "weights": self.weight_bytes,
-            "activations": workspace.activations,
+            "intermediate results": workspace.activations,
             "attention": workspace.attention,
-            "graphs": workspace.graphs,
-            "libraries": workspace.libraries,
-            f"texts of {self.max_model_len} tokens": workspace.per_position * self.max_model_len,
+            "CUDA graphs": workspace.graphs,
+            "CUDA libraries": workspace.libraries,
+            f"positions of {self.max_model_len:,} tokens": workspace.per_position * self.max_model_len,
         }
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in items.items() if size)
         ranks = f", on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
         return (
-            f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start x gpu_memory_utilization="
-            f"{self.utilization} = {format_bytes(self.allowed_bytes)}; needed up to {format_bytes(self.total_bytes)}: "
-            f"{listed}, KV cache {format_bytes(self.kv_bytes)} = {self.num_blocks} blocks x {self.block_size} tokens = "
-            f"{self.num_blocks * self.block_size} tokens ({self.limited_by}){self._windowed()}"
+            f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start, of which "
+            f"{self.utilization:.0%} may be used (gpu_memory_utilization): {format_bytes(self.allowed_bytes)}. Used at "
+            f"most: {format_bytes(self.total_bytes)}: {listed}, conversations (KV cache) {format_bytes(self.kv_bytes)} "
+            f"for {self.num_blocks * self.block_size:,} tokens in {self.num_blocks:,} blocks; "
+            f"their number is decided by {self.limited_by}{self._windowed()}"
         )
 
     def _windowed(self) -> str:
@@ -145,7 +146,7 @@ class MemoryLedger:
         if len(self.groups) == 1:
             return ""
         counts = zip(self.groups, self.group_blocks, strict=True)
-        return "".join(f", {count} blocks for windows of {group.window}" for group, count in counts if group.window)
+        return "".join(f", {count:,} blocks for windows of {group.window}" for group, count in counts if group.window)
 
     def longest_text(self, num_blocks: int, max_model_len: int) -> int:
         """How long a text may be with so many blocks, up to `max_model_len`."""
@@ -212,7 +213,7 @@ def plan_memory(
         num_blocks=0,
         block_size=config.kvcache_block_size,
         max_model_len=0,
-        limited_by="nothing is left for it",
+        limited_by="the other parts, which leave no memory for any",
     )
     left = without_cache.allowed_bytes - without_cache.total_bytes
 
@@ -271,7 +272,7 @@ def _choose_blocks(
     blocks_per_seq = -(-max_model_len // ledger.block_size)
     limits = {
         f"gpu_memory_utilization={config.gpu_memory_utilization}": most_blocks,
-        "all that max_num_seqs and max_model_len can use": max(
+        "what max_num_seqs and max_model_len can use": max(
             group.num_blocks(config.max_num_seqs * blocks_per_seq) for group in ledger.groups
         ),
     }
@@ -279,7 +280,7 @@ def _choose_blocks(
         least, most = MIN_CPU_KV_BYTES // ledger.num_ranks, MAX_CPU_KV_BYTES // ledger.num_ranks
         usual = min(max(ledger.weight_bytes, least), most)
         usual_blocks = _most(lambda count: sum(group.num_bytes(count) for group in ledger.groups), usual)
-        limits["what is usual on a CPU; set num_kvcache_blocks for more"] = max(usual_blocks, 1)
+        limits["what is usual on a CPU (set num_kvcache_blocks for more)"] = max(usual_blocks, 1)
     limited_by, num_blocks = min(limits.items(), key=lambda item: item[1])
     return num_blocks, limited_by
 

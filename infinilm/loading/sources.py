@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
@@ -48,6 +49,7 @@ ALIASES: Mapping[str, WheelSource] = MappingProxyType(
 )
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHT_FILES = (".gguf", ".safetensors")
 # No code, no pickles, no second copy of the weights in another layout.
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT_HUB_FILES = ["*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*.safetensors"]
@@ -78,14 +80,18 @@ def resolve(
     if path := _existing_path(name):
         return path
     if isinstance(model, Path):
-        raise CheckpointError(f"{model}: no such file or directory")
+        raise CheckpointError(_describe_missing(name))
     if name in ALIASES:
         return _resolve_alias(name, allow_download, report)
-    if _HUB_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
+    if _looks_like_path(name):
+        raise CheckpointError(_describe_missing(name))
+    if _HUB_ID.fullmatch(name):
         return _resolve_hub_id(name, allow_download)
+    close = _closest(name.lower(), ALIASES)
+    hint = f"; did you mean {close!r}?" if close else "."
     raise CheckpointError(
-        f"model {name!r} is not known: it is not an existing path, not one of the aliases "
-        f"({', '.join(ALIASES)}), and not a Hugging Face hub id of the form 'org/name'"
+        f"model {name!r} is not known{hint} Give the path of a directory or of a .gguf file, one of the aliases "
+        f"({', '.join(ALIASES)}), or a Hugging Face hub id of the form 'org/name'"
     )
 
 
@@ -104,6 +110,32 @@ def _existing_path(name: str) -> Path | None:
         return path if name and path.exists() else None
     except (OSError, RuntimeError):  # a path that is too long, or an unknown user's home
         return None
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a name that is no existing path was meant as one. The network is not asked for such a name."""
+    if name.endswith(_WEIGHT_FILES):
+        return True
+    if not ("/" in name or "\\" in name) or "://" in name:
+        return False
+    return not _HUB_ID.fullmatch(name) or _existing_path(name.partition("/")[0]) is not None
+
+
+def _describe_missing(name: str) -> str:
+    path = Path(name)
+    try:
+        close = _closest(path.name, (found.name for found in path.expanduser().parent.iterdir()))
+    except (OSError, RuntimeError):  # no such directory, or an unknown user's home
+        hint = f"; there is no directory {str(path.parent)!r} either"
+    else:
+        hint = f"; did you mean {str(path.parent / close)!r}?" if close else "."
+        if _HUB_ID.fullmatch(name) and not name.endswith(_WEIGHT_FILES):
+            hint += f" This is taken for a path, as {path.parts[0]!r} exists; elsewhere it could be a hub id"
+    return f"model {name!r}: no such file or directory{hint.rstrip('.')}"
+
+
+def _closest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
 def _resolve_alias(alias: str, allow_download: bool, report: Callable[[str], None]) -> Path:
@@ -187,7 +219,7 @@ def _resolve_hub_id(repo_id: str, allow_download: bool) -> Path:
     except Exception as error:  # the hub's client raises errors of its own dependencies
         where = "the Hugging Face hub" if allow_download else "the local cache of the Hugging Face hub"
         raise CheckpointError(
-            f"model {repo_id!r} is not an existing path and could not be fetched from {where}: "
-            f"{type(error).__name__}: {error}"
+            f"model {repo_id!r} is not an existing path and could not be fetched from {where}; check its name and the "
+            f"network, or give the path of a local model. {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     return Path(snapshot)

@@ -76,7 +76,12 @@ def load_weights(
     with (
         _tensor_workers() as workers,
         tqdm(
-            total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", disable=None if show_progress else True
+            total=num_bytes,
+            unit="B",
+            unit_scale=True,
+            desc="Loading weights",
+            disable=None if show_progress else True,
+            leave=False,
         ) as bar,
     ):
         for num_bytes_read in workers.map(read, names):

@@ -187,6 +187,7 @@ def _describe(engine: LLMEngine, load_seconds: float) -> messages.Ready:
         dtype=info.dtype,
         load_seconds=load_seconds,
         default_params=engine.default_sampling_params.model_defaults(),
+        memory=str(engine.memory),
     )
 
 

@@ -66,6 +66,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     load_seconds: float
     default_params: dict[str, int | float]
     """The model's defaults for sampling."""
+    memory: str
+    """Where the memory goes, as a sentence."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

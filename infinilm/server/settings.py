@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Self
 
 from infinilm.checks import check_integer, check_real
@@ -10,49 +11,49 @@ from infinilm.errors import InvalidTypeError, InvalidValueError
 MIN_KEY_LENGTH = 8
 
 
+def _limit(default: Any, meaning: str) -> Any:
+    """A limit. Its meaning, which begins with the unit, is what `infinilm serve --limit help` shows."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits for one client and for all together. Times are in seconds."""
+    """Limits for one client and for all together."""
 
-    max_requests: int = 1024
-    """Requests in progress or waiting, over all clients. Others get a 429."""
-    max_total_tokens: int = 4_194_304
-    """Tokens of their prompts and of the answers they ask for. Others get a 429."""
-    max_connections: int = 2048
-    """Beyond, only `/health/live` is answered, on a few more connections."""
-    max_body_bytes: int = 8 << 20
-    max_total_body_bytes: int = 512 << 20
-    """Of all bodies that are being received or whose request is in progress. Other requests get a 503."""
-    max_header_bytes: int = 32 << 10
-    """Also for all trailers, chunk sizes and chunk extensions of a chunked body together."""
-    max_headers: int = 128
-    max_json_nodes: int = 50_000
-    """Arrays, objects and members of objects in a body, at all depths."""
-    max_prompts: int = 128
-    """Prompts in one request."""
-    max_n: int = 16
-    """Answers per prompt."""
-    max_stops: int = 16
-    max_stop_length: int = 256
-    max_logprobs: int = 20
-    max_logit_bias: int = 1024
-    max_tools: int = 128
-    request_timeout: float = 600.0
-    """From a request's arrival to its last token, unless the request says less."""
-    read_timeout: float = 30.0
-    """For a request's headers, and again for its whole body."""
-    write_timeout: float = 60.0
-    """A client that reads nothing of a response for this long is disconnected."""
-    prepare_timeout: float = 5.0
-    """For rendering the chat template, and making tokens of the prompt."""
-    drain_timeout: float = 30.0
-    """After SIGTERM, for the requests in progress."""
-    step_timeout: float = 120.0
-    """For the engine to report progress: a step, or a heartbeat when idle. Without one it is killed and restarted."""
-    mixed_step_time: float = 0.1
-    """A step in which answers continue computes as many prompt tokens as fit into about this time, at least 16."""
-    prefill_step_time: float = 0.5
-    """The same for a step with prompts only: how long a new request waits for the current step."""
+    max_requests: int = _limit(1024, "requests in progress or waiting, of all clients; others get a 429")
+    max_total_tokens: int = _limit(
+        4_194_304, "tokens of their prompts and of the answers they ask for; others get a 429"
+    )
+    max_connections: int = _limit(2048, "connections; beyond, only /health/live is answered, on a few more")
+    max_body_bytes: int = _limit(8 << 20, "bytes of a request's body")
+    max_total_body_bytes: int = _limit(
+        512 << 20, "bytes of all bodies being received or whose request is in progress; others get a 503"
+    )
+    max_header_bytes: int = _limit(32 << 10, "bytes of a request's headers; also of a chunked body's framing")
+    max_headers: int = _limit(128, "headers of a request")
+    max_json_nodes: int = _limit(50_000, "arrays, objects and members of objects in a body, at all depths")
+    max_prompts: int = _limit(128, "prompts in a request")
+    max_n: int = _limit(16, "answers per prompt")
+    max_stops: int = _limit(16, "stop strings of a request")
+    max_stop_length: int = _limit(256, "characters of a stop string")
+    max_logprobs: int = _limit(20, "log-probabilities per token")
+    max_logit_bias: int = _limit(1024, "entries of logit_bias")
+    max_tools: int = _limit(128, "tools of a request")
+    request_timeout: float = _limit(600.0, "seconds from arrival to the last token, unless the request says less")
+    read_timeout: float = _limit(30.0, "seconds for a request's headers, and again for its whole body")
+    write_timeout: float = _limit(60.0, "seconds in which a client must read something of a response")
+    prepare_timeout: float = _limit(5.0, "seconds for rendering the chat template and making tokens of the prompt")
+    drain_timeout: float = _limit(30.0, "seconds for the requests in progress after SIGTERM")
+    step_timeout: float = _limit(
+        120.0, "seconds in which the engine must report progress; without, it is killed and restarted"
+    )
+    mixed_step_time: float = _limit(
+        0.1,
+        "seconds a step should take in which answers continue: it computes as many prompt tokens as fit, at least 16",
+    )
+    prefill_step_time: float = _limit(
+        0.5, "seconds a step with prompts only should take: how long a new request waits for the current step"
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -71,7 +72,9 @@ class Limits:
             name, _, text = pair.partition("=")
             name = name.strip().replace("-", "_")
             if name not in kinds:
-                raise InvalidTypeError(f"unknown limit {name!r}; known are: {', '.join(kinds)}")
+                close = get_close_matches(name, kinds, n=1)
+                hint = f"did you mean {close[0]!r}? " if close else ""
+                raise InvalidTypeError(f"unknown limit {name!r}; {hint}--limit help lists them: {', '.join(kinds)}")
             try:
                 values[name] = kinds[name](text)
             except ValueError:

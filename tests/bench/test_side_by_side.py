@@ -171,7 +171,7 @@ def test_turns_use_the_same_prompts_and_others_each_time(ours: EngineProcess, ti
 
 
 def test_an_error_over_there_is_an_error_here() -> None:
-    with pytest.raises(EngineError, match=r"^infinilm: model 'no-such-model\.gguf' is not known"):
+    with pytest.raises(EngineError, match=r"^infinilm: model 'no-such-model\.gguf': no such file"):
         EngineProcess(OURS, {"model": "no-such-model.gguf"}, num_threads=1)
 
 

@@ -36,7 +36,7 @@ def error_of(cli: Cli, *args: str | Path, stdin: str = "") -> str:
         (["generate", "x", "--dtype", "int3"], "dtype='int3' is unknown"),
         (["generate", "x", "--device", "npu"], "device='npu': the package torch_npu is not installed; NPU needs"),
         (["generate", "x", "--preset", "warp"], "preset='warp' is unknown"),
-        (["generate", "x", "--model", "no/such/model/here"], "'no/such/model/here' is not known"),
+        (["generate", "x", "--model", "no/such/model/here"], "'no/such/model/here': no such file or directory"),
         (["generate", "x", "--file", "no-such-file"], "'no-such-file' does not exist"),
         (["generate", "x", "--system", "be nice"], "--system is a message of a chat"),
         (["generate", "x", "--logprobs", "3"], "--logprobs are shown by --json only"),
@@ -63,7 +63,8 @@ def test_a_mistake_on_the_command_line_points_to_the_help(cli: Cli) -> None:
 
 def test_errors_of_the_engine_are_one_line(cli: Cli, tiny_dir: Path) -> None:
     assert "the prompt has 300 tokens" in error_of(cli, "generate", "-m", tiny_dir, "x" * 300)
-    assert "max_model_len=999 is more than" in error_of(cli, "generate", "-m", tiny_dir, "--max-model-len", "999", "x")
+    many = ("--num-kvcache-blocks", "1000000000000")
+    assert "num_kvcache_blocks=1000000000000 needs" in error_of(cli, "generate", "-m", tiny_dir, *many, "x")
 
 
 def test_debug_shows_where_an_error_came_from(tiny_dir: Path) -> None:

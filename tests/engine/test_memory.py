@@ -153,9 +153,10 @@ def test_a_ledger_by_hand() -> None:
     assert ledger.total_bytes == 10_000 + 1900 + 500 + 20 * BLOCK_BYTES
     assert ledger.allowed_bytes == ledger.total_bytes + 700
     assert str(ledger) == (
-        "memory on cuda: 55.6 KiB free at start x gpu_memory_utilization=0.5 = 27.8 KiB; needed up to 27.1 KiB: "
-        "weights 9.8 KiB, activations 1000 B, attention 200 B, graphs 300 B, libraries 400 B, texts of 100 tokens "
-        "500 B, KV cache 15.0 KiB = 20 blocks x 16 tokens = 320 tokens (gpu_memory_utilization=0.5)"
+        "memory on cuda: 55.6 KiB free at start, of which 50% may be used (gpu_memory_utilization): 27.8 KiB. Used at "
+        "most: 27.1 KiB: weights 9.8 KiB, intermediate results 1000 B, attention 200 B, CUDA graphs 300 B, CUDA "
+        "libraries 400 B, positions of 100 tokens 500 B, conversations (KV cache) 15.0 KiB for 320 tokens in 20 "
+        "blocks; their number is decided by gpu_memory_utilization=0.5"
     )
 
 
@@ -171,7 +172,7 @@ def test_no_more_is_planned_than_is_allowed_and_no_block_less_than_fits(free_byt
     with pytest.raises(InvalidValueError, match=f"lower it to {ledger.num_blocks} or less") as caught:
         plan(free_bytes, **asked)
     assert "raise gpu_memory_utilization" in str(caught.value)
-    assert "weights 9.8 KiB, activations 1000 B, attention 200 B, graphs 300 B" in str(caught.value)
+    assert "weights 9.8 KiB, intermediate results 1000 B, attention 200 B, CUDA graphs 300 B" in str(caught.value)
 
 
 MIXED = {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
@@ -188,7 +189,7 @@ def test_layers_with_a_window_take_no_more_blocks_than_rows_can_use(num_blocks: 
     ledger = plan(free_bytes, model=model, **settings)
     assert (ledger.num_blocks, ledger.group_blocks) == (num_blocks, [num_blocks, windowed])
     assert (ledger.kv_bytes, ledger.max_model_len) == (kv_bytes, 16 * num_blocks)
-    assert str(ledger).endswith(f"{windowed} blocks for windows of 20")
+    assert str(ledger).endswith(f"{windowed:,} blocks for windows of 20")
     assert plan(free_bytes - 2, model=model, **settings).num_blocks == num_blocks - 1
 
 
@@ -202,13 +203,13 @@ def test_where_all_layers_have_a_window_a_text_may_be_longer_than_the_cache() ->
     chosen = plan(10**9, model=model, max_num_batched_tokens=64, max_model_len=1000)
     assert (chosen.num_blocks, chosen.limited_by) == (
         WINDOW_BLOCKS,
-        "all that max_num_seqs and max_model_len can use",
+        "what max_num_seqs and max_model_len can use",
     )
 
 
 def test_there_are_no_more_blocks_than_can_be_of_use() -> None:
     assert plan(10**9).num_blocks == 50 * 7
-    assert plan(10**9).limited_by == "all that max_num_seqs and max_model_len can use"
+    assert plan(10**9).limited_by == "what max_num_seqs and max_model_len can use"
 
 
 def test_without_room_for_a_block_the_ledger_says_why() -> None:
@@ -217,7 +218,7 @@ def test_without_room_for_a_block_the_ledger_says_why() -> None:
     with pytest.raises(InvalidValueError, match="no memory is left for a KV cache; raise gpu_mem") as caught:
         plan(needed - 2)
     assert "max_num_batched_tokens, max_num_seqs or max_model_len" in str(caught.value)
-    assert "24.9 KiB free at start x gpu_memory_utilization=0.5 = 12.4 KiB" in str(caught.value)
+    assert "24.9 KiB free at start, of which 50% may be used (gpu_memory_utilization): 12.4 KiB" in str(caught.value)
 
 
 def test_an_engine_has_the_ledger_of_its_settings(tiny_dir: Path) -> None:
@@ -261,7 +262,7 @@ def test_settings_too_large_for_the_cache_are_refused_and_smaller_ones_work(tiny
     num_blocks = (2 << 30) // (16 * 2 * 2 * 32 * 4)
     with (
         limited_memory(1 << 30),
-        pytest.raises(InvalidValueError, match=r"lower num_kvcache_blocks.*for a KV cache: .* KV cache 2\.0 GiB"),
+        pytest.raises(InvalidValueError, match=r"lower num_kvcache_blocks.*for a KV cache: .* \(KV cache\) 2\.0 GiB"),
     ):
         LLM(tiny_dir, num_kvcache_blocks=num_blocks)
     with LLM(tiny_dir, num_kvcache_blocks=num_blocks // 64) as llm:

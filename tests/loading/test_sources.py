@@ -151,13 +151,44 @@ def test_a_python_without_pip(cache: Path, tmp_path: Path, monkeypatch: pytest.M
         resolve(None, report=lambda message: None)
 
 
-@pytest.mark.parametrize("model", ["", "smollm", "a/b/c", "../up", "https://x.org/m", "models/gone.gguf", "~nobody5/m"])
+@pytest.mark.parametrize("model", ["", "gpt-5", "https://x.org/m"])
 def test_names_that_mean_nothing(model: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         resolve(model)
-    assert f"model {model!r} is not known" in str(caught.value)
+    assert f"model {model!r} is not known. Give" in str(caught.value)
     assert "aliases (smollm2-135m)" in str(caught.value)
     assert "'org/name'" in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["smollm", "SmolLM2-135M", "smollm2-135", "smolm2_135m"])
+def test_a_name_close_to_an_alias(model: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^model {model!r} is not known; did you mean 'smollm2-135m'\\?"):
+        resolve(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("a/b/c", "; there is no directory 'a/b' either"),
+        ("../up", ""),
+        ("~nobody5/m", "; there is no directory '~nobody5' either"),
+        ("models/gone.gguf", "; did you mean 'models/done.gguf'?"),
+        ("./models/dome.gguf", "; did you mean 'models/done.gguf'?"),
+        ("done.gguf", ""),
+        ("models\\done", "; did you mean 'models'?"),
+        ("models/x", ". This is taken for a path, as 'models' exists; elsewhere it could be a hub id"),
+    ],
+)
+def test_what_looks_like_a_path_is_asked_for_nowhere_else(
+    model: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the network was asked"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "done.gguf").touch()
+    with pytest.raises(CheckpointError) as caught:
+        resolve(model)
+    assert str(caught.value) == f"model {model!r}: no such file or directory{hint}"
 
 
 def test_a_name_too_long_for_a_path() -> None:
@@ -166,7 +197,7 @@ def test_a_name_too_long_for_a_path() -> None:
 
 
 def test_a_path_object_is_never_looked_up_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="org/name: no such file or directory"):
+    with pytest.raises(CheckpointError, match="'org/name': no such file or directory"):
         resolve(Path("org/name"))
 
 
@@ -194,4 +225,5 @@ def test_hub_ids_offline(tmp_path: Path) -> None:
         in output
     )
     output = run_offline("resolve('org/other', allow_download=False)", tmp_path)
-    assert "could not be fetched from the local cache of the Hugging Face hub: LocalEntryNotFoundError" in output
+    assert "could not be fetched from the local cache of the Hugging Face hub; check its name" in output
+    assert "LocalEntryNotFoundError" in output

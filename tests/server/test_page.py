@@ -16,6 +16,7 @@ import pytest
 from server_driver import Server, serving, wait_until
 
 import infinilm.server
+from infinilm.loading.sources import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Route
@@ -50,6 +51,33 @@ def f(x):
 1. done"""
 """What a model might write; the server makes it write just that."""
 
+RICH = """> A *quote* with a [link](https://example.org/a?b=c), [mail](mailto:a@example.org) and https://example.org/bare.
+
+| name | size |
+|:-----|-----:|
+| one | 1.5 |
+| `two` | <b>2</b> |
+
+after
+```python
+def f(x):  # a remark
+    return "text", 12
+```"""
+
+HOSTILE = """<script>document.title = "run"</script><img src=x onerror="document.title='run'">
+[a](javascript:document.title='run') [b](data:text/html,<script>1</script>) [c](JaVaScRiPt:x) [d](/relative) [e](//host)
+[f](vbscript:x) <a href="javascript:x">g</a> [h](https://x.org/"onclick="x) ![i](https://example.org/i.png)
+
+| <img src=x onerror=x> | b |
+|---|---|
+| <svg onload=x> | [j](javascript:x) |
+
+> <iframe src="javascript:x"></iframe>
+
+```html"><img src=x>
+<script>alert(1)</script>
+```"""
+
 
 # --- the files ---------------------------------------------------------------------------------------------
 
@@ -78,6 +106,10 @@ def test_a_file_needs_nothing_from_elsewhere_and_reads_no_text_as_code(file: Pat
         assert not re.findall(r"<style|\sstyle=|\son\w+=|javascript:|<script(?![^>]*\ssrc=)", text)
 
 
+def test_the_banner_names_the_page(server: Server) -> None:
+    wait_until(lambda: any(line.startswith("chat page") and f" {server.url}/ " in line for line in server.log))
+
+
 def test_references_lead_somewhere() -> None:
     assert len(IDS) == len(set(IDS))
     code = "".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
@@ -101,6 +133,17 @@ def test_all_fields_have_labels() -> None:
 # --- in a browser ------------------------------------------------------------------------------------------
 
 
+def write_events(text: str) -> str:
+    """A streamed answer as a server sends it, with tokens of up to five characters."""
+    events = []
+    for part in re.findall(r"(?s).{1,5}", text):
+        token = {"token": part, "logprob": -0.5, "bytes": list(part.encode()), "top_logprobs": []}
+        events.append({"choices": [{"delta": {"content": part}, "logprobs": {"content": [token]}}]})
+    events.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    events.append({"choices": [], "usage": {"completion_tokens": len(events) - 1}})
+    return "".join(f"data: {data}\n\n" for data in (*map(json.dumps, events), "[DONE]"))
+
+
 class Visit:
     """A page that is open: what it asks the server for, and what it complains about."""
 
@@ -110,6 +153,8 @@ class Visit:
         """The chat requests, as the page made them."""
         self.forced = forced
         """What is added to them on their way."""
+        self.answer: str | None = None
+        """What chat requests are answered with, instead of by the server."""
         self.accepted_status: int | None = None
         self._origin = url
         self._complaints: list[str] = []
@@ -130,7 +175,10 @@ class Visit:
 
     def _pass_on(self, route: "Route") -> None:
         self.bodies.append(json.loads(route.request.post_data or ""))
-        route.continue_(post_data=json.dumps({**self.bodies[-1], **self.forced}))
+        if self.answer is None:
+            route.continue_(post_data=json.dumps({**self.bodies[-1], **self.forced}))
+        else:
+            route.fulfill(content_type="text/event-stream", body=write_events(self.answer))
 
     def check(self) -> None:
         assert self._complaints == []
@@ -224,6 +272,163 @@ def test_markup_is_shown_and_never_run(visit: Visit) -> None:
     assert page.evaluate("getComputedStyle(document.querySelector('.token')).backgroundColor") != "rgba(0, 0, 0, 0)"
 
 
+def test_tables_quotes_links_and_colours(visit: Visit) -> None:
+    page = visit.page
+    visit.answer = RICH
+    visit.send("Write it")
+    visit.wait_for_end()
+    assert visit.text_of_answer() == RICH
+    assert page.inner_text(".line.quote").startswith("A quote with a link, mail and https:")
+    links = page.eval_on_selector_all(".answer a", "all => all.map((a) => [a.href, a.rel, a.target])")
+    targets = ["https://example.org/a?b=c", "mailto:a@example.org", "https://example.org/bare"]
+    assert list(dict.fromkeys(href for href, _, _ in links)) == targets
+    assert {(rel, target) for _, rel, target in links} == {("noopener noreferrer", "_blank")}
+    cells = page.eval_on_selector_all(
+        ".row", "rows => rows.map((row) => [...row.children].map((c) => c.innerText.trim()))"
+    )
+    assert cells == [["name", "size"], ["one", "1.5"], ["two", "<b>2</b>"]]
+    assert page.evaluate("getComputedStyle(document.querySelectorAll('.cell')[3]).textAlign") == "right"
+    assert page.locator(".table + .line, .table ~ .line.text").first.inner_text() in ("", "after")
+    coloured = {
+        kind: "".join(page.locator(f".code-{kind}").all_inner_texts())
+        for kind in ("keyword", "name", "comment", "string", "number")
+    }
+    assert coloured == {
+        "keyword": "defreturn",
+        "name": "f",
+        "comment": "# a remark",
+        "string": '"text"',
+        "number": "12",
+    }
+
+
+def test_hostile_markup_stays_text(visit: Visit) -> None:
+    page = visit.page
+    visit.answer = HOSTILE
+    visit.send("Write it")
+    visit.wait_for_end()
+
+    def check() -> None:
+        assert visit.text_of_answer() == HOSTILE
+        tags = page.eval_on_selector_all(".answer *", "all => [...new Set(all.map((each) => each.tagName))].sort()")
+        assert tags == ["A", "BUTTON", "DIV", "SPAN"]
+        links = page.eval_on_selector_all(".answer a", "all => [...new Set(all.map((a) => a.getAttribute('href')))]")
+        assert links == ["https://x.org/%22onclick=%22x", "https://example.org/i.png"]
+        attributes = page.eval_on_selector_all(
+            ".answer *", "all => [...new Set(all.flatMap((each) => each.getAttributeNames()))].sort()"
+        )
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "style")]
+        assert page.title() == "tiny-model – infinilm"
+
+    check()
+    page.reload()  # the same from the store
+    page.wait_for_selector(".answer")
+    visit.wait("document.title.startsWith('tiny-model')")
+    check()
+
+
+def test_chats_survive_a_reload_and_can_be_deleted(visit: Visit) -> None:
+    page = visit.page
+    for question, visit.answer in (("First", "**one**"), ("Second", "two")):
+        page.click("#new-chat")
+        visit.send(question)
+        visit.wait_for_end()
+    assert page.locator(".open-chat").all_inner_texts() == ["Second", "First"]
+    note = page.inner_text(".note")
+    page.reload()
+    page.wait_for_selector(".answer")
+    assert (visit.text_of_answer(), page.inner_text(".note")) == ("two", note)
+    page.click(".open-chat >> text=First")
+    assert visit.text_of_answer() == "**one**"
+    assert page.inner_text(".answer") == "one"
+    visit.answer = "three"
+    visit.send("Again")
+    visit.wait_for_end()
+    turns = [("user", "First"), ("assistant", "**one**"), ("user", "Again")]
+    assert visit.bodies[-1]["messages"] == [{"role": role, "content": content} for role, content in turns]
+    assert page.locator(".open-chat").all_inner_texts() == ["First", "Second"]
+
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector("#welcome", state="visible")  # a new tab begins a chat of its own
+    item = other.locator("li", has_text="Second")
+    item.hover()
+    item.locator(".delete").click()
+    assert other.locator(".open-chat").count() == 2, "it asks first"
+    item.locator(".delete").click()
+    assert other.locator(".open-chat").all_inner_texts() == ["First"]
+    visit.wait("document.querySelectorAll('.open-chat').length === 1")  # in this tab, too
+    page.hover("#chat-list li")
+    page.locator("li .delete").click()
+    page.locator("li .delete").click()
+    assert visit.number_of(".open-chat, .turn") == 0
+    assert page.is_visible("#welcome")
+    assert page.evaluate("localStorage.getItem('infinilm.chats')") == "[]"
+
+
+def test_what_the_store_holds_of_others_is_ignored(visit: Visit) -> None:
+    page = visit.page
+    for content in ("{", "7", '{"a": 1}', '[{"id": 3}, null]', '[{"id": "x", "turns": [{"role": "system"}]}]'):
+        page.evaluate("(content) => localStorage.setItem('infinilm.chats', content)", content)
+        page.reload()
+        visit.wait("document.querySelector('#status').textContent === 'ready'")
+        assert visit.number_of(".open-chat") == 0
+
+
+def test_an_answer_that_a_reload_interrupts_is_kept(visit: Visit, server: Server) -> None:
+    page = visit.page
+    visit.forced = {"ignore_eos": True, "max_tokens": 8000}
+    visit.send("Go on")
+    visit.wait("document.querySelectorAll('.token').length > 5")
+    page.reload()
+    page.wait_for_selector(".answer")
+    assert len(visit.text_of_answer()) >= 5
+    assert page.inner_text(".note") == "interrupted"
+    wait_until(server.is_empty, 5)
+
+
+def test_a_question_can_be_edited_and_an_example_starts_at_once(visit: Visit) -> None:
+    page = visit.page
+    visit.answer = "one"
+    page.locator(".idea").nth(1).click()
+    visit.wait_for_end()
+    assert page.inner_text(".question") == "Write a haiku about the sea."
+    assert page.input_value("#input") == ""
+    visit.send("And then?")
+    visit.wait_for_end()
+    assert visit.number_of(".turn") == 4
+    page.locator(".turn.user").first.hover()
+    page.locator(".edit").first.click()
+    page.keyboard.press("Escape")
+    assert visit.number_of(".editor") == 0
+    page.locator(".edit").first.click()
+    page.fill(".editor textarea", "Another one")
+    visit.answer = "changed"
+    page.press(".editor textarea", "Enter")
+    visit.wait("document.querySelector('.answer')?.textContent === 'changed'")
+    visit.wait_for_end()
+    assert visit.bodies[-1]["messages"] == [{"role": "user", "content": "Another one"}]
+    assert visit.number_of(".turn") == 2
+    assert page.locator(".open-chat").all_inner_texts() == ["Another one"]
+
+
+def test_counters_settle_after_stop(visit: Visit, server: Server) -> None:
+    page = visit.page
+    visit.forced = {"ignore_eos": True, "max_tokens": 8000}
+    visit.send("Go on")
+    visit.wait("document.querySelectorAll('.token').length > 20")
+    page.click("#stop")
+    visit.wait_for_end()
+    note = page.inner_text(".note")
+    num_tokens = page.eval_on_selector(".answer", "answer => answer.textContent.length")
+    assert re.fullmatch(r"[\d,]+ tokens( · [\d.]+/s)? · stopped", note)
+    assert int(note.split()[0].replace(",", "")) >= num_tokens / 8
+    visit.wait("document.querySelector('#running').textContent === '0'")
+    visit.wait("document.querySelector('#memory').textContent === '0 %'")
+    visit.wait("document.querySelector('#rate').textContent === '0.0'")
+    assert page.inner_text(".note") == note
+
+
 def test_tokens_by_keyboard_and_touch(visit: Visit) -> None:
     page = visit.page
     visit.forced = {"guided_choice": ["ab"]}
@@ -254,7 +459,7 @@ def test_stop_several_turns_and_a_new_chat(visit: Visit, server: Server) -> None
     assert counts == sorted(set(counts))
     visit.wait("document.querySelector('#running').textContent === '1'")
     visit.wait("parseFloat(document.querySelector('#rate').textContent) > 0")
-    assert page.text_content("#blocks-total") == " / 2,048"
+    visit.wait("/^(< 1|[1-9]\\d*) %$/.test(document.querySelector('#memory').textContent)")
     page.click("#stop")
     visit.wait_for_end()
     wait_until(server.is_empty, 3)
@@ -301,8 +506,23 @@ def test_controls_are_sent_and_remembered(visit: Visit) -> None:
     assert page.input_value("#temperature") == "0.5"
     assert page.input_value("input[data-for=temperature]") == "0.5"
     page.click("#reset")
-    assert page.input_value("#temperature") == "0.7"
+    assert page.input_value("#temperature") == ""
     assert page.input_value("#stop_strings") == ""
+
+
+def test_the_model_decides_what_is_left_empty(visit: Visit) -> None:
+    page = visit.page
+    defaults = {"temperature": 0.2, "top_p": 0.75, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1}
+    models = {"object": "list", "data": [{"id": "tiny-model", "default_sampling_params": defaults}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.reload()
+    visit.wait("document.querySelector('#temperature').placeholder === '0.2'")
+    assert page.input_value("input[data-for=top_p]") == "0.75"
+    assert page.get_attribute("#top_k", "placeholder") == "all"
+    visit.answer = "one"
+    visit.send("Hello")
+    visit.wait_for_end()
+    assert not {"temperature", "top_p", "top_k", "min_p"} & set(visit.bodies[-1])
 
 
 def test_a_refusal_is_told_where_it_belongs(visit: Visit) -> None:
@@ -369,6 +589,41 @@ def test_nothing_overflows_or_jumps_while_streaming(visit: Visit) -> None:
         page.wait_for_selector("#temperature", state="hidden")
 
 
+SCREENSHOTS = os.environ.get("SCREENSHOTS")
+"""The directory that screenshots are written to; `make screenshots` sets it."""
+PICTURES: dict[str, dict[str, Any]] = {
+    "page": {"viewport": DESKTOP, "color_scheme": "light"},
+    "page-dark": {"viewport": DESKTOP, "color_scheme": "dark"},
+    "page-phone": {"viewport": PHONE, "color_scheme": "light", "has_touch": True},
+}
+
+
+@pytest.mark.skipif(SCREENSHOTS is None, reason="make screenshots runs it")
+def test_screenshots(browser: "Browser", smollm2: Path) -> None:
+    """Pictures of the page with real answers of the embedded model."""
+    with serving(Path(DEFAULT_MODEL), OMP_NUM_THREADS="2") as server:
+        for name, options in PICTURES.items():
+            page = browser.new_page(**options)
+            visit = Visit(page, server.url, temperature=0, max_tokens=300)
+            for index in (0, 2):
+                page.wait_for_selector("#welcome", state="visible")
+                page.locator(".idea").nth(index).click()
+                page.wait_for_selector("#send", state="visible", timeout=60_000)
+                if index == 0:
+                    page.click("#new-chat")
+            visit.wait("document.querySelector('#running').textContent === '0'")
+            page.evaluate("document.querySelector('#log').scrollTop = 0")
+            if name == "page-dark":
+                page.check("#tint")
+            if name == "page":
+                page.locator(".answer .token").nth(5).hover()
+            else:
+                page.mouse.move(0, 0)
+            page.screenshot(path=Path(str(SCREENSHOTS)) / f"{name}.png")
+            visit.check()
+            page.close()
+
+
 @pytest.fixture(scope="module")
 def locked_server(long_dir: Path) -> Iterator[Server]:
     with serving(long_dir, key=KEY) as running:
@@ -389,7 +644,7 @@ def test_a_key_is_asked_for_and_trouble_is_told(browser: "Browser", locked_serve
         page.press("#key", "Enter")
         visit.wait(f"document.querySelector('#status').textContent === '{state}'")
     assert page.is_hidden("#key-form")
-    assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+    assert page.evaluate("sessionStorage.getItem('infinilm.key')") == KEY
     assert KEY not in page.evaluate("JSON.stringify(localStorage)")
 
     visit.accepted_status = 503

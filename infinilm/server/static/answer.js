@@ -1,12 +1,14 @@
 /** An answer on the page: every token a span, laid out line by line while it comes. */
 
-import { isFence, readLine } from "./markdown.js";
+import { CodeReader } from "./colours.js";
+import { hasCells, isFence, readLine, readRow, readRuler } from "./markdown.js";
 import { make, makeButton } from "./page.js";
 import { PieceMaker } from "./pieces.js";
 
 const BOUNDS = [0.05, 0.2, 0.4, 0.6, 0.8];
-const MARKUP = /[`*#\n]/;
+const MARKUP = /[`*#\n[\]|:]/;
 const MAY_BE_MARKER = /^\s*\S{0,6}$/; // what has just begun could become a list or a heading
+const LONG_LINE = 2000; // characters; to lay out a longer line again and again would take long
 
 /** The class that gives a probability its colour: p0 (unlikely) to p5. */
 function tintOf(probability) {
@@ -22,10 +24,14 @@ export class AnswerView {
   #maker = new PieceMaker();
   #element;
   #block; // where lines go: the element, or a block of code in it
-  #isCode = false;
+  #code = null; // in a block of code: its CodeReader
+  #open = null; // what the lines of code before have left open
+  #table = null; // while rows of a table may come: {element, alignments}
+  #head = null; // the line before, which may be a table's head: {line, fragments, text}
   #line = null; // the last line's element
   #fragments = []; // the last line's parts of pieces: {text, piece}
-  #isSimple = false; // whether the last line is so plain that more can be put behind it
+  #isSimple = false; // whether more can be put behind the last line as it is: it is plain, or long
+  #isLong = false;
   #tail = make("span", "", ""); // text that no token accounts for yet
 
   constructor(element) {
@@ -69,56 +75,89 @@ export class AnswerView {
   #addFragment(fragment) {
     if (!fragment.text) return;
     this.#fragments.push(fragment);
-    this.#isSimple &&= !MARKUP.test(fragment.text);
+    this.#isSimple &&= this.#isLong || !MARKUP.test(fragment.text);
     if (this.#isSimple) this.#line.append(this.#makeSpan(fragment.text, fragment.piece, ""));
   }
 
   #endLine() {
     if (!this.#fragments.length) return;
     this.#layOut();
-    const line = textOf(this.#fragments);
+    const line = textOf(this.#fragments).replace(/\n$/, "");
     if (isFence(line)) {
-      this.#isCode = !this.#isCode;
-      if (this.#isCode) this.#openCode(line);
-      else this.#block = this.#element;
+      if (!this.#code) this.#openCode(line);
+      else [this.#code, this.#block] = [null, this.#element];
+    } else if (this.#code) {
+      this.#open = this.#code.read(line, this.#open).open;
+    } else {
+      this.#endTableLine(line);
     }
     this.#line = null;
     this.#fragments = [];
-    this.#isSimple = false;
+    this.#isSimple = this.#isLong = false;
+  }
+
+  /** A line of text is over: it may begin a table together with the line before, or end one. */
+  #endTableLine(line) {
+    const head = this.#head;
+    const alignments = head && readRuler(line, head.text);
+    if (alignments) {
+      this.#table = { element: make("div", "table", ""), alignments };
+      head.line.before(this.#table.element);
+      this.#table.element.append(head.line, this.#line);
+      head.line.className = "line row head";
+      head.line.replaceChildren(...this.#makeCells(readRow(head.text).runs, head.fragments));
+      this.#line.className = "line ruler";
+    } else if (!hasCells(line)) {
+      this.#table = null;
+    }
+    this.#head = this.#table ? null : { line: this.#line, fragments: this.#fragments, text: line };
   }
 
   /** Make the last line's spans anew, unless all were put behind it. */
   #layOut() {
     if (this.#isSimple) return;
-    if (!this.#line) {
-      this.#line = make("div", "", "");
-      this.#block.append(this.#line);
-    }
     const text = textOf(this.#fragments).replace(/\n$/, "");
     const { kind, depth, runs } = this.#read(text);
+    const isRow = kind === "row";
+    const parent = isRow ? this.#table.element : this.#block;
+    this.#line ??= make("div", "", "");
+    if (this.#line.parentElement !== parent) parent.append(this.#line);
     this.#line.className = `line ${kind} depth${depth}`;
-    this.#line.replaceChildren(...this.#makeSpans(runs));
-    this.#isSimple = (kind === "text" || kind === "source") && !MARKUP.test(text) && !MAY_BE_MARKER.test(text);
+    this.#line.replaceChildren(...(isRow ? this.#makeCells(runs, this.#fragments) : this.#makeSpans(runs, this.#fragments)));
+    const isPlain = kind === "text" && !MARKUP.test(text) && !MAY_BE_MARKER.test(text);
+    this.#isLong = text.length > LONG_LINE && !isRow;
+    this.#isSimple = isPlain || this.#isLong;
   }
 
   #read(text) {
-    const style = isFence(text) ? "mark" : "";
-    if (style || this.#isCode) return { kind: style ? "fence" : "source", depth: 0, runs: [{ end: text.length, style }] };
-    return readLine(text);
+    if (isFence(text)) return { kind: "fence", depth: 0, runs: [{ end: text.length, style: "mark" }] };
+    if (this.#code) return { kind: "source", depth: 0, runs: this.#code.read(text, this.#open).runs };
+    return this.#table && hasCells(text) ? readRow(text) : readLine(text);
+  }
+
+  /** The cells of a row, each with its spans. */
+  #makeCells(runs, fragments) {
+    const cells = [make("span", "cell", "")];
+    for (const span of this.#makeSpans(runs, fragments)) {
+      cells.at(-1).append(span);
+      if (span.classList.contains("pipe")) cells.push(make("span", "cell", ""));
+    }
+    cells.forEach((cell, i) => cell.classList.add(this.#table.alignments[i] ?? "left"));
+    return cells;
   }
 
   /** The fragments, cut where styles change. */
-  #makeSpans(runs) {
+  #makeSpans(runs, fragments) {
     const spans = [];
     let at = 0;
     let run = 0;
-    for (const { text, piece } of this.#fragments) {
+    for (const { text, piece } of fragments) {
       let rest = text;
       while (rest) {
         while (run < runs.length && runs[run].end <= at) run += 1;
-        const { end, style } = runs[run] ?? { end: at + rest.length, style: "break" };
+        const { end, style, href } = runs[run] ?? { end: at + rest.length, style: "break" };
         const part = rest.slice(0, end - at);
-        spans.push(this.#makeSpan(part, piece, style));
+        spans.push(this.#makeSpan(part, piece, style, href));
         rest = rest.slice(part.length);
         at += part.length;
       }
@@ -126,10 +165,12 @@ export class AnswerView {
     return spans;
   }
 
-  #makeSpan(text, index, style) {
+  #makeSpan(text, index, style, href = null) {
+    const span = make(href ? "a" : "span", style, text);
+    if (href) Object.assign(span, { href, target: "_blank", rel: "noopener noreferrer" });
     const [token] = this.pieces[index].tokens;
-    if (!token) return make("span", style, text);
-    const span = make("span", `token ${tintOf(Math.exp(token.logprob))} ${style}`, text);
+    if (!token) return span;
+    span.classList.add("token", tintOf(Math.exp(token.logprob)));
     span.dataset.piece = index;
     return span;
   }
@@ -142,6 +183,8 @@ export class AnswerView {
     block.append(copy);
     this.#element.append(block);
     this.#block = block;
+    this.#code = new CodeReader(block.dataset.language);
+    this.#open = this.#head = this.#table = null;
   }
 }
 

@@ -32,6 +32,13 @@ export async function readHealth() {
   throw await readError(response);
 }
 
+/** The model's own values for sampling, by name. They hold where a request says nothing. */
+export async function readSamplingDefaults() {
+  const response = await request("v1/models");
+  if (!response.ok) throw await readError(response);
+  return (await response.json()).data[0].default_sampling_params ?? {};
+}
+
 /** The events of a chat completion. Ends with an error if the server reports one, or if the end is missing. */
 export async function* streamChat(body, signal) {
   const response = await request("v1/chat/completions", {

@@ -1,8 +1,9 @@
 /** Puts the page together. */
 
-import { hasKey, keepKey } from "./api.js";
+import { hasKey, keepKey, readSamplingDefaults } from "./api.js";
 import { Chat } from "./chat.js";
 import { EngineMonitor } from "./engine.js";
+import { History } from "./history.js";
 import { byId } from "./page.js";
 import { TokenPopover } from "./popover.js";
 import { Settings } from "./settings.js";
@@ -10,8 +11,16 @@ import { Settings } from "./settings.js";
 const TINT_STORE = "infinilm.tint";
 
 const settings = new Settings();
-const chat = new Chat(settings, { onLocked: askForKey, onWork: () => monitor.look() });
-const monitor = new EngineMonitor(askForKey);
+const chat = new Chat(settings, {
+  onLocked: askForKey,
+  onWork: () => monitor.lookSoon(),
+  onChange: () => history.show(),
+});
+const history = new History(chat, () => showSheet(null));
+const monitor = new EngineMonitor({
+  onLocked: askForKey,
+  onReady: async () => settings.showModelDefaults(await readSamplingDefaults()),
+});
 const popover = new TokenPopover(byId("popover"), byId("log"), (element) => chat.viewOf(element));
 
 function askForKey() {
@@ -42,18 +51,19 @@ input.addEventListener("keydown", (event) => {
   chat.send();
 });
 byId("stop").addEventListener("click", () => chat.stop());
-byId("new-chat").addEventListener("click", () => chat.clear());
+byId("new-chat").addEventListener("click", () => {
+  showSheet(null);
+  chat.clear();
+});
 byId("welcome").addEventListener("click", (event) => {
-  if (!event.target.matches(".idea")) return;
-  input.value = event.target.textContent;
-  input.focus();
+  if (event.target.matches(".idea")) chat.sendText(event.target.textContent);
 });
 
 /** Esc closes what is open, or stops the answer. */
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
   popover.hide();
-  if (document.body.classList.contains("has-sheet")) showSettings(false);
+  if (sheet) showSheet(null);
   else chat.stop();
 });
 
@@ -71,20 +81,30 @@ function showTint() {
   byId("legend").hidden = !tint.checked;
 }
 
-// --- the settings, which are a sheet of their own on a phone
+// --- the settings and the list of chats, which are sheets over the chat in narrow windows
 
-function showSettings(isShown) {
-  document.body.classList.toggle("has-sheet", isShown);
-  byId("open-settings").setAttribute("aria-expanded", String(isShown));
-  byId("chat").inert = isShown;
-  byId(isShown ? "close-settings" : "open-settings").focus();
+let sheet = null; // "settings", "chats" or null
+
+function showSheet(name) {
+  if (name === sheet) return;
+  const opener = byId(`open-${sheet ?? name}`);
+  sheet = name;
+  for (const each of ["settings", "chats"]) {
+    document.body.classList.toggle(`shows-${each}`, each === sheet);
+    byId(`open-${each}`).setAttribute("aria-expanded", String(each === sheet));
+  }
+  byId("chat").inert = sheet !== null;
+  (sheet ? byId(`close-${sheet}`) : opener).focus();
 }
 
-byId("open-settings").addEventListener("click", () => showSettings(true));
-byId("close-settings").addEventListener("click", () => showSettings(false));
-window.matchMedia("(min-width: 821px)").addEventListener("change", (event) => {
-  if (event.matches && byId("chat").inert) showSettings(false);
-});
+for (const name of ["settings", "chats"]) {
+  byId(`open-${name}`).addEventListener("click", () => showSheet(sheet === name ? null : name));
+  byId(`close-${name}`).addEventListener("click", () => showSheet(null));
+}
+for (const width of [821, 1101]) {
+  window.matchMedia(`(min-width: ${width}px)`).addEventListener("change", () => showSheet(null));
+}
 
 showTint();
+chat.restore();
 monitor.look();

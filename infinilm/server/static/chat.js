@@ -1,29 +1,64 @@
 /** The conversation: its turns on the page, and the one request that may be at work. */
 
 import { streamChat } from "./api.js";
-import { byId, make } from "./page.js";
+import { byId, make, makeButton } from "./page.js";
+import { loadChats, saveChat } from "./store.js";
 import { AnswerWriter } from "./writer.js";
 
 const NEAR_BOTTOM_PX = 48;
 const COPIED_MS = 1500;
+const UNLOAD_MS = 100;
+const OPEN_STORE = "infinilm.chat"; // in this tab: which conversation is open
 
 export class Chat {
   #settings;
   #onLocked;
   #onWork;
-  #turns = []; // {role, content, element}
+  #onChange;
+  #turns = []; // {role, content, note, element}
+  #writer = null; // of the answer that is coming
   #views = new WeakMap(); // answers' elements to their AnswerViews
   #controller = null; // of the request at work
 
   #log = byId("log");
   #input = byId("input");
 
-  /** `onLocked` is called when the server wants a key, `onWork` when a request begins and ends. */
-  constructor(settings, { onLocked, onWork }) {
+  /** `onLocked` is called when the server wants a key, `onWork` when a request begins and ends, `onChange` when the
+      conversation has been kept or another one opened. */
+  constructor(settings, { onLocked, onWork, onChange }) {
     this.#settings = settings;
     this.#onLocked = onLocked;
     this.#onWork = onWork;
+    this.#onChange = onChange;
     byId("turns").addEventListener("click", (event) => this.#act(event.target));
+    window.addEventListener("pagehide", () => this.#keep());
+  }
+
+  /** Which conversation is open, by its id in the store. */
+  get id() {
+    return sessionStorage.getItem(OPEN_STORE);
+  }
+
+  /** Show what was open before the page was loaded again. */
+  restore() {
+    const before = loadChats().find(({ id }) => id === this.id);
+    if (before) this.open(before.id, before.turns);
+    else this.clear();
+  }
+
+  /** Show a conversation that was kept. */
+  open(id, turns) {
+    this.clear();
+    sessionStorage.setItem(OPEN_STORE, id);
+    byId("welcome").hidden = turns.length > 0;
+    for (const { role, content, note } of turns) {
+      const turn = this.#addTurn(role, content);
+      if (role === "user") this.#showQuestion(turn);
+      else this.#addWriter(turn).restore(content, note);
+      turn.note = note;
+    }
+    this.#scrollDown();
+    this.#onChange();
   }
 
   viewOf(element) {
@@ -34,13 +69,22 @@ export class Chat {
     this.#controller?.abort();
   }
 
-  /** Forget the conversation; what is typed stays. */
+  /** Begin a new conversation; what is typed stays, and the old one is kept. */
   clear() {
+    this.#keep();
+    this.discard();
+  }
+
+  /** The same, and the old one is not kept. */
+  discard() {
     this.stop();
+    this.#writer = null;
     this.#turns = [];
+    sessionStorage.setItem(OPEN_STORE, newId());
     byId("turns").replaceChildren();
     byId("welcome").hidden = false;
     this.#input.focus();
+    this.#onChange();
   }
 
   /** Send what is in the composer, unless an answer is still coming. */
@@ -51,11 +95,24 @@ export class Chat {
     this.#ask(text);
   }
 
+  /** Send a text that is not in the composer. */
+  sendText(text) {
+    if (!this.#controller) this.#ask(text);
+  }
+
+  /** Write the conversation to the store, with as much of an answer as there is. */
+  #keep() {
+    if (!this.#turns.length) return;
+    if (this.#writer) Object.assign(this.#turns.at(-1), { content: this.#writer.text, note: "interrupted" });
+    saveChat(this.id, this.#turns.filter(({ role, content }) => role === "user" || content));
+    this.#onChange();
+  }
+
   async #ask(text) {
     byId("welcome").hidden = true;
     byId("turns").querySelector(".failed")?.remove();
     const question = this.#addTurn("user", text);
-    question.element.append(make("p", "question", text));
+    this.#showQuestion(question);
     this.#scrollDown();
     let request;
     try {
@@ -65,17 +122,34 @@ export class Chat {
       return;
     }
     const answer = this.#addTurn("assistant", "");
-    const writer = new AnswerWriter(answer.element, (change) => this.#grow(change));
-    this.#views.set(writer.body, writer.view);
+    const writer = (this.#writer = this.#addWriter(answer));
     this.#scrollDown();
+    this.#keep();
     const end = await this.#run(request, writer);
-    if (!answer.element.isConnected) return; // the conversation was cleared meanwhile
-    writer.end(end);
-    answer.content = writer.view.text;
-    if (answer.content || end === writer.finishReason) return;
+    if (end instanceof Error) await pause(UNLOAD_MS); // a page that is left cuts its connections before it ends
+    if (!answer.element.isConnected) return; // another conversation was opened meanwhile
+    this.#writer = null;
+    answer.note = writer.end(end);
+    answer.content = writer.text;
+    if (answer.content || end === writer.finishReason) {
+      this.#keep();
+      return;
+    }
     this.#turns.pop();
     answer.element.remove();
     this.#fail(question, end);
+  }
+
+  #addWriter({ element }) {
+    const writer = new AnswerWriter(element, (change) => this.#grow(change));
+    this.#views.set(writer.body, writer.view);
+    return writer;
+  }
+
+  #showQuestion({ element, content }) {
+    const actions = make("div", "actions", "");
+    actions.append(makeButton("edit plain", "Edit"));
+    element.replaceChildren(make("p", "question", content), actions);
   }
 
   #makeRequest() {
@@ -114,6 +188,9 @@ export class Chat {
   #fail(question, reason) {
     this.#turns.pop();
     question.element.remove();
+    saveChat(this.id, this.#turns);
+    this.#onChange();
+    byId("welcome").hidden = this.#turns.length > 0 || reason !== "stopped";
     if (!this.#input.value) this.#input.value = question.content;
     if (reason === "stopped") return;
     if (reason.needsKey) {
@@ -140,16 +217,42 @@ export class Chat {
     const turn = target.closest(".turn");
     if (target.matches(".copy")) copy(target, this.#views.get(turn.querySelector(".answer")).text);
     else if (target.matches(".copy-code")) copy(target, codeOf(target.parentElement));
-    else if (target.matches(".regenerate")) this.#regenerate();
+    else if (this.#controller) return; // the others change the conversation
+    else if (target.matches(".regenerate")) this.#askAgain(this.#turns.length - 2);
+    else if (target.matches(".edit")) this.#edit(this.#turns.findIndex(({ element }) => element === turn));
   }
 
-  /** Ask the last question again. */
-  #regenerate() {
-    if (this.#controller) return;
-    const [question, answer] = this.#turns.splice(-2);
-    question.element.remove();
-    answer.element.remove();
-    this.#ask(question.content);
+  /** Ask a question again, with another text if there is one. What came after it is dropped. */
+  #askAgain(index, text = this.#turns[index].content) {
+    for (const { element } of this.#turns.splice(index)) element.remove();
+    this.#ask(text);
+  }
+
+  /** Put a question into a field in its place. */
+  #edit(index) {
+    const turn = this.#turns[index];
+    const form = make("form", "editor", "");
+    const field = make("textarea", "", "");
+    field.value = turn.content;
+    field.rows = Math.min(12, turn.content.split("\n").length + 1);
+    field.setAttribute("aria-label", "Your message");
+    const send = make("button", "primary", "Send");
+    const cancel = makeButton("plain", "Cancel");
+    form.append(field, cancel, send);
+    cancel.addEventListener("click", () => this.#showQuestion(turn));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (field.value.trim() && !this.#controller) this.#askAgain(index, field.value);
+    });
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") cancel.click();
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        form.requestSubmit();
+      }
+    });
+    turn.element.replaceChildren(form);
+    field.focus();
   }
 
   /** Change the page, and go along with it unless the reader is elsewhere. */
@@ -163,6 +266,14 @@ export class Chat {
   #scrollDown() {
     this.#log.scrollTop = this.#log.scrollHeight;
   }
+}
+
+function pause(milliseconds) {
+  return new Promise((resolve) => setTimeout(resolve, milliseconds));
+}
+
+function newId() {
+  return `${Date.now()}-${Math.random().toString(36).slice(2)}`; // randomUUID needs HTTPS or this machine
 }
 
 function codeOf(block) {

@@ -4,9 +4,10 @@ import { readHealth } from "./api.js";
 import { byId } from "./page.js";
 
 const INTERVAL_MS = 1000;
+const SOON_MS = 250;
 const NUM_POINTS = 60;
 const HEIGHT = 20;
-const NUMBERS = ["running", "waiting", "blocks-used", "rate"];
+const NUMBERS = ["running", "waiting", "memory", "rate"];
 const MIN_SECONDS = 0.5; // a rate over less is noise
 const AT_WORK = ["ready", "draining"];
 const STATES = {
@@ -21,22 +22,29 @@ const STATES = {
 
 export class EngineMonitor {
   #onLocked;
+  #onReady;
   #timer = 0;
   #before = null; // {time, numTokens} at the last look
   #rates = [];
 
-  /** `onLocked` is called when the server wants a key; `look` goes on after that. */
-  constructor(onLocked) {
+  /** `onLocked` is called when the server wants a key; `look` goes on after that. `onReady`: the engine is ready. */
+  constructor({ onLocked, onReady }) {
     this.#onLocked = onLocked;
+    this.#onReady = onReady;
     document.addEventListener("visibilitychange", () => this.look());
   }
 
-  /** Look now, and then again and again. */
+  /** A request has begun or ended: look now, and again when the engine has noticed. */
+  async lookSoon() {
+    if (await this.look()) this.#plan(SOON_MS);
+  }
+
+  /** Look now, and then again and again; false if nothing can be seen now. */
   async look() {
     clearTimeout(this.#timer);
     if (document.hidden) {
       this.#before = null;
-      return;
+      return false;
     }
     try {
       this.#show(await readHealth());
@@ -45,11 +53,16 @@ export class EngineMonitor {
       this.#showState(error.needsKey ? "locked" : "unreachable", error.message);
       if (error.needsKey) {
         this.#onLocked();
-        return;
+        return false;
       }
     }
+    this.#plan(INTERVAL_MS);
+    return true;
+  }
+
+  #plan(milliseconds) {
     clearTimeout(this.#timer); // another look may have begun meanwhile
-    this.#timer = setTimeout(() => this.look(), INTERVAL_MS);
+    this.#timer = setTimeout(() => this.look(), milliseconds);
   }
 
   #show({ status, model, cause, engine }) {
@@ -63,9 +76,7 @@ export class EngineMonitor {
     const numUsed = engine.num_blocks - engine.num_free_blocks;
     byId("running").textContent = write(engine.num_running);
     byId("waiting").textContent = write(engine.num_waiting + engine.num_queued);
-    byId("blocks-used").textContent = write(numUsed);
-    byId("blocks-total").textContent = ` / ${write(engine.num_blocks)}`;
-    byId("blocks-bar").style.width = `${(100 * numUsed) / Math.max(1, engine.num_blocks)}%`;
+    this.#showMemory(numUsed / Math.max(1, engine.num_blocks));
     this.#showRate(engine.num_output_tokens);
   }
 
@@ -73,8 +84,14 @@ export class EngineMonitor {
   #showNothing() {
     this.#before = null;
     for (const id of NUMBERS) byId(id).textContent = "–";
-    byId("blocks-total").textContent = "";
-    byId("blocks-bar").style.width = 0;
+    byId("memory-bar").style.width = 0;
+  }
+
+  /** The share of the memory for conversations (the KV cache) that is in use. */
+  #showMemory(share) {
+    const percent = 100 * share;
+    byId("memory").textContent = percent > 0 && percent < 1 ? "< 1 %" : `${Math.round(percent)} %`;
+    byId("memory-bar").style.width = `${percent}%`;
   }
 
   #showRate(numTokens) {
@@ -101,6 +118,7 @@ export class EngineMonitor {
   #showState(state, cause) {
     const pill = byId("status");
     if (pill.dataset.state === state && byId("notice").title === (cause ?? "")) return;
+    if (state === "ready" && pill.dataset.state !== "ready") this.#onReady();
     pill.dataset.state = state;
     pill.textContent = STATES[state] ?? state;
     const notice = byId("notice");

@@ -5,8 +5,8 @@ import { byId } from "./page.js";
 const STORE = "infinilm.settings";
 const DEFAULTS = {
   system: "",
-  temperature: "0.7",
-  top_p: "0.95",
+  temperature: "",
+  top_p: "",
   min_p: "",
   top_k: "",
   max_tokens: "512",
@@ -35,6 +35,15 @@ export class Settings {
       this.#fill(DEFAULTS);
       this.#keep();
     });
+  }
+
+  /** Show the model's own values where no others are given. */
+  showModelDefaults(values) {
+    for (const [name, value] of Object.entries(values)) {
+      const input = this.#input(name);
+      if (input) input.placeholder = name === "top_k" && value < 1 ? "all" : String(value);
+    }
+    this.#moveSliders();
   }
 
   get systemPrompt() {

@@ -19,6 +19,7 @@ export class AnswerWriter {
   #timer = 0;
   #numTokens = 0;
   #firstTime = 0;
+  #lastTime = 0;
   #timings = null;
 
   /** `grow` is called with each change of the page. */
@@ -28,7 +29,7 @@ export class AnswerWriter {
     this.body.setAttribute("role", "group");
     this.body.setAttribute("aria-label", "Answer; the arrow keys go from token to token");
     const actions = make("div", "actions", "");
-    actions.append(this.#note, makeButton("copy plain", "Copy"), makeButton("regenerate plain", "Regenerate"));
+    actions.append(this.#note, makeButton("copy plain", "Copy"), makeButton("regenerate plain", "Retry"));
     element.append(this.body, actions);
     element.classList.add("coming");
   }
@@ -38,7 +39,7 @@ export class AnswerWriter {
     if (choice) {
       this.#text += choice.delta.content ?? "";
       this.#tokens.push(...(choice.logprobs?.content ?? []));
-      if (choice.delta.content) this.#count(choice);
+      this.#count(choice);
       this.finishReason = choice.finish_reason ?? this.finishReason;
     }
     if (usage) this.#numTokens = usage.completion_tokens;
@@ -46,21 +47,47 @@ export class AnswerWriter {
     this.#timer ||= setTimeout(() => this.#flush(), INTERVAL_MS);
   }
 
-  /** The answer is over: by a finish reason, by "stopped", or by an error. */
+  /** All that has come, shown or not yet. */
+  get text() {
+    return this.view.text + this.#text;
+  }
+
+  /** The answer is over: by a finish reason, by "stopped", or by an error. Returns what is said below it. */
   end(reason) {
     clearTimeout(this.#timer);
     this.#flush();
+    this.#finish(this.#sumUp(reason), reason instanceof Error);
+    return this.#note.textContent;
+  }
+
+  /** Show an answer that was kept. How likely its tokens were is not known any more. */
+  restore(text, note) {
+    this.view.add(text, []);
+    this.#finish(note ?? "", false);
+  }
+
+  #finish(note, isWrong) {
     this.#grow(() => {
       this.view.finish();
-      this.#note.textContent = this.#sumUp(reason);
-      this.#note.classList.toggle("wrong", reason instanceof Error);
+      this.#note.textContent = note;
+      this.#note.classList.toggle("wrong", isWrong);
       this.body.parentElement.classList.remove("coming");
     });
   }
 
-  #count(choice) {
-    this.#firstTime ||= performance.now();
-    this.#numTokens += choice.logprobs?.content.length ?? 1;
+  /** An event has the tokens if alternatives were asked for; else it is taken for one, until the end tells. */
+  #count({ logprobs, delta }) {
+    const numTokens = logprobs?.content?.length ?? (delta.content ? 1 : 0);
+    if (!numTokens) return;
+    this.#lastTime = performance.now();
+    this.#firstTime ||= this.#lastTime;
+    this.#numTokens += numTokens;
+  }
+
+  /** Tokens per second between the first and the last one, as far as they have come. */
+  get #rate() {
+    const seconds = (this.#lastTime - this.#firstTime) / 1000;
+    return seconds > 0.5 ? (this.#numTokens - 1) / seconds : null;
   }
 
   #flush() {
@@ -70,15 +97,14 @@ export class AnswerWriter {
     [this.#text, this.#tokens] = ["", []];
     this.#grow(() => {
       this.view.add(text, tokens);
-      const seconds = (performance.now() - this.#firstTime) / 1000;
-      this.#note.textContent = seconds > 0.5 ? this.#describe(this.#numTokens / seconds) : this.#describe(null);
+      this.#note.textContent = this.#describe(this.#rate);
     });
   }
 
   #sumUp(reason) {
     if (reason instanceof Error) return reason.message;
     const { ttft_s: wait = null, itl_s: gap = null } = this.#timings ?? {};
-    const parts = [this.#describe(gap && 1 / gap)];
+    const parts = [this.#describe(gap ? 1 / gap : this.#rate)];
     if (wait !== null) parts.push(`first after ${wait < 1 ? `${Math.round(wait * 1000)} ms` : `${wait.toFixed(1)} s`}`);
     if (ENDS[reason]) parts.push(ENDS[reason]);
     return parts.join(" · ");

@@ -1,0 +1,77 @@
+"""Help pages: plain text at the terminal's width, with the options in groups."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+class HelpCommand(TyperCommand):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self.get_params(ctx), formatter)
+
+
+class HelpGroup(TyperGroup):
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self.get_params(ctx), formatter)
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        rows = [(name, (command.help or "").partition("\n")[0]) for name, command in commands.items() if command]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def make_app(**settings: Any) -> typer.Typer:
+    """An app whose help is as above. Its commands need `cls=HelpCommand`."""
+    return typer.Typer(
+        cls=HelpGroup,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings=CONTEXT,
+        **settings,
+    )
+
+
+def help_of(command: Callable[..., None]) -> str:
+    """A command's docstring with each paragraph on one line, which the terminal's width wraps."""
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def option(panel: str, kind: Any, help: str, *names: str, show_default: bool = False) -> Any:
+    """The annotation of an option of a group. Its type decides what its value is called."""
+    values = {"float": "X", "int": "N", "Path": "FILE", "str": "TEXT", "bool": None}
+    metavar = next(name for part, name in values.items() if part in str(kind))
+    return Annotated[
+        kind, typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=show_default)
+    ]
+
+
+def _write_parameters(parameters: Sequence[Any], formatter: Any) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}  # a command's own come first
+    for parameter in parameters:
+        kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        title = getattr(parameter, "rich_help_panel", None) or kind
+        sections.setdefault(title, []).append((_names(parameter), _meaning(parameter)))
+    for title, rows in ((title, rows) for title, rows in sections.items() if rows):
+        with formatter.section(title):
+            formatter.write_dl(rows)
+
+
+def _names(parameter: Any) -> str:
+    """Such as `-n, --max-tokens N`; a flag has no value."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar)
+    names = ", ".join([*sorted(parameter.opts, key=len), *parameter.secondary_opts])
+    return names if parameter.is_flag else f"{names} {parameter.metavar}"
+
+
+def _meaning(parameter: Any) -> str:
+    is_value = parameter.param_type_name == "option" and not parameter.is_flag
+    if not is_value or not parameter.show_default or parameter.default is None:
+        return str(parameter.help)
+    default = f"{parameter.default:g}" if isinstance(parameter.default, float) else parameter.default
+    return f"{parameter.help} Default: {default}."
