@@ -162,10 +162,10 @@ def info(
     model: ModelArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that share each layer.")
+        int, typer.Option("--tensor-parallel-size", "--tp", min=1, metavar="N", help="Ranks that share each layer.")
     ] = 1,
     pipeline_parallel_size: Annotated[
-        int, typer.Option("--pipeline-parallel-size", "--pp", "-p", min=1, help="Stages of the layers.")
+        int, typer.Option("--pipeline-parallel-size", "--pp", "-p", min=1, metavar="N", help="Stages of the layers.")
     ] = 1,
 ) -> None:
     """Show what a model is and whether it fits into memory. Its weights are not read."""

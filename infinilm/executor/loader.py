@@ -107,16 +107,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         workspace = estimate_workspace(
             config, model_config, choices.dtype, devices[0], max_model_len=longest, tp_size=tp_size
         )
-        plan = partial(
-            _plan,
-            config,
-            model_config,
-            weight_bytes,
-            kv_dtype=choices.kv_dtype,
-            free_bytes=executor.free_bytes,
-            tp_size=tp_size,
-            device=devices[0],
-        )
+        sizes = {"kv_dtype": choices.kv_dtype, "free_bytes": executor.free_bytes, "tp_size": tp_size}
+        plan = partial(_plan, config, model_config, weight_bytes, device=devices[0], **sizes)
         memory, *more_memory = plan(workspace=workspace, max_model_len=longest)
         if has_kernels(devices[0]):
             from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
