@@ -46,6 +46,9 @@ class Config:
     max_model_len: int | None = None
     """Tokens of prompt and answer together. None: the checkpoint's maximum, to which larger values are capped."""
     tensor_parallel_size: int = 1
+    """Ranks that share each layer."""
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are divided into, each of `tensor_parallel_size` ranks."""
     gpu_memory_utilization: float = 0.9
     """The share of the memory free at start, on any device, that the engine may use."""
     enforce_eager: bool = False
@@ -82,6 +85,7 @@ class Config:
         if self.max_model_len is not None:
             check_integer("max_model_len", self.max_model_len, low=2)
         check_integer("tensor_parallel_size", self.tensor_parallel_size, low=1)
+        check_integer("pipeline_parallel_size", self.pipeline_parallel_size, low=1)
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, low=0.0, high=1.0, above_low=True)
         check_flag("enforce_eager", self.enforce_eager)
         check_block_size("kvcache_block_size", self.kvcache_block_size)
@@ -101,10 +105,14 @@ class Config:
     def _check_distributed(self) -> None:
         if self.distributed is not None and not isinstance(self.distributed, DistConfig):
             raise InvalidTypeError(f"distributed={self.distributed!r} must be a DistConfig")
-        if self.distributed and self.tensor_parallel_size not in (1, self.distributed.tp_size):
-            raise InvalidValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} and {self.distributed} disagree; give one of them"
-            )
+        if self.distributed is None:
+            return
+        sizes = {"tensor_parallel_size": self.distributed.tp_size, "pipeline_parallel_size": self.distributed.pp_size}
+        for name, size in sizes.items():
+            if getattr(self, name) not in (1, size):
+                raise InvalidValueError(
+                    f"{name}={getattr(self, name)} and {self.distributed}, which is {size}, disagree; give one of them"
+                )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:

@@ -125,7 +125,10 @@ def select_indices(device_type: str, indices: list[int], source: str) -> "list[t
     count = getattr(torch, device_type).device_count()
     if missing := [index for index in indices if index >= count]:
         title = _find(device_type, source).title
-        raise InvalidValueError(f"{source} names {missing}, but there are {count} {title} devices, numbered from 0")
+        raise InvalidValueError(
+            f"{source} names {missing}, but there are {count} {title} devices, numbered from 0; use fewer ranks, "
+            "or others"
+        )
     if len(indices) > 1 and collectives_of(device_type) is None:
         raise InvalidValueError(
             f"{source} asks for {len(indices)} ranks, but torch has no collectives between {device_type} devices here; "

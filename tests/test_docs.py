@@ -80,7 +80,7 @@ def test_extending_prints_what_it_says(extended: tuple[Path, str, list[str]]) ->
 
 def test_low_level_prints_what_it_says(tmp_path: Path) -> None:
     output, expected = run_blocks("docs/low-level.md", tmp_path)
-    assert len(expected) == 14
+    assert len(expected) == 15
     check_printed(output, expected)
 
 

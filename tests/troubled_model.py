@@ -20,9 +20,9 @@ MARK = 300
 """The token after which the trouble is described; never generated."""
 ALL_RANKS = 9
 UNLOADABLE = 7
-"""A beginning-of-text token with which no rank but 0 loads the model."""
+"""A beginning-of-text token with which no rank but the driver loads the model."""
 PLACES = ("before", "between", "logits")
-"""Before the first collective, between those of two layers, before that of the logits."""
+"""Before the first collective, before the last layer, before the collective of the logits."""
 
 
 class TroubleError(Exception):
@@ -97,13 +97,14 @@ class TroubledModel(CausalLM):
     """A Llama, but for the trouble."""
 
     def __init__(self, config: LlamaConfig, *, group: CommunicationGroup, **options: Any) -> None:
+        """In a pipeline, the trouble is that of a rank counted over all stages."""
         super().__init__(config, group=group, **options)
         if config.bos_token_id == UNLOADABLE and "rank_process" in sys.argv[0]:
             raise TroubleError("it won't be loaded")
-        self._rank = group.rank
+        self._rank = self.stage.index * group.size + group.rank
         self._order: Sequence[int] = ()
         model = weakref.proxy(self)  # a cycle would keep the weights until they are searched for
-        self.layers[1].register_forward_pre_hook(lambda *_: model._act("between"))
+        self.layers[-1].register_forward_pre_hook(lambda *_: model._act("between"))
 
     def forward(self, batch: Any, *args: Any) -> Tensor:
         ids = batch.input_ids.tolist()
@@ -114,7 +115,7 @@ class TroubledModel(CausalLM):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         self._act("logits")
         logits = super().compute_logits(hidden)
-        if self._rank == 0:
+        if self.group.rank == 0:
             logits[:, MARK:] = -1e4
         return logits
 

@@ -164,7 +164,7 @@ class DynamicCache:
         new = PagedKVCache(shape.specs, num_rows * capacity, BLOCK_SIZE, dtype=shape.dtype, device=shape.device)
         if old is not None:
             kept = min(old_num_blocks, capacity)
-            for source, target in zip(old.layers, new.layers, strict=False):  # [rows * blocks, …]
+            for source, target in zip(old.layers.values(), new.layers.values(), strict=False):  # [rows * blocks, …]
                 by_row = (num_rows, -1, *source.shape[1:])
                 target.view(by_row)[:, :kept] = source.view(by_row)[:, :kept]
         self._pool, self._shape, self._num_rows = new, shape, num_rows

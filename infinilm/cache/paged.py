@@ -88,12 +88,14 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device | str,
         memory: CacheMemory | None = None,
+        held: range | None = None,
     ) -> None:
-        """`specs` has one entry per layer, `num_blocks` one per group, or one number for all groups.
+        """`specs` has one entry per layer, `num_blocks` one per group, or one number for all groups. Only the layers
+        `held` have memory; None: all.
 
         The `memory` of an earlier cache, which is then unusable, is taken over if it is on the same device.
         """
-        self.groups = group_layers(specs)
+        self.groups = group_layers(specs, held)
         self.num_blocks = [num_blocks] * len(self.groups) if isinstance(num_blocks, int) else list(num_blocks)
         self.block_size = block_size
         self.dtype = dtype
@@ -104,7 +106,7 @@ class Cache:
             for group, count in zip(self.groups, self.num_blocks, strict=True)
         ]
         for shape in shapes:
-            if min(shape) < 1:
+            if min(shape[1:]) < 1:  # a rank may hold no layer of a group
                 raise InvalidValueError(
                     f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more"
                 )
@@ -114,11 +116,12 @@ class Cache:
         self.tensors = [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
         """By group: `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
-        owners = [places[owner] for owner in resolve_layers(specs)]
-        self.group_of = [group for group, _ in owners]
-        """By layer: the index of its group."""
-        self.layers: list[torch.Tensor] = [self.tensors[group][index] for group, index in owners]
-        """Each layer's keys and values, `[blocks, block_size, 2, kv_heads, head_dim]`."""
+        owners = resolve_layers(specs)
+        by_layer = {layer: places[owners[layer]] for layer in held or range(len(specs))}
+        self.group_of = {layer: group for layer, (group, _) in by_layer.items()}
+        """By layer held: the index of its group."""
+        self.layers = {layer: self.tensors[group][index] for layer, (group, index) in by_layer.items()}
+        """The keys and values of each layer held, `[blocks, block_size, 2, kv_heads, head_dim]`."""
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.

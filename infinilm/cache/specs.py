@@ -67,13 +67,23 @@ def resolve_layers(specs: Sequence[CacheSpec]) -> list[int]:
     return owners
 
 
-def group_layers(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:
-    """Group layers by spec, in order of first use. `SharedKV` layers keep nothing and are in no group."""
+def group_layers(specs: Sequence[CacheSpec], held: range | None = None) -> tuple[CacheGroup, ...]:
+    """Group layers by spec, in order of first use. `SharedKV` layers keep nothing and are in no group.
+
+    A rank that holds only some layers, `held`, has the groups of the whole model with those layers in them.
+    """
     groups: dict[AttentionSpec, list[int]] = {}
     for layer, owner in enumerate(resolve_layers(specs)):
         spec = specs[layer]
         if owner == layer and isinstance(spec, AttentionSpec):
-            groups.setdefault(spec, []).append(layer)
+            own = groups.setdefault(spec, [])
+            if held is None or layer in held:
+                own.append(layer)
+        elif held is not None and layer in held and owner not in held:
+            raise InvalidValueError(
+                f"layer {layer} uses the keys and values of layer {owner}, which is in another pipeline stage; "
+                "use fewer stages"
+            )
     return tuple(CacheGroup(spec, tuple(layers)) for spec, layers in groups.items())
 
 

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")  # types whose memory needs are compared …
 QUANTIZED = "quantised"  # … with those of weights kept as they are stored
 
 
-def collect_facts(path: Path) -> dict[str, Any]:
+def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str, Any]:
     """Everything that `infinilm info` prints, as plain values. Reads no weights."""
     from infinilm.loading.checkpoint import open_checkpoint
     from infinilm.models import ModelConfig
@@ -41,6 +41,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
             stored[formats[name]] += math.prod(shape)
         memory = _memory_needs(checkpoint, config, stored.total())
         sampling = find_default_sampling(checkpoint)
+        ranks = _rank_needs(config, tp_size, num_stages) if tp_size * num_stages > 1 else []
     return {
         "path": str(path),
         "num_bytes": size_on_disk(path),
@@ -62,6 +63,7 @@ def collect_facts(path: Path) -> dict[str, Any]:
         "tokenizer": _describe_tokenizer(tokenizer) if tokenizer else None,
         "sampling": sampling.model_defaults(),
         "memory": memory,
+        "ranks": ranks,
     }
 
 
@@ -128,14 +130,48 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
     return needs
 
 
+def _rank_needs(config: "ModelConfig", tp_size: int, num_stages: int) -> list[dict[str, Any]]:
+    """By pipeline stage: its layers, and by type the bytes of weights and of one token in the cache on each rank."""
+    import torch
+
+    from infinilm.executor.memory import token_bytes
+    from infinilm.models.auto import outline_model
+    from infinilm.models.stages import Stage
+
+    needs = []
+    for rank in range(0, tp_size * num_stages, tp_size):
+        parts = {
+            name: outline_model(config, getattr(torch, name), tp_size, rank, num_stages=num_stages) for name in DTYPES
+        }
+        stage: Stage = getattr(parts[DTYPES[0]], "stage", Stage.whole(config.num_hidden_layers))
+        needs.append(
+            {
+                "stage": stage.index,
+                "layers": [stage.layers.start, stage.layers.stop - 1],
+                "num_ranks": tp_size,
+                "weight_bytes": {name: part.num_bytes() for name, part in parts.items()},
+                "kv_bytes_per_token": {
+                    name: token_bytes(config, tp_size, stage.layers, getattr(torch, name)) for name in DTYPES
+                },
+            }
+        )
+    return needs
+
+
 def info(
     model: ModelArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "--tp", min=1, help="Ranks that share each layer.")
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option("--pipeline-parallel-size", "--pp", "-p", min=1, help="Stages of the layers.")
+    ] = 1,
 ) -> None:
     """Show what a model is and whether it fits into memory. Its weights are not read."""
     from infinilm.loading.sources import resolve
 
-    facts = collect_facts(resolve(model))
+    facts = collect_facts(resolve(model), tensor_parallel_size, pipeline_parallel_size)
     if as_json:
         typer.echo(json.dumps(facts, ensure_ascii=False, indent=2))
         return
@@ -143,6 +179,9 @@ def info(
     screen.print(make_facts(_describe(facts)))
     screen.print()
     screen.print(_memory_table(facts))
+    if facts["ranks"]:
+        screen.print()
+        screen.print(_rank_table(facts))
 
 
 def _describe(facts: dict[str, Any]) -> dict[str, str]:
@@ -201,6 +240,19 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
     where = f"{format_bytes(needs['free_bytes'])} free on {needs['device']}"
     table.add_row(f"fits here, {where}", *(f"{num_tokens:,} tokens" if num_tokens else "no" for num_tokens in fits))
     table.add_row("", *(_sequences(num_tokens, context) for num_tokens in fits), style="dim")
+    return table
+
+
+def _rank_table(facts: dict[str, Any]) -> "Table":
+    from infinilm.executor.memory import format_bytes
+
+    table = make_table(
+        "each rank of", *(f"weights, {name}" for name in DTYPES), *(f"a token, {name}" for name in DTYPES)
+    )
+    for part in facts["ranks"]:
+        first, last = part["layers"]
+        sizes = [format_bytes(part[key][name]) for key in ("weight_bytes", "kv_bytes_per_token") for name in DTYPES]
+        table.add_row(f"stage {part['stage']}, layers {first} to {last}", *sizes)
     return table
 
 

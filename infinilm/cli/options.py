@@ -52,6 +52,9 @@ _ENGINE_OPTIONS = {
     "tensor_parallel_size": _engine_option(
         int, "GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp"
     ),
+    "pipeline_parallel_size": _engine_option(
+        int, "Stages that the layers are divided into. Default: 1.", "--pipeline-parallel-size", "--pp", "-p"
+    ),
     "attention_backend": _engine_option(str, f"What computes attention: {', '.join(ATTENTION_BACKENDS)}."),
     "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),
     "max_num_seqs": _engine_option(int, f"Most requests at a time. Default: {Config.max_num_seqs}."),

@@ -6,16 +6,20 @@ import torch
 from torch import Tensor
 
 from infinilm.debug.hooks import HookRegistry, is_wanted
+from infinilm.debug.remote import RemoteHooks
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 
 
 class Taps:
     """Shows activations to a registry's hooks and writes replacements back.
 
-    Every rank has the same `patterns`, so all of them stop at the same points; only rank 0 has the `registry`.
+    Every rank has the same `patterns`, so all of them stop at the same points; only rank 0 has the `registry`, or in
+    the earlier stages of a pipeline a way to it.
     """
 
-    def __init__(self, patterns: Sequence[str], registry: HookRegistry | None, group: CommunicationGroup) -> None:
+    def __init__(
+        self, patterns: Sequence[str], registry: HookRegistry | RemoteHooks | None, group: CommunicationGroup
+    ) -> None:
         self._patterns = patterns
         self._registry = registry
         self._group = group
@@ -32,15 +36,16 @@ class Taps:
         if not is_wanted(self._patterns, name):
             return
         if self._group.size == 1:
-            replacement = self._fire(name, tensor, layer)
+            replacement = self.fire(name, tensor, layer)
         else:
             num_pieces = self._group.size // num_copies if is_shared_out else 1
             whole = tensor if num_pieces == 1 else self._whole(tensor, num_copies)
-            replacement = self._broadcast(self._fire(name, whole, layer), tensor, num_pieces)
+            replacement = self._broadcast(self.fire(name, whole, layer), tensor, num_pieces)
         if replacement is not None:
             tensor.copy_(replacement)
 
-    def _fire(self, name: str, tensor: Tensor, layer: int) -> Tensor | None:
+    def fire(self, name: str, tensor: Tensor, layer: int) -> Tensor | None:
+        """Call the hooks of a point, on the rank that has a way to them."""
         if self._registry is None:
             return None
         # Hooks may keep the tensor: a copy, outside of inference mode.

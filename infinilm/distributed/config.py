@@ -7,13 +7,21 @@ from infinilm.errors import InvalidTypeError, InvalidValueError
 
 
 class DistConfig:
-    """Tensor parallelism: one rank per entry of `tp_device_ids`.
+    """One rank per entry of `tp_device_ids`: tensor parallelism in each of `pp_size` pipeline stages.
 
     `DistConfig()` is one rank on device 0, `DistConfig(4)` four ranks on devices 0 to 3,
-    `DistConfig([0, 2])` or `DistConfig(tp_device_ids=[0, 2])` names the devices.
+    `DistConfig([0, 2])` or `DistConfig(tp_device_ids=[0, 2])` names the devices. `DistConfig(2, pp_size=3)` is three
+    stages of two ranks, on devices 0 to 5, those of the first stage first.
     """
 
-    def __init__(self, tp_size: int | Sequence[int] | None = None, tp_device_ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        tp_size: int | Sequence[int] | None = None,
+        tp_device_ids: Sequence[int] | None = None,
+        *,
+        pp_size: int = 1,
+    ) -> None:
+        self._pp_size = _check_size("pp_size", pp_size)
         if tp_size is not None and tp_device_ids is not None:
             raise InvalidValueError(
                 f"tp_size={tp_size!r} and tp_device_ids={list(tp_device_ids)!r} were both given; give one of them"
@@ -23,12 +31,7 @@ class DistConfig:
         if tp_device_ids is not None:
             self.tp_device_ids = tp_device_ids
             return
-        size = 1 if tp_size is None else tp_size
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise InvalidTypeError(f"tp_size={size!r} must be an integer")
-        if size < 1:
-            raise InvalidValueError(f"tp_size={size} must be 1 or more")
-        self.tp_device_ids = range(size)
+        self.tp_device_ids = range(_check_size("tp_size", 1 if tp_size is None else tp_size) * pp_size)
 
     @property
     def tp_device_ids(self) -> list[int]:
@@ -47,17 +50,41 @@ class DistConfig:
                 raise InvalidValueError(f"tp_device_ids holds {device}; device ids are 0 or more")
         if len(set(checked)) != len(checked):
             raise InvalidValueError(f"tp_device_ids={checked} names a device twice; each rank needs its own")
+        if len(checked) % self._pp_size:
+            raise InvalidValueError(
+                f"tp_device_ids={checked} names {len(checked)} devices, which can't be shared out evenly over "
+                f"pp_size={self._pp_size} stages; name a multiple of {self._pp_size}"
+            )
         self._tp_device_ids = FrozenList(checked)
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks in each stage."""
+        return len(self._tp_device_ids) // self._pp_size
+
+    @property
+    def pp_size(self) -> int:
+        """The number of pipeline stages."""
+        return self._pp_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Over all stages."""
         return len(self._tp_device_ids)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DistConfig) and self._tp_device_ids == other._tp_device_ids
+        return isinstance(other, DistConfig) and repr(self) == repr(other)
 
     def __repr__(self) -> str:
-        return f"DistConfig(tp_device_ids={self._tp_device_ids})"
+        stages = f", pp_size={self._pp_size}" if self._pp_size > 1 else ""
+        return f"DistConfig(tp_device_ids={self._tp_device_ids}{stages})"
 
     __hash__ = None  # type: ignore[assignment]  # it can be changed, so it must not be a key
+
+
+def _check_size(name: str, size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise InvalidTypeError(f"{name}={size!r} must be an integer")
+    if size < 1:
+        raise InvalidValueError(f"{name}={size} must be 1 or more")
+    return size

@@ -4,6 +4,9 @@ Groups are objects, not torch's global default group: a process may hold as many
 """
 
 import socket
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -60,15 +63,21 @@ class CommunicationGroup:
 
     Without a store a group is a description only: a rank's share of a model can be built with it, not run.
     With one it can talk once all have joined. After an error in a collective all have to join again.
+    Groups that share a store need different names. Errors call this rank its `title`.
     """
 
-    def __init__(self, info: RankInfo | None = None, store: Store | None = None) -> None:
+    def __init__(
+        self, info: RankInfo | None = None, store: Store | None = None, name: str = "", title: str | None = None
+    ) -> None:
         self.info = info or RankInfo()
         self.rank, self.size = self.info.rank, self.info.size
         self.communicates = self.size > 1 or store is not None
         """Whether collectives run. A group of one with a store runs them too, as larger groups do."""
         self._store = store
+        self._name = name
+        self.title = title or f"rank {self.rank}"
         self._process_group: Any = None
+        self._sending: deque[tuple[Any, Tensor]] = deque()  # what `send` has begun, with the tensors it reads
 
     def join(self, rendezvous: int) -> None:
         """Join the other ranks, which must be doing the same. Each rendezvous has a number of its own."""
@@ -77,7 +86,7 @@ class CommunicationGroup:
                 f"a group of {self.size} ranks needs a store for the rendezvous; use make_store or join_store"
             )
         self.leave()
-        store = dist.PrefixStore(f"rendezvous{rendezvous}", self._store)
+        store = dist.PrefixStore(f"{self._name}rendezvous{rendezvous}", self._store)
         backend = collectives_of(self.info.device.type)
         if backend != "gloo":
             self._process_group = _device_group(backend, store, self.rank, self.size)
@@ -88,7 +97,7 @@ class CommunicationGroup:
         try:
             self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            raise CommunicationError(f"rank {self.rank} could not join the others: {error}") from error
+            raise CommunicationError(f"{self.title} could not join the others: {error}") from error
         self._process_group._set_default_timeout(TIMEOUT)
 
     def abort(self) -> None:
@@ -99,6 +108,7 @@ class CommunicationGroup:
     def leave(self) -> None:
         """Hang up. Ranks that wait for this one in a collective get an error at once."""
         self.abort()
+        self._sending.clear()
         self._process_group = None  # which is when Gloo hangs up: nothing else may refer to it, not even a traceback
 
     def close(self) -> None:
@@ -138,6 +148,22 @@ class CommunicationGroup:
         options.rootRank = root
         return self._in_place("broadcast", tensor, options)
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Begin to send a tensor to another rank, which may `receive` it later. It must not be written to meanwhile.
+
+        With more sends under way than the pipeline has steps in flight, waits for the first.
+        """
+        tensor = tensor.contiguous()
+        with self._connected():
+            self._sending.append((self._process_group.send([tensor], to, 0), tensor))
+            if len(self._sending) > self.size + 1:
+                self._sending.popleft()[0].wait()
+
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """What another rank sent, in place of this contiguous `tensor`, which has its shape and type."""
+        self._run("recv", [tensor], source, 0)
+        return tensor
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.communicates:
@@ -153,12 +179,36 @@ class CommunicationGroup:
 
     def _run(self, name: str, *arguments: Any) -> None:
         """Do what a method of the process group does, and wait until it is done."""
-        if self._process_group is None:
-            raise CommunicationError(f"rank {self.rank} is not connected to the other {self.size - 1}")
-        try:
+        with self._connected():
             getattr(self._process_group, name)(*arguments).wait()
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Say what the errors of a process group mean. Nothing is bound to a name here: see `leave`."""
+        if self._process_group is None:
+            raise CommunicationError(f"{self.title} is not connected to the other {self.size - 1}")
+        try:
+            yield
         except RuntimeError as error:
-            raise CommunicationError(f"rank {self.rank} lost its connection to the others: {error}") from error
+            raise CommunicationError(f"{self.title} lost its connection to the others: {error}") from error
+
+
+def rank_title(rank: int, tp_size: int, num_stages: int) -> str:
+    """What errors call a rank. Ranks are numbered stage by stage."""
+    return f"rank {rank} in stage {rank // tp_size}" if num_stages > 1 else f"rank {rank}"
+
+
+def make_groups(
+    rank: int, tp_size: int, num_stages: int, device: torch.device, store: Store
+) -> tuple[CommunicationGroup, CommunicationGroup]:
+    """A rank's group in its pipeline stage, and its group of the ranks in the same place of all stages."""
+    stage, place = divmod(rank, tp_size)
+    title = rank_title(rank, tp_size, num_stages)
+    group = CommunicationGroup(
+        RankInfo(place, tp_size, device), store if tp_size > 1 or num_stages == 1 else None, f"stage{stage}/", title
+    )
+    across = RankInfo(stage, num_stages, device)
+    return group, CommunicationGroup(across, store if num_stages > 1 else None, f"place{place}/", title)
 
 
 def _device_group(backend: str | None, store: Store, rank: int, size: int) -> Any:

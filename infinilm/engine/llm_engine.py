@@ -101,6 +101,7 @@ class LLMEngine:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            num_stages=self.executor.info.num_stages,
         )
         self._stats = EngineStats()
         self._registry: HookRegistry | None = None
@@ -274,7 +275,7 @@ class LLMEngine:
 
     @_in_turn
     def _advance(self) -> None:
-        """One step: schedule, submit, and commit the oldest submitted."""
+        """Schedule and submit steps, as many as may be in flight, and commit the oldest."""
         if self._is_stepping:
             raise EngineError("the engine is in the middle of a step; don't call it from a hook or from on_token")
         self._is_stepping = True
@@ -289,11 +290,10 @@ class LLMEngine:
     def _compute_step(self) -> None:
         try:
             self.executor.check_health()
-            step = self.scheduler.schedule()
-            if step is not None:
+            while len(self._in_flight) < self._max_in_flight and (step := self.scheduler.schedule()):
                 self._in_flight.append(step)
                 self._submit(step)
-            if self._in_flight and (step is None or len(self._in_flight) >= self._max_in_flight):
+            if self._in_flight:
                 handle = self._in_flight[0].handle
                 assert handle is not None
                 output = handle.result()

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 
 import numpy as np
+import numpy.typing as npt
 
 from infinilm.engine.block_manager import BlockManager, BlockUpdate
 from infinilm.engine.prefill_order import by_arrival, order_prompts
@@ -49,7 +50,9 @@ class Scheduler:
 
     Steps may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
     they are planned. Steps must be committed in the order in which they were scheduled. With a `draft_source`, a row
-    is planned again when its step is committed: only then it is known how many drafts were accepted.
+    is planned again when its step is committed: only then it is known how many drafts were accepted. With several
+    pipeline stages too: only then the first stage can be told the token that the last one drew. The rows that decode
+    are then divided over as many steps as there are stages.
 
     Sequences that decode are counted in arrays by row: a step of hundreds of them is a handful of array operations,
     and Python looks only at those to whom something happens.
@@ -63,6 +66,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         draft_source: DraftSource | None = None,
+        num_stages: int = 1,
     ) -> None:
         self.blocks = blocks
         self.max_model_len = max_model_len
@@ -78,7 +82,11 @@ class Scheduler:
         self.max_mixed_tokens = max_num_batched_tokens
         """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
         self.draft_source = draft_source
+        self._num_stages = num_stages
+        self.num_shares = num_stages
+        """Steps that the rows which decode are divided over, so that each stage has one to compute."""
         self._num_in_flight = 0
+        self._num_planned = 0  # steps
         self._free_rows = list(range(self.max_num_rows))
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
@@ -89,6 +97,7 @@ class Scheduler:
         self._computed, self._capacity, self._limit, self._row_generation = np.zeros(
             (4, self.max_num_rows), dtype=np.int64
         )
+        self._last_planned = np.zeros(self.max_num_rows, dtype=np.int64)  # by row: the step that it decoded in
         # By row: whether it is in flight and must not be planned before the commit, and `RowStart.samples_on_host`.
         self._awaits_commit, self._samples_on_host = np.zeros((2, self.max_num_rows), dtype=np.bool_)
         self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last stays False
@@ -150,6 +159,7 @@ class Scheduler:
         )
         self._ended_rows = []
         self._num_in_flight += 1
+        self._num_planned += 1
         return Step(step_input, builder.seqs, rows, self._row_generation[rows])
 
     def _continue_decoding(self, builder: StepBuilder) -> bool:
@@ -161,12 +171,14 @@ class Scheduler:
             computed = self._computed[decoders.rows]
             # The token to compute is the last one known or pending; those that have drawn all just wait for it.
             goes_on = (computed + 1 < self._limit[decoders.rows]) & ~self._awaits_commit[decoders.rows]
+            if self.num_shares > 1:
+                self._keep_share(goes_on, decoders.rows)
             rows, starts, seqs = decoders.rows, computed, decoders.seqs
             if not goes_on.all():
                 rows, starts = rows[goes_on], starts[goes_on]
                 seqs = [seqs[index] for index in np.flatnonzero(goes_on)]
             token_ids = np.full((len(rows), 1), LAST_TOKEN)
-            if self.draft_source is not None:
+            if self._waits_for_commits:
                 token_ids = self._propose(seqs, rows, starts, use_drafts=use_drafts)
             decoding = DecodeRows(rows, starts, token_ids)
             ends = starts + (decoding.query_lens if decoding.has_drafts else 1)
@@ -183,15 +195,29 @@ class Scheduler:
             self._add_blocks(builder, seqs[index], self.blocks.grow(seqs[index], int(num_new[index])))
         self._capacity[rows[grown]] += num_new[grown] * block_size
         self._computed[rows] += 1
-        self._awaits_commit[rows] = self.draft_source is not None
+        self._awaits_commit[rows] = self._waits_for_commits
+        self._last_planned[rows] = self._num_planned
         builder.decoding = decoding
         builder.seqs = seqs.copy()
         builder.budget -= decoding.num_tokens
         return has_preempted
 
+    @property
+    def _waits_for_commits(self) -> bool:
+        """Whether a row is planned again only when its last token is known here."""
+        return self.draft_source is not None or self._num_stages > 1
+
+    def _keep_share(self, goes_on: npt.NDArray[np.bool_], rows: IntArray) -> None:
+        """Keep, of the decoding `rows` that can go on, one step's share of all: those planned longest ago."""
+        ready = np.flatnonzero(goes_on)
+        share = -(-len(rows) // self.num_shares)
+        oldest = np.argsort(self._last_planned[rows[ready]], kind="stable")
+        goes_on[ready[oldest[share:]]] = False
+
     def _propose(self, seqs: list[Sequence], rows: IntArray, starts: IntArray, *, use_drafts: bool) -> IntArray:
         """The token ids of decoding rows `[n, 1 + d]`: the last token, and drafts for those after it."""
-        assert self.draft_source is not None
+        if self.draft_source is None:
+            return np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64).reshape(-1, 1)
         # Half of what the rows leave of a step is for prompts.
         budget = (self.max_num_batched_tokens - len(rows)) // 2 if use_drafts else 0
         lines: list[list[int]] = []
@@ -349,7 +375,7 @@ class Scheduler:
         self._computed[row] = seq.num_computed
         self._capacity[row] = self.blocks.capacity(seq)
         self._limit[row] = min(seq.num_prompt_tokens + seq.params.max_tokens, self.max_model_len)
-        self._awaits_commit[row] = self.draft_source is not None
+        self._awaits_commit[row] = self._waits_for_commits
         self._decoders = None
 
     def num_pending(self, seq: Sequence) -> int:
@@ -385,6 +411,7 @@ class Scheduler:
         """Commit one token of each decoding row, none of which changed hands. Returns the number of rows."""
         decoding, block_size = step.input.decoding, self.blocks.block_size
         num_rows = len(decoding.rows)
+        self._awaits_commit[decoding.rows] = False
         for seq, token_id in zip(step.seqs, token_ids[:num_rows], strict=False):
             seq.token_ids.append(token_id)
         is_full = (decoding.starts + 1) % block_size == 0

@@ -58,13 +58,17 @@ class ExecutorInfo:
     """How the model runs, for logs and reports."""
 
     num_ranks: int
+    """Over all pipeline stages."""
     device: str
-    """Rank 0's: `cpu`, `cuda:0`, …"""
+    """The driver's: `cpu`, `cuda:0`, …"""
     dtype: str
     attention: str
     """The attention backend."""
     max_in_flight: int
-    """Steps to keep submitted. A GPU computes one while the next is planned and the output of the last is read."""
+    """Steps to keep submitted. A GPU computes one while the next is planned and the output of the last is read.
+    Pipeline stages compute one each."""
+    num_stages: int = 1
+    """Pipeline stages."""
 
 
 class StepHandle(Protocol):

@@ -1,11 +1,12 @@
 """From settings to a model ready to run: find it, load it, share out the memory."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from time import perf_counter
+from typing import Any, cast
 
 import torch
 
@@ -14,15 +15,30 @@ from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidValueError
 from infinilm.executor.executor import CacheShape, Executor, RunnerSettings
 from infinilm.executor.local import LocalExecutor
-from infinilm.executor.memory import MemoryLedger, describe_oom, give_back, is_out_of_memory, plan_memory
+from infinilm.executor.memory import (
+    MemoryLedger,
+    describe_oom,
+    give_back,
+    is_out_of_memory,
+    plan_memory,
+    plan_stages,
+)
 from infinilm.executor.processes import ProcessExecutor
 from infinilm.executor.workspace import estimate_workspace, uses_graphs
 from infinilm.kernels.support import has_kernels
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.models import ModelConfig
-from infinilm.models.auto import find_default_sampling, find_eos_token_ids, make_choices
+from infinilm.models.auto import (
+    ModelChoices,
+    find_default_sampling,
+    find_eos_token_ids,
+    make_choices,
+    outline_model,
+)
+from infinilm.models.base import StagedModel
 from infinilm.models.cpu import avoid_false_amx
+from infinilm.models.stages import Stage
 from infinilm.platforms import is_nvidia, require_device, select_indices
 from infinilm.sampling_params import SamplingParams
 from infinilm.text.tokenizer import Tokenizer
@@ -43,7 +59,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     memory: MemoryLedger
+    """Of the fullest pipeline stage."""
     default_sampling_params: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
+    more_memory: tuple[MemoryLedger, ...] = ()
+    """Of the other pipeline stages."""
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -66,51 +85,48 @@ def load_model(config: Config) -> LoadedModel:
         f"{loaded.max_model_len:,}",
     )
     logger.debug("a %s model in %s, attention by %s", loaded.model_config.model_type, info.dtype, info.attention)
-    logger.debug("%s", loaded.memory)
+    for memory in (loaded.memory, *loaded.more_memory):
+        logger.debug("%s", memory)
     return loaded
 
 
 def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     model_config = ModelConfig.from_dict(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
-    distributed = config.distributed or DistConfig(config.tensor_parallel_size)
+    distributed = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
+    tp_size, num_stages = distributed.tp_size, distributed.pp_size
     devices = select_devices(config.device, distributed)
     longest = select_max_model_len(config, model_config)
     settings_of_model = {name: getattr(config, name) for name in MODEL_SETTINGS}
-    choices = make_choices(model_config, checkpoint, devices[0], len(devices), **settings_of_model)
+    choices = make_choices(model_config, checkpoint, devices[0], tp_size, **settings_of_model)
+    weight_bytes = _weigh_stages(model_config, choices, tp_size, num_stages)
     executor: Executor | None = None
     memory: MemoryLedger | None = None
     try:
-        executor = start_executor(config.executor, devices, choices.dtype, choices.attention_backend)
+        executor = start_executor(config.executor, devices, choices.dtype, choices.attention_backend, num_stages)
         workspace = estimate_workspace(
-            config, model_config, choices.dtype, devices[0], max_model_len=longest, num_ranks=len(devices)
+            config, model_config, choices.dtype, devices[0], max_model_len=longest, tp_size=tp_size
         )
         plan = partial(
-            plan_memory,
+            _plan,
             config,
             model_config,
-            device=devices[0],
+            weight_bytes,
             kv_dtype=choices.kv_dtype,
-            weight_bytes=choices.outline.num_bytes(),
             free_bytes=executor.free_bytes,
-            num_ranks=len(devices),
+            tp_size=tp_size,
+            device=devices[0],
         )
-        memory = plan(workspace=workspace, max_model_len=longest)
+        memory, *more_memory = plan(workspace=workspace, max_model_len=longest)
         if has_kernels(devices[0]):
             from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
 
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
-        settings = RunnerSettings(
-            max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-            max_model_len=memory.max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=memory.block_size,
-            use_graphs=uses_graphs(config, devices[0]),
-        )
+        settings = _row_settings(config, memory, devices[0])
         if is_nvidia(devices[0]):
             measured = workspace.measured(executor.measure_workspace(settings))
-            memory = plan(workspace=measured, max_model_len=memory.max_model_len)
+            memory, *more_memory = plan(workspace=measured, max_model_len=memory.max_model_len)
         kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
         executor.reset_cache(CacheShape(memory.group_blocks, memory.block_size, kv_dtype))
         executor.start_rows(settings)
@@ -122,21 +138,68 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
-    sampling = find_default_sampling(checkpoint)
-    return LoadedModel(executor, model_config, tokenizer, eos_token_ids, memory.max_model_len, memory, sampling)
+    return LoadedModel(
+        executor,
+        model_config,
+        tokenizer,
+        eos_token_ids,
+        memory.max_model_len,
+        memory,
+        find_default_sampling(checkpoint),
+        tuple(more_memory),
+    )
+
+
+def _row_settings(config: Config, memory: MemoryLedger, device: torch.device) -> RunnerSettings:
+    return RunnerSettings(
+        max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_model_len=memory.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=memory.block_size,
+        use_graphs=uses_graphs(config, device),
+    )
+
+
+def _plan(
+    config: Config,
+    model_config: ModelConfig,
+    weight_bytes: Mapping[Stage, int],
+    **settings: Any,
+) -> list[MemoryLedger]:
+    """The memory of a rank of each pipeline stage, the fullest first; for `settings` see `plan_memory`."""
+    plans = [
+        plan_memory(config, model_config, weight_bytes=num_bytes, stage=stage, **settings)
+        for stage, num_bytes in weight_bytes.items()
+    ]
+    return plan_stages(plans)
+
+
+def _weigh_stages(model_config: ModelConfig, choices: ModelChoices, tp_size: int, num_stages: int) -> dict[Stage, int]:
+    """The pipeline stages, and the bytes of weights on a rank of each."""
+    if num_stages == 1:
+        return {Stage.whole(model_config.num_hidden_layers): choices.outline.num_bytes()}
+    parts = [
+        outline_model(model_config, choices.dtype, tp_size, rank, choices.formats, num_stages=num_stages)
+        for rank in range(0, num_stages * tp_size, tp_size)
+    ]
+    return {cast(StagedModel, part).stage: part.num_bytes() for part in parts}
 
 
 def start_executor(
-    kind: str, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto"
+    kind: str,
+    devices: Sequence[torch.device],
+    dtype: torch.dtype,
+    attention_backend: str = "auto",
+    num_stages: int = 1,
 ) -> Executor:
-    """Start a rank on each device; `kind` is `Config.executor`."""
+    """Start a rank on each device, those of the first pipeline stage first; `kind` is `Config.executor`."""
     if devices[0].type == "cpu" and dtype != torch.float32:
         avoid_false_amx()
     if kind == "local" and len(devices) > 1:
         raise InvalidValueError(f"executor='local' runs one rank, not {len(devices)}; use executor='processes'")
     if kind == "local" or (kind == "auto" and len(devices) == 1):
         return LocalExecutor(devices[0], dtype, attention_backend)
-    return ProcessExecutor(devices, dtype, attention_backend)
+    return ProcessExecutor(devices, dtype, attention_backend, num_stages)
 
 
 def select_devices(kind: str, distributed: DistConfig, parameter: str = "device") -> list[torch.device]:
@@ -148,7 +211,7 @@ def select_devices(kind: str, distributed: DistConfig, parameter: str = "device"
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device_type = require_device(kind, f"{parameter}={kind!r}")
     if device_type == "cpu":
-        return [torch.device("cpu")] * distributed.tp_size
+        return [torch.device("cpu")] * distributed.num_ranks
     return select_indices(device_type, distributed.tp_device_ids, f"tp_device_ids={distributed.tp_device_ids}")
 
 

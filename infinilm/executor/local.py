@@ -12,7 +12,7 @@ from torch import Tensor
 from infinilm.debug import HookRegistry
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.errors import EngineError
-from infinilm.executor.executor import CacheShape, ExecutorInfo, MeasuredWorkspace, RunnerSettings
+from infinilm.executor.executor import CacheShape, ExecutorInfo, MeasuredWorkspace, RunnerSettings, StepHandle
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.model_runner import SubmittedStep
 from infinilm.executor.rank_worker import ForwardInput, ForwardOutput, RankWorker
@@ -25,17 +25,22 @@ from infinilm.platforms import is_nvidia
 
 
 def describe(worker: RankWorker) -> ExecutorInfo:
+    num_stages = worker.stages.size
     return ExecutorInfo(
-        num_ranks=worker.group.size,
+        num_ranks=worker.group.size * num_stages,
+        num_stages=num_stages,
         device=str(worker.device),
         dtype=str(worker.dtype).removeprefix("torch."),
         attention=worker.backend.name,
-        max_in_flight=2 if is_nvidia(worker.device) else 1,
+        max_in_flight=num_stages + 1 if num_stages > 1 or is_nvidia(worker.device) else 1,
     )
 
 
 class LocalExecutor:
     """See `Executor`."""
+
+    driver = 0
+    """The rank of this process."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, attention_backend: str = "auto") -> None:
         self.free_bytes = free_memory_bytes(device)
@@ -46,7 +51,7 @@ class LocalExecutor:
 
     @property
     def worker(self) -> RankWorker:
-        """Rank 0."""
+        """This process's rank."""
         self.check_health()
         assert self._worker is not None
         return self._worker
@@ -87,14 +92,16 @@ class LocalExecutor:
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         self.worker.registry = registry
 
-    def submit(self, step: StepInput) -> SubmittedStep:
-        registry = self._worker.registry if self._worker is not None else None
-        patterns = registry.patterns() if registry is not None else ()
-        submitted: SubmittedStep = self.call_all(Command.EXECUTE, step, patterns)[0]
+    def submit(self, step: StepInput) -> StepHandle:
+        submitted: SubmittedStep = self.call_all(Command.EXECUTE, step, self._hook_patterns())[self.driver]
         return submitted
 
+    def _hook_patterns(self) -> tuple[str, ...]:
+        registry = self._worker.registry if self._worker is not None else None
+        return registry.patterns() if registry is not None else ()
+
     def forward(self, given: ForwardInput) -> ForwardOutput:
-        output: ForwardOutput = self.call_all(Command.FORWARD, given)[0]
+        output: ForwardOutput = self.call_all(Command.FORWARD, given)[self.driver]
         return output
 
     def computing(self) -> AbstractContextManager[None]:

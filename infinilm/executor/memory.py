@@ -3,7 +3,7 @@
 import os
 import traceback
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.executor.executor import MeasuredWorkspace
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import ModelConfig
+from infinilm.models.stages import Stage
 from infinilm.platforms import free_device_bytes
 
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
@@ -80,7 +81,7 @@ class MemoryLedger:
 
     device: str
     num_ranks: int
-    """The figures are those of each rank."""
+    """The figures are those of each rank, or of each in the `stage`."""
     free_bytes: int
     """Free before the weights were loaded."""
     utilization: float
@@ -95,6 +96,8 @@ class MemoryLedger:
     """The longest text that was asked for and that fits into the cache."""
     limited_by: str
     """What decided the number of blocks."""
+    stage: str = ""
+    """Which pipeline stage, if there are several."""
 
     @property
     def allowed_bytes(self) -> int:
@@ -133,6 +136,7 @@ class MemoryLedger:
         }
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in items.items() if size)
         ranks = f", on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        ranks = f", on each rank of {self.stage}" if self.stage else ranks
         return (
             f"memory on {self.device}{ranks}: {format_bytes(self.free_bytes)} free at start, of which "
             f"{self.utilization:.0%} may be used (gpu_memory_utilization): {format_bytes(self.allowed_bytes)}. Used at "
@@ -163,6 +167,12 @@ def rank_specs(model_config: ModelConfig, num_ranks: int) -> list[CacheSpec]:
         else spec
         for spec in model_config.cache_specs()
     ]
+
+
+def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dtype: torch.dtype) -> int:
+    """What one token takes in the KV cache of a rank that holds some layers, or all."""
+    groups = group_layers(rank_specs(model_config, tp_size), held)
+    return sum(bytes_per_block(group, 1, dtype) for group in groups)
 
 
 def format_bytes(count: float) -> str:
@@ -199,21 +209,27 @@ def plan_memory(
     workspace: Workspace,
     free_bytes: int,
     max_model_len: int,
-    num_ranks: int = 1,
+    tp_size: int = 1,
+    stage: Stage | None = None,
 ) -> MemoryLedger:
-    """Choose the number of KV blocks: as asked, or what fits and can be of use. Bytes are those of one rank."""
+    """Choose the number of KV blocks: as asked, or what fits and can be of use. Bytes are those of one rank.
+
+    There are `tp_size` ranks, or that many in each pipeline stage.
+    """
+    stage = stage or Stage.whole(model_config.num_hidden_layers)
     without_cache = MemoryLedger(
         device=str(device),
-        num_ranks=num_ranks,
+        num_ranks=tp_size * stage.count,
         free_bytes=free_bytes,
         utilization=config.gpu_memory_utilization,
         weight_bytes=weight_bytes,
         workspace=workspace,
-        groups=_plan_groups(config, rank_specs(model_config, num_ranks), kv_dtype),
+        groups=_plan_groups(config, rank_specs(model_config, tp_size), stage, kv_dtype),
         num_blocks=0,
         block_size=config.kvcache_block_size,
         max_model_len=0,
         limited_by="the other parts, which leave no memory for any",
+        stage=str(stage) if stage.count > 1 else "",
     )
     left = without_cache.allowed_bytes - without_cache.total_bytes
 
@@ -239,17 +255,32 @@ def plan_memory(
     return ledger
 
 
-def _plan_groups(config: Config, specs: list[CacheSpec], kv_dtype: torch.dtype) -> tuple[GroupMemory, ...]:
+def plan_stages(plans: Sequence[MemoryLedger]) -> list[MemoryLedger]:
+    """The plans of a model's pipeline stages with as many blocks in each as the fullest has, which comes first."""
+    least = min(plans, key=lambda plan: (plan.num_blocks, plan.max_model_len))
+    others = [
+        replace(plan, num_blocks=least.num_blocks, max_model_len=least.max_model_len, limited_by=least.stage)
+        for plan in plans
+        if plan is not least
+    ]
+    return [least, *others]
+
+
+def _plan_groups(
+    config: Config, specs: list[CacheSpec], stage: Stage, kv_dtype: torch.dtype
+) -> tuple[GroupMemory, ...]:
     block_size = config.kvcache_block_size
-    groups = group_layers(specs)
+    groups = group_layers(specs, stage.layers)
     are_all_windowed = all(group.spec.window is not None for group in groups)
     planned = []
     for group in groups:
         most_blocks = per_row = None
         if group.spec.window is not None:
             per_row = blocks_per_row(group.spec.window, block_size)
-            # A step's tokens come on top, and a second step may be in flight. A user's own number is kept as it is.
-            most_blocks = config.max_num_seqs * per_row + 2 * -(-config.max_num_batched_tokens // block_size)
+            # A step's tokens come on top, and one more step than there are stages may be in flight. A user's own number
+            # is kept as it is.
+            step_blocks = -(-config.max_num_batched_tokens // block_size)
+            most_blocks = config.max_num_seqs * per_row + (stage.count + 1) * step_blocks
             if are_all_windowed and config.num_kvcache_blocks is not None:
                 most_blocks = None
         planned.append(

@@ -118,7 +118,8 @@ class ModelRunner:
     """The rows that requests live in, and the one path of a step: batch, forward pass, sampling.
 
     A row lives as long as its sequence runs: its block table, its sampling state and the token drawn last.
-    A step's batch is gathered from the rows. Every rank does the same; rank 0 samples and tells the others.
+    A step's batch is gathered from the rows. Every rank does the same; the driver samples and tells the ranks of its
+    stage. With several stages, the engine tells the first stage each row's last token in the `StepInput`.
     """
 
     def __init__(self, worker: "RankWorker", settings: RunnerSettings) -> None:
@@ -130,16 +131,15 @@ class ModelRunner:
         self._max_num_tokens = min(settings.max_num_batched_tokens, settings.max_model_len)
         max_num_rows = settings.max_num_rows
         vocab_size = worker.model.config.vocab_size
-        is_first = worker.group.rank == 0
-        self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if is_first else None
+        self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if worker.is_driver else None
         max_blocks = -(-settings.max_model_len // self._block_size)
         # By group of layers: the rows' block tables.
         self._tables = np.full((len(self._cache.groups), max_num_rows, max_blocks), -1, dtype=np.int64)
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
         self._latest: StepInput | None = None  # the step submitted last
-        # The inputs of graphs hold the tables of one group. Models with more run eagerly.
-        use_graphs = settings.use_graphs and len(self._cache.groups) == 1
+        # The inputs of graphs hold the tables of one group. Models with more run eagerly, and so do pipeline stages.
+        use_graphs = settings.use_graphs and len(self._cache.groups) == 1 and worker.stages.size == 1
         self._graphs = self._make_graphs(max_num_rows, max_blocks) if use_graphs else None
 
     def _make_graphs(self, max_num_rows: int, max_blocks: int) -> "StepGraphs":
@@ -180,6 +180,8 @@ class ModelRunner:
             tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)
             batch = HostBatch(np.zeros_like(places), places, np.full_like(places, -1), tables, lengths, lengths)
             hidden = self._worker.compute_hidden(batch, self._cache)
+            if not self._worker.is_last_stage:
+                continue
             # As many rows as can ever draw at once, or as many prompt tokens as have logits at once.
             num_logits = max(len(self._tables), PROMPT_LOGITS_AT_ONCE)
             logits = self._worker.compute_logits(hidden, np.arange(min(len(places), num_logits)))
@@ -269,8 +271,13 @@ class ModelRunner:
         hidden = worker.compute_hidden(
             batch.tokens, self._cache, input_ids=self._input_ids(step, batch), hook_patterns=hook_patterns
         )
+        if not worker.is_last_stage:
+            return
         if step.num_samples > 0:
-            self._sample(submitted, worker.compute_logits(hidden, batch.sample_places), batch)
+            logits = worker.compute_logits(hidden, batch.sample_places)
+            if hook_patterns:
+                show_logits(logits, worker.registry)
+            self._sample(submitted, logits, batch)
         if _wants_prompt_logprobs(step):
             self._add_prompt_logprobs(submitted, step, batch, hidden)
 
@@ -289,7 +296,7 @@ class ModelRunner:
 
     def _input_ids(self, step: StepInput, batch: StepBatch) -> Tensor | None:
         """The token ids on the device, where that may be the only one to know some of them."""
-        if len(step.decoding.rows) == 0:
+        if not (step.decoding.token_ids[:, :1] == LAST_TOKEN).any():
             return None
         if not step.chunks and not step.decoding.has_drafts:
             return self._last_token[to_device(self._device, batch.token_rows)[0]]
@@ -300,8 +307,6 @@ class ModelRunner:
         """Draw the step's tokens from their logits `[S, vocab]`, and have all ranks know them."""
         rows = batch.sample_rows
         if self._sampler is not None:
-            if self._worker.registry is not None:
-                show_logits(logits, self._worker.registry)
             samples = self._sampler.sample(logits, rows.tolist(), batch.sample_positions.tolist())
             token_ids = samples.token_ids.to(self._device)
             submitted.keep_samples(samples)

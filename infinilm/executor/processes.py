@@ -1,22 +1,27 @@
-"""Ranks on this host: rank 0 in this process, the others in processes of their own."""
+"""Ranks on this host: the driver in this process, the others in processes of their own."""
 
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 
 from infinilm.distributed.channel import Message
-from infinilm.distributed.group import CommunicationError, CommunicationGroup, RankInfo, make_store
+from infinilm.distributed.group import CommunicationError, CommunicationGroup, make_groups, make_store
 from infinilm.errors import EngineError, WorkerDiedError
+from infinilm.executor.executor import StepHandle
 from infinilm.executor.local import LocalExecutor, describe, exclusively
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_process import RankSettings, WireError
 from infinilm.executor.rank_worker import RankWorker
+from infinilm.executor.step_io import StepInput, StepOutput
 from infinilm.executor.wire import Command, read_reply, write_call
-from infinilm.executor.worker_processes import Peers
+from infinilm.executor.worker_processes import Peer, Peers
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 
 JOIN_ATTEMPTS = 20
@@ -24,18 +29,33 @@ JOIN_ATTEMPTS = 20
 
 
 class ProcessExecutor(LocalExecutor):
-    """See `Executor`. Rank 0 sends each command to the other ranks and carries it out itself."""
+    """See `Executor`. The driver sends each command to the other ranks and carries it out itself.
 
-    def __init__(self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str = "auto") -> None:
-        self.free_bytes = free_memory_bytes(devices[0])
+    Ranks are numbered stage by stage. The driver is the first rank of the last pipeline stage, which samples: so
+    grammars, hooks and callers' functions stay in this process.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        dtype: torch.dtype,
+        attention_backend: str = "auto",
+        num_stages: int = 1,
+    ) -> None:
+        tp_size = len(devices) // num_stages
+        self.driver = tp_size * (num_stages - 1)
+        device = devices[self.driver]
+        self.free_bytes = free_memory_bytes(device)
         self._lock = Lock()
         self._is_whole = True
-        """Whether all ranks have done the same so far, and none of them owes a reply."""
+        """Whether all ranks have done the same so far, and none of them owes a reply but for steps waiting."""
+        self._waiting: deque[_WaitingStep] = deque()
+        """Steps that earlier stages compute and this one has not begun."""
         self._num_rendezvous = 0
         store, port = make_store()
-        group = CommunicationGroup(RankInfo(0, len(devices), devices[0]), store)
-        self._worker = RankWorker(group, dtype, attention_backend)
-        self._peers = Peers(on_death=group.abort)
+        group, stages = make_groups(self.driver, tp_size, num_stages, device, store)
+        self._worker = RankWorker(group, dtype, attention_backend, stages=stages)
+        self._peers = Peers(on_death=partial(_abort, group, stages))
         self._finalizer = weakref.finalize(self, self._peers.close)
         self.info = describe(self._worker)
         try:
@@ -49,12 +69,13 @@ class ProcessExecutor(LocalExecutor):
         self, devices: Sequence[torch.device], dtype: torch.dtype, attention_backend: str, port: int
     ) -> None:
         assert self._worker is not None
-        num_ranks = len(devices)
-        self._peers.start(num_ranks - 1)
+        num_stages, num_ranks = self.info.num_stages, self.info.num_ranks
+        self._peers.start(num_ranks // num_stages, num_stages)
         for peer in self._peers.all:
             settings = RankSettings(
                 peer.rank,
-                num_ranks,
+                num_ranks // num_stages,
+                num_stages,
                 str(devices[peer.rank]),
                 str(dtype).removeprefix("torch."),
                 attention_backend,
@@ -64,7 +85,7 @@ class ProcessExecutor(LocalExecutor):
             peer.send(Command.INIT, Message(asdict(settings)))
         replies = self._peers.receive()
         _raise_first(replies)
-        self.free_bytes = min([self.free_bytes, *(reply.values["free_bytes"] for reply in replies)])
+        self.free_bytes = min([self.free_bytes, *(reply.values["free_bytes"] for _, reply in replies)])
         if devices[0].type == "cpu":
             self.free_bytes //= num_ranks
         self._join()
@@ -76,54 +97,113 @@ class ProcessExecutor(LocalExecutor):
 
     def shutdown(self) -> None:
         if self._worker is not None and not self._peers.is_fork:
-            self._worker.group.close()
+            self._worker.close()
             self._worker = None
         self._finalizer()
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def submit(self, step: StepInput) -> StepHandle:
+        """Start a step. With pipeline stages on a CPU, this one computes it in `result`, the earlier ones meanwhile.
+
+        Hooks see one step at a time: with any, all stages compute it here. A GPU computes while this returns.
+        """
+        patterns = self._hook_patterns()
+        if self.info.num_stages == 1 or patterns or self.info.device != "cpu":
+            return super().submit(step)
+        with self._calling():
+            waiting = _WaitingStep(self, step, self._write(Command.EXECUTE, step, patterns))
+            self._send(Command.EXECUTE, waiting.messages, is_in_last_stage=False)
+            self._waiting.append(waiting)
+            self._is_whole = True
+        return waiting
+
+    def compute(self, wanted: "_WaitingStep") -> None:
+        """Compute the steps that wait for this stage, up to one of them."""
+        with self._calling() as worker:
+            while wanted.submitted is None:
+                if not self._waiting:
+                    raise EngineError("a step before this one failed, so this one was dropped")
+                self._compute_next(worker)
+
+    def _compute_next(self, worker: RankWorker) -> None:
+        waiting = self._waiting.popleft()
+        self._send(Command.EXECUTE, waiting.messages, is_in_last_stage=True)
+        waiting.submitted = self._complete(worker, Command.EXECUTE, waiting.step)[self.driver]
 
     # --- how a command is carried out -------------------------------------------------------------------
 
     def call_all(self, command: Command, *arguments: Any) -> list[Any]:
         """As `LocalExecutor.call_all`; the other ranks get the arguments as messages."""
+        with self._calling() as worker:
+            messages = self._write(command, *arguments)
+            while self._waiting:
+                self._compute_next(worker)
+            for is_in_last_stage in (False, True):
+                self._send(command, messages, is_in_last_stage=is_in_last_stage)
+            return self._complete(worker, command, *arguments)
+
+    @contextmanager
+    def _calling(self) -> Iterator[RankWorker]:
+        """One call at a time, of ranks that are all there and in order. Ctrl-C is held."""
         with interrupts_held(), exclusively(self._lock):
             try:
                 worker = self.worker
-                messages = write_call(command, arguments, self.info.num_ranks)
                 with worker.computing():
-                    return self._send_and_compute(worker, command, messages, arguments)
+                    if not self._is_whole:
+                        self._recover()
+                    yield worker
             except WorkerDiedError:
                 self.shutdown()
                 raise
 
-    def _send_and_compute(
-        self, worker: RankWorker, command: Command, messages: Sequence[Message], arguments: Sequence[Any]
-    ) -> list[Any]:
-        if not self._is_whole:
-            self._recover()
+    def _write(self, command: Command, *arguments: Any) -> dict[Peer, Message]:
+        peers = self._peers.all
+        return dict(zip(peers, write_call(command, arguments, [peer.rank for peer in peers]), strict=True))
+
+    def _send(self, command: Command, messages: dict[Peer, Message], *, is_in_last_stage: bool) -> None:
+        """Tell the ranks of the last stage, or all others, what to do."""
         self._is_whole = False
-        try:
-            for peer, message in zip(self._peers.all, messages, strict=True):
+        for peer, message in messages.items():
+            if peer.is_in_last_stage == is_in_last_stage:
                 peer.send(command, message)
-            with interrupts_allowed():
+
+    def _complete(self, worker: RankWorker, command: Command, *arguments: Any) -> list[Any]:
+        """Do what the others were told to do, and wait for their replies. Returns the results by rank."""
+        try:
+            with interrupts_allowed(), self._noting_stage(worker):
                 result = getattr(worker, command)(*arguments)
             replies = self._peers.receive()
             _raise_first(replies)
         except WorkerDiedError:
             raise
         except BaseException as error:
-            replies = self._recover()
+            drained = self._recover()
             if isinstance(error, CommunicationError):
-                _raise_first(replies)  # which are nearer to the cause
+                _raise_first(drained)  # which are nearer to the cause
             raise
         self._is_whole = True
-        return [result, *(read_reply(command, reply) for reply in replies)]
+        results = [read_reply(command, reply) for _, reply in replies]
+        return [*results[: self.driver], result, *results[self.driver :]]
 
-    def _recover(self) -> list[Message]:
-        """After an error: have all ranks join a new group. Returns how the command that failed ended on each.
+    @contextmanager
+    def _noting_stage(self, worker: RankWorker) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.info.num_stages > 1:
+                error.add_note(f"on {worker.stages.title}")
+            raise
+
+    def _recover(self) -> list[tuple[Peer, Message]]:
+        """After an error: have all ranks join a new group. Returns how the commands under way ended on each.
 
         If this is interrupted, the next command begins with it.
         """
-        self.worker.group.leave()  # unblocks ranks stuck in a collective
-        replies = self._peers.receive()
+        self._is_whole = False
+        self._waiting.clear()
+        self.worker.leave()  # unblocks ranks stuck in a collective
+        replies = self._peers.drain()
         self._join()
         return replies
 
@@ -134,10 +214,10 @@ class ProcessExecutor(LocalExecutor):
             for peer in self._peers.all:
                 peer.send(Command.JOIN, Message({"rendezvous": self._num_rendezvous}))
             try:
-                self.worker.group.join(self._num_rendezvous)
+                self.worker.join(self._num_rendezvous)
                 _raise_first(self._peers.receive())
             except CommunicationError:
-                self._peers.receive()
+                self._peers.drain()
                 if attempt == JOIN_ATTEMPTS - 1:
                     raise
             else:
@@ -145,11 +225,33 @@ class ProcessExecutor(LocalExecutor):
                 return
 
 
-def _raise_first(replies: Sequence[Message]) -> None:
+class _WaitingStep:
+    """A step that the earlier stages compute, and the last one when its result is wanted."""
+
+    def __init__(self, executor: ProcessExecutor, step: StepInput, messages: dict[Peer, Message]) -> None:
+        self._executor = executor
+        self.step = step
+        self.messages = messages
+        self.submitted: StepHandle | None = None
+
+    def result(self) -> StepOutput:
+        """See `StepHandle`."""
+        if self.submitted is None:
+            self._executor.compute(self)
+        assert self.submitted is not None
+        return self.submitted.result()
+
+
+def _abort(*groups: CommunicationGroup) -> None:
+    for group in groups:
+        group.abort()
+
+
+def _raise_first(replies: Sequence[tuple[Peer, Message]]) -> None:
     """Raise the first cause: on other ranks it shows as a lost connection."""
     errors = [
-        WireError(**reply.values["error"]).to_exception(rank)
-        for rank, reply in enumerate(replies, start=1)
+        WireError(**reply.values["error"]).to_exception(peer.title)
+        for peer, reply in replies
         if "error" in reply.values
     ]
     errors.sort(key=lambda error: isinstance(error, CommunicationError))

@@ -1,4 +1,4 @@
-"""The process of one rank other than 0, which `Peer` starts.
+"""The process of one rank other than the driver, which `Peer` starts.
 
 It executes commands until it is told to stop or the engine's process has ended.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinilm.distributed.channel import Channel, Message
-from infinilm.distributed.group import CommunicationGroup, RankInfo, join_store
+from infinilm.distributed.group import join_store, make_groups
 from infinilm.errors import EngineError
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_worker import RankWorker
@@ -29,7 +29,8 @@ class RankSettings:
     """What a rank has to know to begin with."""
 
     rank: int
-    size: int
+    tp_size: int
+    num_stages: int
     device: str
     dtype: str
     attention_backend: str
@@ -55,7 +56,7 @@ def serve(channel: Channel) -> None:
                 reply = rank.execute(command, message)
         except BaseException as error:
             if rank is not None:
-                rank.worker.group.leave()  # unblocks ranks stuck in a collective
+                rank.worker.leave()  # unblocks ranks stuck in a collective
             reply = Message({"error": asdict(WireError.of(error))})
         channel.send(reply)
 
@@ -69,14 +70,15 @@ class _Rank:
         if device.type != "cpu":
             torch.get_device_module(device).set_device(device)
         self.free_bytes = free_memory_bytes(device)
-        group = CommunicationGroup(RankInfo(settings.rank, settings.size, device), join_store(settings.port))
-        self.worker = RankWorker(
-            group, getattr(torch, settings.dtype), settings.attention_backend, settings.num_threads
+        group, stages = make_groups(
+            settings.rank, settings.tp_size, settings.num_stages, device, join_store(settings.port)
         )
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.worker = RankWorker(group, dtype, settings.attention_backend, settings.num_threads, stages)
 
     def execute(self, command: Command, message: Message) -> Message:
         if command is Command.JOIN:
-            self.worker.group.join(message.values["rendezvous"])
+            self.worker.join(message.values["rendezvous"])
             return Message()
         with self.worker.computing():
             return handle_call(self.worker, command, message)
@@ -101,14 +103,14 @@ class WireError:
         trace = "".join(traceback.format_exception(error))
         return cls(kind.__module__, kind.__qualname__, arguments, str(error), trace)
 
-    def to_exception(self, rank: int) -> Exception:
+    def to_exception(self, rank: str) -> Exception:
         """The exception again, with a note where it came from.
 
         It has its own type if that is known here and can be made to say the same; else it is an `EngineError` that
         names the type.
         """
         error = self._remake() or EngineError(f"{self.name}: {self.message}")
-        error.add_note(f"on rank {rank}:\n{self.trace}")
+        error.add_note(f"on {rank}:\n{self.trace}")
         return error
 
     def _remake(self) -> Exception | None:

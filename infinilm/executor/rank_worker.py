@@ -1,23 +1,25 @@
 """What every rank runs, under any executor: its share of the model, its KV cache, and the runner of its steps.
 
 Ranks decide nothing. What a step computes, and where in the cache, is in the `StepInput` or `ForwardInput` that all of
-them get. Rank 0 alone samples and holds the hooks.
+them get. One rank alone, the driver, samples and holds the hooks: the first of the last pipeline stage.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from infinilm.attention import HostBatch, select_backend
+from infinilm.attention import ForwardBatch, HostBatch, select_backend
 from infinilm.attention.batch import IntArray
 from infinilm.cache.paged import Cache, CacheMemory, PagedKVCache
 from infinilm.debug import HookRegistry
+from infinilm.debug.remote import RemoteHooks, serve_hooks
 from infinilm.debug.taps import Taps, show_logits
-from infinilm.distributed.group import CommunicationGroup
+from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import dense_weight, dense_weights
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
@@ -29,6 +31,7 @@ from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, ModelConfig, create_model
+from infinilm.models.base import StagedModel
 from infinilm.models.cpu import ThreadUsers
 from infinilm.models.random_weights import fill_randomly
 from infinilm.platforms import sampling_device
@@ -48,7 +51,7 @@ class ForwardInput:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Tensors of rank 0."""
+    """Tensors of the driver."""
 
     hidden: Tensor  # [T, hidden], after the final norm, on its device
     logits: Tensor  # [n, vocab] float32, where tokens are drawn
@@ -63,18 +66,28 @@ class RankWorker:
         dtype: torch.dtype,
         attention_backend: str = "auto",
         num_threads: int | None = None,
+        stages: CommunicationGroup = SINGLE,
     ) -> None:
-        """`num_threads`: by default as many as torch has; ranks on a CPU share them."""
+        """`group` are the ranks of a pipeline stage, `stages` those with the same place in every stage.
+
+        `num_threads`: by default as many as torch has; ranks on a CPU share them.
+        """
         self.group = group
+        self.stages = stages
+        self.is_first_stage, self.is_last_stage = stages.rank == 0, stages.rank == stages.size - 1
+        self.rank = stages.rank * group.size + group.rank
+        self.is_driver = self.is_last_stage and group.rank == 0
         self.device = group.info.device
         self.sampling_device = sampling_device(self.device)
         self.dtype = dtype
         self.backend = select_backend(attention_backend, self.device)
         self.cache: Cache | None = None
         self.registry: HookRegistry | None = None
+        has_remote_hooks = not self.is_last_stage and group.rank == 0
+        self._remote_hooks = RemoteHooks(stages) if has_remote_hooks else None
         self.num_threads = num_threads or torch.get_num_threads()
         if num_threads is None and self.device.type == "cpu":
-            self.num_threads = max(1, self.num_threads // group.size)
+            self.num_threads = max(1, self.num_threads // (group.size * stages.size))
         self.thread_users = ThreadUsers()
         self._model: InfinilmModel | None = None
         self._memory = CacheMemory(self.device)
@@ -94,12 +107,35 @@ class RankWorker:
         """Compute with this rank's threads."""
         return self.thread_users.computing(self.num_threads)
 
+    def join(self, rendezvous: int) -> None:
+        """Meet the other ranks, which must be doing the same."""
+        for group in (self.group, self.stages):
+            if group.communicates:
+                group.join(rendezvous)
+
+    def leave(self) -> None:
+        """Hang up, so that no rank waits for this one."""
+        self.group.leave()
+        self.stages.leave()
+
+    def close(self) -> None:
+        """Leave for good."""
+        self.group.close()
+        self.stages.close()
+
     # --- weights and cache ------------------------------------------------------------------------------
 
     def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         """Build the model for texts of up to `max_len` tokens, with weights from a checkpoint or a seed."""
         model = create_model(
-            config, max_len=max_len, dtype=self.dtype, device=self.device, group=self.group, formats=formats
+            config,
+            max_len=max_len,
+            dtype=self.dtype,
+            device=self.device,
+            group=self.group,
+            formats=formats,
+            num_stages=self.stages.size,
+            stage=self.stages.rank,
         )
         if isinstance(source, int):
             fill_randomly(model.weight_targets(), config.initializer_range, source)
@@ -110,7 +146,7 @@ class RankWorker:
                     model.weight_targets(),
                     checkpoint,
                     is_ignorable=model.is_ignorable,
-                    show_progress=self.group.rank == 0,
+                    show_progress=self.is_driver,
                 )
             finally:
                 checkpoint.close()
@@ -122,7 +158,7 @@ class RankWorker:
     def load_shards(self, shards: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]]) -> None:
         """Copy this rank's shards of some weights into the model; `shards` are by rank."""
         targets = self.model.weight_targets()
-        for name, shard in shards[self.group.rank].items():
+        for name, shard in shards[self.rank].items():
             dense_weight(name, targets[name]).tensor.copy_(shard)
         self._wait_for_weights()
 
@@ -145,6 +181,9 @@ class RankWorker:
             self.cache = self._make_cache(shape)
 
     def _make_cache(self, shape: CacheShape) -> Cache:
+        settings = dict(shape.cache_settings)
+        if self.stages.size > 1:
+            settings["held"] = cast(StagedModel, self.model).stage.layers
         return (shape.cache_class or PagedKVCache)(
             rank_specs(self.model.config, self.group.size),
             shape.num_blocks,
@@ -152,7 +191,7 @@ class RankWorker:
             dtype=getattr(torch, shape.dtype),
             device=self.device,
             memory=self._memory,
-            **shape.cache_settings,
+            **settings,
         )
 
     # --- steps ------------------------------------------------------------------------------------------
@@ -188,6 +227,8 @@ class RankWorker:
                 raise EngineError("there is no cache to compute the step with; reset_cache makes one")
             cache = self._make_cache(given.shape)
         hidden = self.compute_hidden(given.batch, cache, hook_patterns=given.hook_patterns)
+        if not self.is_last_stage:
+            return ForwardOutput(hidden, hidden[:0])
         logits = self.compute_logits(hidden, given.logit_rows)
         show_logits(logits, self.registry)
         return ForwardOutput(hidden, logits)
@@ -200,9 +241,30 @@ class RankWorker:
         input_ids: Tensor | None = None,
         hook_patterns: Sequence[str] = (),
     ) -> Tensor:
-        """The hidden states `[T, hidden]` of a batch; `input_ids`, if given, replace those of the batch."""
-        taps = Taps(hook_patterns, self.registry, self.group) if hook_patterns else None
-        return self.model(batch.to_device(self.device, input_ids), cache, self.backend, taps)
+        """The hidden states `[T, hidden]` of a batch; `input_ids`, if given, replace those of the batch.
+
+        Stages before the last send theirs on to the next.
+        """
+        taps = Taps(hook_patterns, self.registry or self._remote_hooks, self.group) if hook_patterns else None
+        on_device = batch.to_device(self.device, input_ids)
+        if self.stages.size == 1:
+            return self.model(on_device, cache, self.backend, taps)
+        return self._compute_stage(on_device, cache, taps)
+
+    def _compute_stage(self, batch: ForwardBatch, cache: Cache, taps: Taps | None) -> Tensor:
+        stages, model = self.stages, cast(StagedModel, self.model)
+        hidden = None
+        if taps is not None and self.is_driver:
+            serve_hooks(stages, taps)
+        if not self.is_first_stage:
+            size = (len(batch.input_ids), model.config.hidden_size)
+            hidden = stages.receive(torch.empty(size, dtype=self.dtype, device=self.device), stages.rank - 1)
+        hidden = model(batch, cache, self.backend, taps, hidden)
+        if not self.is_last_stage:
+            if taps is not None and self._remote_hooks is not None:
+                self._remote_hooks.end_stage()
+            stages.send(hidden, stages.rank + 1)
+        return hidden
 
     def compute_logits(self, hidden: Tensor, places: IntArray) -> Tensor:
         """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch, where they are drawn from.

@@ -40,26 +40,26 @@ class Command(StrEnum):
     STOP = "stop"
 
 
-def write_call(command: Command, arguments: Sequence[Any], num_ranks: int) -> list[Message]:
-    """The arguments of a worker's method as messages to all ranks but 0."""
+def write_call(command: Command, arguments: Sequence[Any], ranks: Sequence[int]) -> list[Message]:
+    """The arguments of a worker's method as messages to other `ranks`."""
     match command:
         case Command.LOAD_SHARDS:
-            return [Message(tensors=shards) for shards in arguments[0][1:]]
+            return [Message(tensors=arguments[0][rank]) for rank in ranks]
         case Command.LOAD:
-            message = _write_load(*arguments) if num_ranks > 1 else Message()
+            message = _write_load(*arguments) if ranks else Message()
         case Command.EXECUTE:
             message = write_step(*arguments)
         case Command.FORWARD:
             message = write_forward(*arguments)
-        case Command.RESET_CACHE if arguments[0] is not None and num_ranks > 1:
+        case Command.RESET_CACHE if arguments[0] is not None and ranks:
             message = Message(_write_shape(arguments[0]))
         case _:
             message = Message(asdict(arguments[0]) if arguments and arguments[0] is not None else {})
-    return [message] * (num_ranks - 1)
+    return [message] * len(ranks)
 
 
 def handle_call(worker: RankWorker, command: Command, message: Message) -> Message:
-    """Carry out a command on another rank than 0."""
+    """Carry out a command on another rank than the driver."""
     values = message.values
     match command:
         case Command.LOAD:
@@ -73,7 +73,7 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
                 WeightFormats(values["formats"]),
             )
         case Command.LOAD_SHARDS:
-            worker.load_shards({worker.group.rank: message.tensors})
+            worker.load_shards({worker.rank: message.tensors})
         case Command.STATE_DICT:
             return Message(tensors=worker.state_dict())
         case Command.RESET_CACHE:
@@ -87,7 +87,7 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
         case Command.FORWARD:
             worker.forward(read_forward(message))
         case _:
-            raise ValueError(f"rank {worker.group.rank} got the command {command!r}, which it does not know")
+            raise ValueError(f"rank {worker.rank} got the command {command!r}, which it does not know")
     return Message()
 
 
@@ -119,7 +119,7 @@ def _arrays(message: Message) -> dict[str, IntArray]:
 
 
 def write_step(step: StepInput, hook_patterns: Sequence[str]) -> Message:
-    """A step for other ranks than 0, which do not sample: what `starts` say is left out."""
+    """A step for other ranks than the driver, which do not sample: what `starts` say is left out."""
     chunks = step.chunks
     fields = [
         (chunk.row, chunk.start, len(chunk.token_ids), chunk.samples, len(chunk.prompt_targets)) for chunk in chunks

@@ -1,4 +1,4 @@
-"""The processes of an engine's other ranks, as rank 0 sees them."""
+"""The processes of an engine's other ranks, as the driver sees them."""
 
 import os
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from contextlib import suppress
 from threading import Event, Lock, Thread
 
 from infinilm.distributed.channel import Channel, Message
+from infinilm.distributed.group import rank_title
 from infinilm.errors import EngineError, WorkerDiedError
 from infinilm.executor.wire import Command
 from infinilm.framing import ChannelClosedError
@@ -17,14 +18,15 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class Peer:
-    """One other rank. It answers each command with one reply."""
+    """One other rank. It answers each command with one reply, in order."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, title: str, *, is_in_last_stage: bool) -> None:
         self.rank = rank
-        self.is_busy = False
-        """Whether a reply is outstanding."""
-        self.reply = Message()
-        """The latest."""
+        self.title = title
+        """Its number, and its pipeline stage if there are several."""
+        self.is_in_last_stage = is_in_last_stage
+        self.num_owed = 0
+        """Replies outstanding."""
         self.process = ChildProcess("infinilm.executor.rank_process")
         self._channel = Channel(self.process.socket)
 
@@ -33,17 +35,16 @@ class Peer:
         with interrupts_held():  # the other half of a message would be read as the next
             with suppress(ChannelClosedError):
                 self._channel.send(Message({"command": command, **message.values}, message.tensors))
-            self.is_busy = True
+            self.num_owed += 1
 
-    def receive(self) -> None:
-        """Wait for the reply to the last command, unless it has been received."""
-        if not self.is_busy:
-            return
+    def receive(self) -> Message:
+        """Wait for the next reply."""
         with interrupts_held():
             with interrupts_allowed():
                 self._channel.wait()
-            self.reply = self._channel.receive()
-            self.is_busy = False
+            reply = self._channel.receive()
+            self.num_owed -= 1
+            return reply
 
     def kill(self) -> None:
         """Kill the process, and end any wait for its reply."""
@@ -56,7 +57,7 @@ class Peer:
 
 
 class Peers:
-    """All other ranks. If one dies, the others are killed, so that rank 0 waits for none of them.
+    """All other ranks. If one dies, the others are killed, so that the driver waits for none of them.
 
     Then `on_death` is called, in another thread.
     """
@@ -75,22 +76,35 @@ class Peers:
         """Whether this process is a fork of the one that started the ranks. A fork must not use them."""
         return bool(self.all) and os.getpid() != self._owner
 
-    def start(self, num_peers: int) -> None:
-        """Start the processes of ranks 1 to `num_peers`."""
-        for rank in range(1, num_peers + 1):
-            self.all.append(Peer(rank))
+    def start(self, tp_size: int, num_stages: int) -> None:
+        """Start the processes of all ranks but the first of the last stage, in order."""
+        for rank in range(tp_size * num_stages):
+            first_of_last = tp_size * (num_stages - 1)
+            if rank != first_of_last:
+                title = rank_title(rank, tp_size, num_stages)
+                self.all.append(Peer(rank, title, is_in_last_stage=rank > first_of_last))
         if self.all:
             Thread(target=self._watch, name="infinilm-watch", daemon=True).start()
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[tuple[Peer, Message]]:
+        """The next reply of each."""
+        return [(peer, self._receive(peer)) for peer in list(self.all)]
+
+    def drain(self) -> list[tuple[Peer, Message]]:
+        """All replies outstanding."""
+        replies: list[tuple[Peer, Message]] = []
         for peer in list(self.all):
-            try:
-                peer.receive()
-            except ChannelClosedError:
-                self._fail(peer)
-                self.check()
-                raise EngineError("the engine was closed in the middle of a call") from None
-        return [peer.reply for peer in self.all]
+            while peer.num_owed:
+                replies.append((peer, self._receive(peer)))
+        return replies
+
+    def _receive(self, peer: Peer) -> Message:
+        try:
+            return peer.receive()
+        except ChannelClosedError:
+            self._fail(peer)
+            self.check()
+            raise EngineError("the engine was closed in the middle of a call") from None
 
     def check(self) -> None:
         if self.is_fork:
@@ -124,13 +138,13 @@ class Peers:
             if self.failure is None and not self._is_closed.is_set():
                 exit_code = peer.process.wait(EXIT_TIMEOUT_S)
                 self.failure = (
-                    f"rank {peer.rank} (process {peer.process.pid}) died with exit code {exit_code}; "
+                    f"{peer.title} (process {peer.process.pid}) died with exit code {exit_code}; "
                     "the engine can't go on without it, make a new one"
                 )
                 self.kill()
 
     def _watch(self) -> None:
-        """Rank 0 may be waiting for one rank when another dies."""
+        """The driver may be waiting for one rank when another dies."""
         while not self._is_closed.wait(WATCH_INTERVAL_S):
             for peer in list(self.all):
                 if peer.process.has_ended():

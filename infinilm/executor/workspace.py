@@ -50,7 +50,7 @@ class StepShape:
 
     @classmethod
     def of(
-        cls, config: Config, model_config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, num_ranks: int = 1
+        cls, config: Config, model_config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, tp_size: int = 1
     ) -> "StepShape":
         """The largest step that the settings allow."""
         head_dim = model_config.head_dim
@@ -58,9 +58,9 @@ class StepShape:
             num_tokens=min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len),
             num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
             hidden=model_config.hidden_size,
-            queries=model_config.num_attention_heads // num_ranks * head_dim,
-            keys=kv_heads_per_rank(model_config.num_key_value_heads, num_ranks) * head_dim,
-            inner=model_config.intermediate_size // num_ranks,
+            queries=model_config.num_attention_heads // tp_size * head_dim,
+            keys=kv_heads_per_rank(model_config.num_key_value_heads, tp_size) * head_dim,
+            inner=model_config.intermediate_size // tp_size,
             vocab=model_config.vocab_size,
             itemsize=dtype.itemsize,
         )
@@ -113,14 +113,14 @@ def estimate_workspace(
     device: torch.device,
     *,
     max_model_len: int,
-    num_ranks: int = 1,
+    tp_size: int = 1,
 ) -> Workspace:
     """What each rank takes besides weights and KV cache, for texts of up to `max_model_len` tokens."""
-    shape = StepShape.of(config, model_config, dtype, max_model_len=max_model_len, num_ranks=num_ranks)
+    shape = StepShape.of(config, model_config, dtype, max_model_len=max_model_len, tp_size=tp_size)
     attention_bytes, prefill_bytes, gathered_bytes = 0, 0, 0
     graphs: list[Shape] = []
     if _has_triton(config, device):
-        heads = model_config.num_attention_heads // num_ranks
+        heads = model_config.num_attention_heads // tp_size
         attention_bytes = decode_attention_bytes(shape.num_rows, heads, model_config.head_dim)
         if _attends_long(shape, model_config.head_dim, dtype, device, max_model_len):
             prefill_bytes = shape.long_prefill_bytes()

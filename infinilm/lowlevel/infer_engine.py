@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
-from infinilm.cache.paged import Cache, bytes_per_block
-from infinilm.cache.specs import group_layers
+from infinilm.cache.paged import Cache
 from infinilm.checks import check_flag
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
@@ -23,7 +22,7 @@ from infinilm.distributed.config import DistConfig
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
 from infinilm.executor.executor import CacheShape
 from infinilm.executor.loader import select_devices, start_executor
-from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory, rank_specs
+from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory, token_bytes
 from infinilm.executor.rank_worker import ForwardInput
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
@@ -35,6 +34,7 @@ from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import ModelConfig
 from infinilm.models.auto import ModelChoices, find_eos_token_ids, make_choices, outline_model
+from infinilm.models.base import StagedModel
 from infinilm.models.registry import FAMILIES
 from infinilm.platforms import DeviceType, split_device
 from infinilm.sampling import check_uniform, draw_uniform
@@ -104,12 +104,13 @@ class InferEngine(GenerationMixin):
             _check_cache_config(cache_config)
         devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config, "device_type")
         source, choices = self._open(config, devices, dtype, quantization)
-        others = [
-            outline_model(self.config, choices.dtype, len(devices), rank, choices.formats)
-            for rank in range(1, len(devices))
+        tp_size, num_stages = self._dist_config.tp_size, self._dist_config.pp_size
+        outlines = [
+            outline_model(self.config, choices.dtype, tp_size, rank, choices.formats, num_stages=num_stages)
+            for rank in range(len(devices))
         ]
-        outlines = [choices.outline, *others]
-        self._params = ParamTable(outlines)
+        self._params = ParamTable(choices.outline, outlines)
+        self._held = [cast(StagedModel, part).stage.layers if num_stages > 1 else None for part in outlines]
         self._weight_bytes = max(outline.num_bytes() for outline in outlines)
         self.max_len = self.config.max_context_len()
         self._registry: HookRegistry | None = None
@@ -117,7 +118,7 @@ class InferEngine(GenerationMixin):
         self._layout: CacheLayout | None = None
         self._turns = Turns()
         self._kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
-        self._executor = start_executor("auto", devices, choices.dtype, choices.attention_backend)
+        self._executor = start_executor("auto", devices, choices.dtype, choices.attention_backend, num_stages)
         try:
             self._check_room(devices[0])
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
@@ -143,7 +144,9 @@ class InferEngine(GenerationMixin):
         if isinstance(config, ModelConfig):
             self.config = config
             dtype = config.dtype if dtype in (None, "auto") else dtype
-            return 0, make_choices(config, None, devices[0], len(devices), dtype=dtype, quantization=quantization)
+            return 0, make_choices(
+                config, None, devices[0], self._dist_config.tp_size, dtype=dtype, quantization=quantization
+            )
         if not isinstance(config, (str, Path)):
             raise InvalidTypeError(f"config={config!r} must be a ModelConfig or the path of a checkpoint")
         path = resolve(config)
@@ -153,7 +156,7 @@ class InferEngine(GenerationMixin):
             self.tokenizer = checkpoint.tokenizer()
             self._end_ids = find_eos_token_ids(checkpoint, self.config, self.tokenizer)
             return path, make_choices(
-                self.config, checkpoint, devices[0], len(devices), dtype=dtype, quantization=quantization
+                self.config, checkpoint, devices[0], self._dist_config.tp_size, dtype=dtype, quantization=quantization
             )
         finally:
             checkpoint.close()
@@ -190,7 +193,7 @@ class InferEngine(GenerationMixin):
     @_exclusive
     def state_dict(self) -> list[dict[str, Tensor]]:
         """Copies of every rank's weights, on the host. Where a rank holds a piece, it has fewer rows (q, k, v, gate,
-        up, embedding and head) or columns (o and down) than the whole."""
+        up, embedding and head) or columns (o and down) than the whole. A pipeline stage has those of its layers."""
         return self._executor.state_dicts()
 
     def state_dict_keyname(self) -> list[str]:
@@ -300,11 +303,10 @@ class InferEngine(GenerationMixin):
 
     def _cache_limits(self) -> CacheLimits:
         info = self._executor.info
-        groups = group_layers(rank_specs(self.config, info.num_ranks))
 
-        def token_bytes(dtype: str | None) -> int:
+        def most_bytes(dtype: str | None) -> int:
             kind: torch.dtype = getattr(torch, dtype or self._kv_dtype)
-            return sum(bytes_per_block(group, 1, kind) for group in groups)
+            return max(token_bytes(self.config, self._dist_config.tp_size, held, kind) for held in set(self._held))
 
         device = torch.device(info.device)
         free_bytes = free_memory_bytes(device)
@@ -315,7 +317,7 @@ class InferEngine(GenerationMixin):
         held_bytes = self._executor.cache_bytes
         at_start = self._executor.free_bytes - self._weight_bytes
         available = max(free_bytes, min(free_bytes + held_bytes, at_start))
-        return CacheLimits(self.max_len, token_bytes, max(int(available * MEMORY_SHARE), held_bytes))
+        return CacheLimits(self.max_len, most_bytes, max(int(available * MEMORY_SHARE), held_bytes))
 
     def _shape_of(self, layout: CacheLayout) -> CacheShape:
         return CacheShape(layout.num_blocks, layout.block_size, layout.dtype or self._kv_dtype)
@@ -324,7 +326,7 @@ class InferEngine(GenerationMixin):
 
     def get_dist_config(self) -> DistConfig:
         """The ranks and their devices, a copy."""
-        return DistConfig(tp_device_ids=self._dist_config.tp_device_ids)
+        return _check_dist_config(self._dist_config)
 
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
         """Let hooks see, and replace, activations of all passes to come; None: no more."""
@@ -353,7 +355,7 @@ def _check_dist_config(distributed_config: DistConfig | None) -> DistConfig:
         return DistConfig()
     if not isinstance(distributed_config, DistConfig):
         raise InvalidTypeError(f"distributed_config={distributed_config!r} must be a DistConfig")
-    return DistConfig(tp_device_ids=distributed_config.tp_device_ids)
+    return DistConfig(tp_device_ids=distributed_config.tp_device_ids, pp_size=distributed_config.pp_size)
 
 
 def _check_cache_config(cache_config: object) -> None:

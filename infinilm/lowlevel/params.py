@@ -23,14 +23,15 @@ _MAX_LISTED = 20
 class ParamTable:
     """The weights of a model, by their names in a Hugging Face checkpoint, and which piece of each a rank holds."""
 
-    def __init__(self, outlines: Sequence[InfinilmModel]) -> None:
-        """`outlines` are every rank's share of the model; they need no memory."""
+    def __init__(self, whole: InfinilmModel, outlines: Sequence[InfinilmModel]) -> None:
+        """`outlines` are every rank's share of the `whole` model; they need no memory."""
         self._shards = [outline.weight_targets() for outline in outlines]
-        self._is_ignorable = outlines[0].is_ignorable
+        self._whole = whole.weight_targets()
+        self._is_ignorable = whole.is_ignorable
 
     def names(self) -> list[str]:
         """Of all weights."""
-        return list(self._shards[0])
+        return list(self._whole)
 
     def check(self, params: Mapping[str, Param], *, is_complete: bool) -> dict[str, Tensor]:
         """The weights among `params`, whole. What a checkpoint may hold without need is left out.
@@ -39,27 +40,29 @@ class ParamTable:
         """
         if not isinstance(params, Mapping):
             raise InvalidTypeError(f"params is a {type(params).__name__}; give a mapping of names to tensors")
-        missing = [name for name in self._shards[0] if name not in params]
+        missing = [name for name in self._whole if name not in params]
         if is_complete and missing:
             listed = ", ".join(missing[:_MAX_LISTED]) + (", …" if len(missing) > _MAX_LISTED else "")
             raise InvalidValueError(f"{len(missing)} weights are missing: {listed}; give them all, or use strict=False")
         return {name: self._check(name, param) for name, param in params.items() if self._has(name)}
 
     def cut(self, name: str, whole: Tensor) -> list[dict[str, Tensor]]:
-        """Each rank's piece of a weight, views of the whole."""
-        return [{name: dense_weight(name, shards[name]).cut(whole)} for shards in self._shards]
+        """Each rank's piece of a weight, views of the whole. A rank of another pipeline stage has none."""
+        return [
+            {name: dense_weight(name, shards[name]).cut(whole)} if name in shards else {} for shards in self._shards
+        ]
 
     def _has(self, name: str) -> bool:
-        if name in self._shards[0]:
+        if name in self._whole:
             return True
         if isinstance(name, str) and self._is_ignorable(name):
             return False
         raise InvalidValueError(
-            f"the model has no weight {name!r}; state_dict_keyname() lists the {len(self._shards[0])} it has"
+            f"the model has no weight {name!r}; state_dict_keyname() lists the {len(self._whole)} it has"
         )
 
     def _check(self, name: str, param: Param) -> Tensor:
-        dense_weight(name, self._shards[0][name])
+        dense_weight(name, self._whole[name])
         if isinstance(param, np.ndarray):
             if param.dtype.kind != "f" or param.itemsize > 8:
                 raise InvalidTypeError(f"{name} is an array of {param.dtype}; weights are one of {_DTYPE_NAMES}")
@@ -71,7 +74,7 @@ class ParamTable:
                 f"{name} is a tensor of {param.dtype} ({param.layout}, {param.device}); weights are dense, and one of "
                 f"{_DTYPE_NAMES}"
             )
-        full_shape = self._shards[0][name].full_shape
+        full_shape = self._whole[name].full_shape
         if tuple(param.shape) != full_shape:
             raise InvalidValueError(f"{name} has shape {list(param.shape)}; the model's is {list(full_shape)}")
         return param

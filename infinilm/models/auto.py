@@ -173,12 +173,30 @@ def check_fits(
 
 
 def outline_model(
-    config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, rank: int = 0, formats: WeightFormats = DENSE
+    config: ModelConfig,
+    dtype: torch.dtype,
+    num_ranks: int = 1,
+    rank: int = 0,
+    formats: WeightFormats = DENSE,
+    *,
+    num_stages: int = 1,
 ) -> InfinilmModel:
-    """A rank's share of the model without any memory: what its weights are called, and their shapes."""
+    """A rank's share of the model without any memory: what its weights are called, and their shapes.
+
+    There are `num_ranks` in each pipeline stage, and `rank` counts them stage by stage.
+    """
     meta = torch.device("meta")
-    group = CommunicationGroup(RankInfo(rank, num_ranks, meta))
-    return create_model(config, max_len=1, dtype=dtype, device=meta, group=group, formats=formats)
+    group = CommunicationGroup(RankInfo(rank % num_ranks, num_ranks, meta))
+    return create_model(
+        config,
+        max_len=1,
+        dtype=dtype,
+        device=meta,
+        group=group,
+        formats=formats,
+        num_stages=num_stages,
+        stage=rank // num_ranks,
+    )
 
 
 def find_eos_token_ids(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from infinilm.cache.paged import Cache
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Weights
 from infinilm.models.config import ModelConfig
+from infinilm.models.stages import Stage
 
 
 class InfinilmModel(Protocol):
@@ -43,3 +44,22 @@ class InfinilmModel(Protocol):
 
         With several ranks, all must call this; rank 0 alone gets the logits.
         """
+
+
+class StagedModel(InfinilmModel, Protocol):
+    """One pipeline stage of a model. Only the last has `compute_logits`."""
+
+    @property
+    def stage(self) -> Stage:
+        """Its layers."""
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        cache: Cache,
+        backend: AttentionBackend,
+        taps: Taps | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """As `InfinilmModel`; `hidden` `[T, hidden]` is the result of the stage before. Only the last stage's result is
+        after the final norm."""

@@ -23,6 +23,7 @@ from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.config import ModelConfig
+from infinilm.models.stages import Stage
 
 
 class DecoderLayer(nn.Module):
@@ -70,7 +71,8 @@ class Decoder(nn.Module):
     """An `InfinilmModel` whose family gives the mixers of each layer.
 
     `max_len` is the longest text it will be asked to compute (default: what it was trained for), `group` the ranks
-    that share it, `formats` says which of its matrices stay quantised.
+    that share it, `formats` says which of its matrices stay quantised. A `stage` holds some of the layers; the first
+    has the embedding too, the last the final norm and the head.
     """
 
     body_prefix: ClassVar[str] = "model."
@@ -89,20 +91,27 @@ class Decoder(nn.Module):
         device: torch.device | str = "cpu",
         group: CommunicationGroup = SINGLE,
         formats: WeightFormats = DENSE,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__()
         config.validate()
         self.config, self.dtype, self.group = config, dtype, group
+        self.stage = stage = stage or Stage.whole(config.num_hidden_layers)
         options = LayerOptions(dtype=dtype, device=device, group=group, formats=formats)
         body = below(options, self.body_prefix)
         sizes = (config.vocab_size, config.hidden_size)
-        self.embed_tokens = VocabParallelEmbedding(*sizes, **below(body, "embed_tokens."))
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        if stage.is_first or (stage.is_last and config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(*sizes, **below(body, "embed_tokens."))
         self.rotary = build_rotary(config, max_len, dtype=dtype, device=device)
-        layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(self.build_layer(layer, below(body, f"layers.{layer}.")) for layer in layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.lm_head = None if config.tie_word_embeddings else ParallelLMHead(*sizes, **below(options, "lm_head."))
-        self._windows = {config.window(layer) for layer in layers}
+        self.layers = nn.ModuleList(self.build_layer(layer, below(body, f"layers.{layer}.")) for layer in stage.layers)
+        self.norm: RMSNorm | None = None
+        self.lm_head: ParallelLMHead | None = None
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        if stage.is_last and not config.tie_word_embeddings:
+            self.lm_head = ParallelLMHead(*sizes, **below(options, "lm_head."))
+        self._windows = {config.window(layer) for layer in stage.layers}
 
     def build_layer(self, layer: int, options: LayerOptions) -> DecoderLayer:
         """Make a layer. A family with other norms overrides this."""
@@ -117,18 +126,29 @@ class Decoder(nn.Module):
         """Make the channel mixer of a layer."""
         raise NotImplementedError
 
-    def forward(self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None = None) -> Tensor:
-        """See `InfinilmModel`."""
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: Cache,
+        backend: AttentionBackend,
+        taps: Taps | None = None,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """See `InfinilmModel`. Stages after the first get the `hidden` `[T, hidden]` of the one before."""
         steps = self._steps(batch, cache, backend, taps)
-        hidden: Tensor = self.embed_tokens(batch.input_ids)
-        if taps is not None:
-            taps.see("embed_tokens", hidden)
+        if hidden is None:
+            assert self.embed_tokens is not None
+            hidden = self.embed_tokens(batch.input_ids)
+            if taps is not None:
+                taps.see("embed_tokens", hidden)
         is_whole = taps is None and backend.name == "native" and len(cache.groups) == 1 and cache.only_stores
         if is_whole and self._native is not None:
             self._native.forward(hidden, cache.tensors[0], steps[0].plan)
             return hidden
         for layer, step in zip(self.layers, steps, strict=True):
             hidden = layer(hidden, step)
+        if self.norm is None:
+            return hidden
         hidden = self.norm(hidden)
         if taps is not None:
             taps.see("final_norm", hidden)
@@ -143,7 +163,9 @@ class Decoder(nn.Module):
         for part, own in zip(batch.of_groups(), windows, strict=True):
             plan = backend.prepare(part, block_size=cache.block_size, windows=own, dtype=self.dtype)
             steps.append(ForwardContext(part, cache, backend, plan, taps))
-        return [steps[group] for group in cache.group_of] if batch.more_groups else steps * len(self.layers)
+        if batch.more_groups:
+            return [steps[cache.group_of[layer]] for layer in self.stage.layers]
+        return steps * len(self.layers)
 
     @cached_property
     def _native(self) -> Any | None:
@@ -152,30 +174,36 @@ class Decoder(nn.Module):
         Made when it is first needed, which is after the weights were loaded.
         """
         library = native.load()
-        if library is None or self.group.size > 1 or len(self._rotaries()) > 1:
+        if library is None or self.norm is None or self.group.size > 1 or len(self._rotaries()) > 1:
             return None
         layers = [layer.to_native() for layer in self.layers if isinstance(layer, DecoderLayer)]
         return None if None in layers else library.Decoder(layers, self.rotary.table, self.norm.weight)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""
-        return (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None
+        return head.logits(hidden)
 
     def weight_targets(self) -> dict[str, Shard]:
         """See `InfinilmModel`."""
-        targets = self.embed_tokens.weight_targets(f"{self.body_prefix}embed_tokens.")
-        for index, layer in enumerate(self.layers):
+        targets: dict[str, Shard] = {}
+        if self.embed_tokens is not None:
+            targets |= self.embed_tokens.weight_targets(f"{self.body_prefix}embed_tokens.")
+        for index, layer in zip(self.stage.layers, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
             targets |= layer.weight_targets(f"{self.body_prefix}layers.{index}.")
-        targets[f"{self.body_prefix}norm.weight"] = WeightShard.whole(self.norm.weight)
+        if self.norm is not None:
+            targets[f"{self.body_prefix}norm.weight"] = WeightShard.whole(self.norm.weight)
         if self.lm_head is not None:
             targets |= self.lm_head.weight_targets("lm_head.")
         return targets
 
     def is_ignorable(self, name: str) -> bool:
         """See `InfinilmModel`."""
-        is_tied_head = self.lm_head is None and name == "lm_head.weight"
-        return is_tied_head or any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
+        is_tied_head = self.config.tie_word_embeddings and name == "lm_head.weight"
+        is_elsewhere = self.stage.count > 1  # the whole model's names were checked before the model was divided
+        return is_tied_head or is_elsewhere or any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
 
     def num_bytes(self) -> int:
         """See `InfinilmModel`."""

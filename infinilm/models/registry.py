@@ -4,12 +4,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from inspect import get_annotations, signature
+from inspect import Parameter, get_annotations, signature
 from typing import Any
 
 import torch
 
-from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.distributed.group import SINGLE, CommunicationGroup, RankInfo
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import check_heads
@@ -17,10 +17,12 @@ from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from infinilm.models.rope_parameters import ROPE_SETTINGS
+from infinilm.models.stages import divide_layers
 
 ModelBuilder = Callable[..., InfinilmModel]
 """Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
-group's rank has, with empty weights. One that can keep matrices quantised has a parameter `formats` for it."""
+group's rank has, with empty weights. One that can keep matrices quantised has a parameter `formats` for it, one that
+can build a part of the layers `stage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +114,35 @@ def create_model(
     device: torch.device | str = "cpu",
     group: CommunicationGroup = SINGLE,
     formats: WeightFormats = DENSE,
+    num_stages: int = 1,
+    stage: int = 0,
 ) -> InfinilmModel:
     """Build the model that a configuration describes, with empty weights, for texts of up to `max_len` tokens.
 
-    `formats`, unless empty, are for a model that `keeps_quantized`.
+    `formats`, unless empty, are for a model that `keeps_quantized`. With several pipeline stages, only the layers of
+    one of them are built.
     """
     config.validate()
     check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
-    kept: dict[str, Any] = {"formats": formats} if formats.by_name else {}
+    more: dict[str, Any] = {"formats": formats} if formats.by_name else {}
     builder = FAMILIES[config.model_type].builder
-    return builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **kept)
+    if num_stages == 1:
+        return builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **more)
+    meta = torch.device("meta")
+    outline_group = CommunicationGroup(RankInfo(0, group.size, meta))  # the same on all ranks
+    whole = builder(config, max_len=1, dtype=dtype, device=meta, group=outline_group, **more)
+    more["stage"] = divide_layers(
+        whole.weight_targets(), config.num_hidden_layers, num_stages, is_tied=config.tie_word_embeddings
+    )[stage]
+    parameters = signature(builder).parameters.values()
+    if any(each.name == "stage" or each.kind is Parameter.VAR_KEYWORD for each in parameters):
+        model = builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **more)
+        if getattr(model, "stage", None) == more["stage"]:
+            return model
+    raise InvalidValueError(
+        f"pipeline_parallel_size={num_stages}: the builder of model_type={config.model_type!r} can't build a part of "
+        "the model; give it a parameter `stage`, and its model an attribute, or use pipeline_parallel_size=1"
+    )
 
 
 class InfinilmModelFactory:

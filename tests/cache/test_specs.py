@@ -25,6 +25,18 @@ def test_layers_with_equal_specs_form_a_group() -> None:
     assert groups == (CacheGroup(SLIDING, (0, 2)), CacheGroup(FULL, (1, 4)), CacheGroup(WIDE, (3,)))
 
 
+def test_a_stage_has_all_groups_and_memory_for_its_own_layers() -> None:
+    specs = [SLIDING, FULL, SharedKV(1), SLIDING, WIDE]
+    assert group_layers(specs, range(1, 3)) == (CacheGroup(SLIDING, ()), CacheGroup(FULL, (1,)), CacheGroup(WIDE, ()))
+    memory = CacheMemory("cpu")
+    cache = PagedKVCache(specs, [3, 7, 5], 16, dtype=torch.float32, device="cpu", memory=memory, held=range(1, 3))
+    assert cache.group_of == {1: 1, 2: 1}
+    assert cache.layers[1].data_ptr() == cache.layers[2].data_ptr()
+    assert memory.num_bytes == cache.layers[1].nbytes == 7 * bytes_per_block(cache.groups[1], 16, torch.float32)
+    with pytest.raises(InvalidValueError, match=r"layer 2 uses .* of layer 1, .* another pipeline stage; use fewer"):
+        group_layers(specs, range(2, 4))
+
+
 def test_layers_that_share_use_the_layer_they_name() -> None:
     specs = [FULL, SLIDING, SharedKV(0), SharedKV(2), SharedKV(1)]
     assert resolve_layers(specs) == [0, 1, 0, 0, 1]
@@ -64,7 +76,7 @@ def test_groups_have_their_own_shapes_in_one_memory(dtype: torch.dtype) -> None:
     cache = PagedKVCache(specs, [3, 7, 5], 16, dtype=dtype, device="cpu", memory=memory)
     shapes = {0: (3, 16, 2, 2, 8), 1: (7, 16, 2, 2, 8), 2: (5, 16, 2, 1, 16), 4: (3, 16, 2, 2, 8)}
     assert {layer: cache.layers[layer].shape for layer in shapes} == shapes
-    assert cache.group_of == [0, 1, 2, 1, 0]
+    assert list(cache.group_of.values()) == [0, 1, 2, 1, 0]
     assert memory.num_bytes == sum(cache.layers[layer].nbytes for layer in shapes)
     assert memory.num_bytes == sum(
         count * bytes_per_block(group, 16, dtype) for group, count in zip(cache.groups, [3, 7, 5], strict=True)

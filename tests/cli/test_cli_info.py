@@ -46,6 +46,25 @@ def test_what_fits_fills_the_free_memory(cli: Cli, tiny_dir: Path) -> None:
     assert 0 <= 0.9 * memory["free_bytes"] - taken <= needs["kv_bytes_per_token"]
 
 
+def test_what_each_rank_holds(cli: Cli, tiny_dir: Path) -> None:
+    whole = json.loads(cli("info", tiny_dir, "--json").out)
+    assert whole["ranks"] == []
+    stages = json.loads(cli("info", tiny_dir, "--json", "-p", "2", "--tp", "2").out)["ranks"]
+    assert [stage["layers"] for stage in stages] == [[0, 0], [1, 1]]
+    # Ranks share matrices, and each has the norms and the table of angles.
+    total = 2 * sum(stage["weight_bytes"]["float32"] for stage in stages)
+    assert 0 < total - whole["memory"]["float32"]["weight_bytes"] < 0.02 * total
+    assert (
+        sum(stage["kv_bytes_per_token"]["float32"] for stage in stages) * 2
+        == (whole["memory"]["float32"]["kv_bytes_per_token"])
+    )
+    shown = cli("info", tiny_dir, "-p", "2").out
+    assert "layers 0 to 0" in " ".join(shown.split())
+    refused = cli("info", tiny_dir, "-p", "3")
+    assert refused.code != 0
+    assert "more than the model's 2 layers" in refused.err
+
+
 def test_a_model_larger_than_memory_is_told_so(cli: Cli, tiny_dir: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_dir / "config.json").read_text())
     config |= {"intermediate_size": 10**9}  # workspace grows with it; weights are not looked at

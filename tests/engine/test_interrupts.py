@@ -80,10 +80,16 @@ def interrupt_everywhere(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "files", "num_points"), [(1, ENGINE_FILES, 250), (2, ENGINE_FILES, 20), (2, PEER_FILES, 30)]
+    ("settings", "files", "num_points"),
+    [
+        ({}, ENGINE_FILES, 250),
+        ({"tensor_parallel_size": 2}, ENGINE_FILES, 20),
+        ({"tensor_parallel_size": 2}, PEER_FILES, 30),
+        ({"pipeline_parallel_size": 2}, (*ENGINE_FILES, *PEER_FILES), 25),
+    ],
 )
-def test_generate(checkpoint: Path, num_ranks: int, files: tuple[str, ...], num_points: int) -> None:
-    with time_limit(), LLM(checkpoint, num_kvcache_blocks=64, tensor_parallel_size=num_ranks) as llm:
+def test_generate(checkpoint: Path, settings: dict[str, int], files: tuple[str, ...], num_points: int) -> None:
+    with time_limit(), LLM(checkpoint, num_kvcache_blocks=64, **settings) as llm:
 
         def generate() -> list[list[int]]:
             return [output.token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]

@@ -57,10 +57,10 @@ def test_the_largest_step_is_what_the_settings_allow() -> None:
     assert StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000) == SHAPE
     # Four texts of seven tokens are all that there can be.
     assert StepShape.of(config, MODEL, torch.bfloat16, max_model_len=7) == replace(SHAPE, num_tokens=28)
-    halves = StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000, num_ranks=2)
+    halves = StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000, tp_size=2)
     assert halves == replace(SHAPE, queries=4, keys=2, inner=6)
     # With more ranks than heads of keys and values each has one.
-    assert StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000, num_ranks=4).keys == 2
+    assert StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000, tp_size=4).keys == 2
 
 
 def test_a_layer_by_hand() -> None:
@@ -143,7 +143,7 @@ def plan(
         workspace=WORKSPACE,
         free_bytes=free_bytes,
         max_model_len=max_model_len,
-        num_ranks=num_ranks,
+        tp_size=num_ranks,
     )
 
 

@@ -15,6 +15,7 @@ from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence
 from infinilm.engine.step import Step
 from infinilm.errors import PromptTooLongError
+from infinilm.executor.step_io import LAST_TOKEN
 from infinilm.sampling_params import SamplingParams
 
 
@@ -42,6 +43,7 @@ class World:
     max_mixed_tokens: int
     num_drafts: int
     """Draft tokens of a row. Some are right, some are wrong."""
+    num_stages: int
 
 
 @st.composite
@@ -67,11 +69,12 @@ def worlds(draw: st.DrawFn) -> World:
         block_size=draw(st.sampled_from([1, 2, 4, 8])),
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.integers(1, 40)),
-        depth=draw(st.integers(1, 3)),
+        depth=draw(st.integers(1, 4)),
         enable_prefix_caching=draw(st.booleans()),
         min_awaited_tokens=draw(st.sampled_from([4, 1000])),
         max_mixed_tokens=draw(st.sampled_from([1, 5, 1000])),
         num_drafts=draw(st.integers(0, 4)),
+        num_stages=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 
@@ -96,6 +99,7 @@ class Simulation:
             max_num_batched_tokens=world.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             draft_source=self.guess if world.num_drafts else None,
+            num_stages=world.num_stages,
         )
         self.scheduler.min_awaited_tokens = world.min_awaited_tokens
         self.scheduler.max_mixed_tokens = world.max_mixed_tokens
@@ -136,6 +140,8 @@ class Simulation:
             if planned is not None:
                 self.check_plan(planned)
                 self.check_prompts(planned, prompts)
+                if self.world.num_stages > 1:
+                    self.check_stages(planned, [step for step, _ in in_flight])
                 in_flight.append((planned, self.runner.submit(planned.input)))
             if in_flight and (planned is None or len(in_flight) >= self.world.depth):
                 self.scheduler.commit(*in_flight.popleft())
@@ -182,8 +188,24 @@ class Simulation:
                 assert seq.num_output_tokens + num_pending <= seq.params.max_tokens
                 assert seq.num_tokens + num_pending <= self.max_model_len
         # Answers go on beside any prompt: every running one gets a token whenever it can take one.
-        for seq in self.scheduler.running:
+        for seq in self.scheduler.running if world.num_stages == 1 else ():
             assert seq in planned or self.scheduler.num_pending(seq) > 0 or not seq.is_decoding
+
+    def check_stages(self, step: Step, in_flight: list[Step]) -> None:
+        """The first stage must be told every token, and all stages get their share of the rows that decode."""
+        decoding = step.input.decoding
+        assert LAST_TOKEN not in decoding.token_ids
+        seqs = step.seqs[: len(decoding.rows)]
+        drawing = {
+            seq.arrival
+            for other in in_flight
+            for seq, num_drawn in zip(other.seqs, other.input.sample_counts.tolist(), strict=True)
+            if num_drawn
+        }
+        assert drawing.isdisjoint(seq.arrival for seq in seqs)
+        num_started = sum(chunk.samples for chunk in step.input.chunks)
+        num_decoding = sum(seq.is_decoding for seq in self.scheduler.running) - num_started
+        assert len(seqs) <= -(-num_decoding // self.world.num_stages)
 
     def check_prompts(self, step: Step, started: set[int]) -> None:
         """`started`: the prompts that were at work before this step."""

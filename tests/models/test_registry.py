@@ -49,6 +49,23 @@ def test_a_builder_of_its_own_is_called(llama_clone: str) -> None:
     assert calls == [(config, {"max_len": 7, "dtype": torch.bfloat16, "device": "meta", "group": SINGLE})]
 
 
+def test_a_builder_that_knows_no_stages_is_refused_more_than_one(llama_clone: str) -> None:
+    def build(config: ModelConfig, *, max_len: int, dtype: torch.dtype, device: torch.device, group: Any) -> CausalLM:
+        return CausalLM(config, max_len=max_len, dtype=dtype, device=device, group=group)
+
+    def build_all(config: ModelConfig, **options: Any) -> CausalLM:
+        return CausalLM(config, **options | {"stage": None})
+
+    config = LlamaConfig(model_type=llama_clone, num_hidden_layers=2, hidden_size=64)
+    create_model(config, dtype=torch.float32, device="meta", num_stages=2)
+    for builder in (build, build_all):
+        FAMILIES.pop(llama_clone)
+        register_model(llama_clone, "CloneForCausalLM", builder=builder)
+        create_model(config, dtype=torch.float32, device="meta")
+        with pytest.raises(InvalidValueError, match=r"pipeline_parallel_size=2: the builder of model_type='clone'"):
+            create_model(config, dtype=torch.float32, device="meta", num_stages=2)
+
+
 @dataclass(frozen=True)
 class SparseConfig(LlamaConfig):
     """A family's own settings."""
