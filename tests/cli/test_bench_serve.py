@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_driver import Cli, Done
-from scripted_server import (
+from cli.cli_driver import Cli, Done
+from cli.scripted_server import (
     CHAT,
     CUT,
     DONE,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_reference, save
-from cli_driver import Cli
+from cli.cli_driver import Cli
 from tiny_tokenizer import save_tokenizer
 
 from infinilm import LLM, SamplingParams

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
-from infer_cases import VOCAB_SIZE, assert_greedy, assert_near, expected_logits, reference_of, text
+from engine.infer_cases import VOCAB_SIZE, assert_greedy, assert_near, expected_logits, reference_of, text
 
 from infinilm import DeviceType
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig

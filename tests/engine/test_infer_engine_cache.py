@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
-from infer_cases import assert_greedy, assert_near, expected_logits, reference_of, text
+from engine.infer_cases import assert_greedy, assert_near, expected_logits, reference_of, text
 
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig
 from infinilm.distributed import DistConfig

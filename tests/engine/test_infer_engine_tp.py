@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
+from engine.infer_cases import VOCAB_SIZE, assert_near, expected_logits, greedy, reference_of, text
 from halved_cache import HalvedCacheConfig
-from infer_cases import VOCAB_SIZE, assert_near, expected_logits, greedy, reference_of, text
 
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig
 from infinilm.debug import HookRegistry

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
-from infer_cases import VOCAB_SIZE, assert_near, expected_logits, reference_of, text
+from engine.infer_cases import VOCAB_SIZE, assert_near, expected_logits, reference_of, text
 
 from infinilm.engine import InferEngine
 from infinilm.errors import InvalidTypeError, InvalidValueError
