@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,7 +108,7 @@ def test_json_schema(server: Server) -> None:
     ],
     ids=["regex", "choice", "grammar", "json"],
 )
-def test_guided_completions(server: Server, guide: dict, check: object) -> None:
+def test_guided_completions(server: Server, guide: dict, check: Callable[[str], object]) -> None:
     reply = server.post("/v1/completions", prompt="Answer:", max_tokens=60, temperature=0.5, seed=1, **guide).json()
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert check(reply["choices"][0]["text"]) is not False
