@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from cpu_texts import read_texts
 
+from benchmarks.cpu_texts import read_texts
 from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess
 from benchmarks.llamacpp.peer import LlamaCpp
 from benchmarks.llamacpp.side_by_side import count_cores

@@ -117,7 +117,7 @@ def main(args: Sequence[str] | None = None) -> None:
     setup = Setup({"model": str(path), "device": "cpu"}, options.threads)
     with ExitStack() as stack:
         engines = [stack.enter_context(setup.start(name)) for name in ENGINES]
-        report = {
+        report: dict[str, Any] = {
             "model": path.stem,
             "machine": describe_machine() | {"num_threads": options.threads},
             "versions": {engine.name: engine.version for engine in engines},

@@ -10,8 +10,8 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from gpu_common import print_table
 
+from benchmarks.gpu_common import print_table
 from infinilm import SamplingParams
 from infinilm.sampling import Sampler
 from infinilm.sampling.draw import draw_torch, find_draw

@@ -23,9 +23,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from gpu_common import WORKLOADS, Work, print_table, timed_generate, tokens, write_json
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_common import WORKLOADS, Work, print_table, timed_generate, tokens, write_json
 from infinilm import LLM
 from infinilm.bench.measure import describe_machine
 

@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_common import WORKLOADS, Work, print_table, timed_generate, write_json
 
+from benchmarks.gpu_common import WORKLOADS, Work, print_table, timed_generate, write_json
 from infinilm import LLM, SamplingParams
 from infinilm.bench.measure import describe_machine
 from infinilm.models import ModelConfig
@@ -228,8 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ready = perf_counter() - start_time
         llm.generate([1, 2, 3], SamplingParams(max_tokens=1), use_tqdm=False)
         first_token, age = perf_counter() - start_time, process_age()
-        config, worker = llm.model_config, llm.executor.worker
-        device, dtype = worker.device, worker.dtype
+        config, info = llm.model_config, llm.executor.info
+        device, dtype = torch.device(info.device), getattr(torch, info.dtype)
         works, others = (
             {name: WORKLOADS[name](arguments.scale, **seed).within(config.vocab_size) for name in arguments.workloads}
             for seed in ({}, {"seed": OTHER_SEED})

@@ -61,7 +61,7 @@ async def measure(url: str, num_words: int, *, has_stream: bool) -> dict[str, An
     start = time.perf_counter()
     writing = asyncio.create_task(writer.times(prompt, 2))
     await asyncio.sleep(1)
-    waits = []
+    waits: list[float] = []
     while not writing.done():
         asked, first, *_ = await guest.times(f"Hi {len(waits)}", 4)
         waits.append(first - asked)

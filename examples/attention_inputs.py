@@ -84,8 +84,10 @@ def main() -> None:
     options = parser.parse_args()
 
     engine = InferEngine(options.model)
-    tokens = engine.tokenizer.encode(options.prompt)
-    words = [engine.tokenizer.decode([token]) for token in tokens]
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None, f"{options.model} has no tokenizer"
+    tokens = tokenizer.encode(options.prompt)
+    words = [tokenizer.decode([token]) for token in tokens]
     maps = attention_maps(*capture(engine, tokens, options.layer))
     write_png(options.out, draw(maps))
     print(f"{options.out}: layer {options.layer}, {len(maps)} heads, left to right and down")

@@ -58,12 +58,15 @@ def step(engine: InferEngine, running: list[Request]) -> None:
 def main() -> None:
     """Answer all prompts, then compare with one at a time."""
     engine = InferEngine("smollm2-135m", cache_config=PagedKVCacheConfig(NUM_BLOCKS, BLOCK_SIZE))
-    prompts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None  # the checkpoint has one
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     requests = [
         Request(name, list(prompt), len(prompt) + num_new)
         for name, (prompt, num_new) in enumerate(zip(prompts, PROMPTS.values(), strict=True))
     ]
-    waiting, running, free_blocks = deque(requests), [], list(range(NUM_BLOCKS))
+    waiting, free_blocks = deque(requests), list(range(NUM_BLOCKS))
+    running: list[Request] = []
 
     while waiting or running:
         while waiting and waiting[0].num_blocks <= len(free_blocks):
@@ -81,7 +84,7 @@ def main() -> None:
     for request, prompt in zip(requests, prompts, strict=True):
         alone = engine.generate(prompt, request.final_len - len(prompt), stop_on_eos=False, temperature=0)
         is_same = request.tokens == prompt + alone.token_ids[0]
-        print(f"{request.name}: {engine.tokenizer.decode(request.tokens)!r}, {'same' if is_same else 'NOT SAME'} alone")
+        print(f"{request.name}: {tokenizer.decode(request.tokens)!r}, {'same' if is_same else 'NOT SAME'} alone")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def capture(engine: InferEngine, tokens: list[int]) -> tuple[Tensor, int]:
     for layer in range(engine.config.num_hidden_layers):  # "layer*_output" would be attention's and MLP's as well
         registry.register_hook(f"layer{layer}_output", lambda _, tensor, __: outputs.append(tensor[-1].float().cpu()))
     engine.set_hook_registry(registry)
-    next_token = engine.forward(input_ids=tokens, temperature=0).output_ids.item()
+    next_token = int(engine.forward(input_ids=tokens, temperature=0).output_ids.item())
     engine.set_hook_registry(None)
     return torch.stack(outputs), next_token
 
@@ -44,15 +44,17 @@ def main() -> None:
     options = parser.parse_args()
 
     engine = InferEngine(options.model)
-    hidden, answer = capture(engine, engine.tokenizer.encode(options.prompt))
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None, f"{options.model} has no tokenizer"
+    hidden, answer = capture(engine, tokenizer.encode(options.prompt))
     probabilities = read_off(engine, hidden)
 
-    text = engine.tokenizer.decode([answer])
+    text = tokenizer.decode([answer])
     print(f"After {options.prompt!r} the model says {text!r}.")
     print(f"{'layer':>5}  {f'rank of {text!r}':>16}  most likely")
     for layer, row in enumerate(probabilities):
         rank = int((row > row[answer]).sum()) + 1
-        best = [f"{engine.tokenizer.decode([token])!r} {row[token]:.0%}" for token in row.topk(3).indices.tolist()]
+        best = [f"{tokenizer.decode([token])!r} {row[token]:.0%}" for token in row.topk(3).indices.tolist()]
         print(f"{layer:>5}  {rank:>16}  {', '.join(best)}")
 
 

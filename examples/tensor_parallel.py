@@ -26,8 +26,10 @@ def main() -> None:
     shapes = {}
     for tp_size in (1, 3):
         with InferEngine(MODEL, DistConfig(tp_size), device_type="cpu") as engine:
+            assert engine.tokenizer is not None  # the checkpoint has one
             prompt = engine.tokenizer.encode(PROMPT)
             output = engine.generate(prompt, max_new_tokens=5, temperature=0)
+            assert output.text is not None  # there is a tokenizer
             answers[tp_size] = output.token_ids[0]
             shapes[tp_size] = [{name: list(rank[name].shape) for name in SHOWN} for rank in engine.state_dict()]
             print(f"{engine}: {PROMPT + output.text[0]!r}")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from narrow import dense
 from transformers import PreTrainedModel
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
@@ -76,7 +77,7 @@ def load(
     model = CausalLM(config, max_len=max_len, dtype=dtype, device=device, group=group)
     state = reference.state_dict()
     for name, shard in model.weight_targets().items():
-        shard.tensor.copy_(shard.cut(state[name]))
+        dense(shard).tensor.copy_(dense(shard).cut(state[name]))
     return model
 
 

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,8 @@ def assert_nonfinite_rows_are_reported(draw: Draw, dtype: torch.dtype = torch.fl
     logits[4] = -math.inf
     logits[5, 3:9] = -1e30
     logits = logits.to(dtype)
-    for settings in ({"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}):
+    mixes: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.01}]
+    for settings in mixes:
         starts = starts_of([SamplingParams(**settings)] * 8, random.Random(0))
         token_ids, are_finite = draw(logits, starts, [5] * 8)
         assert are_finite.tolist() == [True, False, False, False, False, True, True, False]

@@ -1,6 +1,6 @@
 """Drives a model without the engine: builds batches from token lists and block tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +61,7 @@ class Driver:
         self.lengths: dict[str, int] = {}
 
     @torch.inference_mode()
-    def step(self, chunks: dict[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         """Compute the next tokens of some requests, by name: logits `[new tokens, vocab]` for each."""
         starts = []
         for name, chunk in chunks.items():

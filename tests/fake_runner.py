@@ -10,6 +10,7 @@ Each group of layers has a cache of its own; with a window its layers see, and t
 
 from collections.abc import Sequence
 
+from narrow import present
 from xxhash import xxh32_intdigest
 
 from infinilm.executor.step_io import LAST_TOKEN, NO_TOKEN, StepInput, StepOutput
@@ -96,7 +97,7 @@ class FakeRunner:
     def _compute(self, row: int, start: int, token_ids: Sequence[int]) -> None:
         for group, (slots, window) in enumerate(zip(self.slots, self.windows, strict=True)):
             for position, token in enumerate(token_ids, start):
-                previous = slots[self._slot(group, row, position - 1)] if position and window != 1 else 0
+                previous = present(slots[self._slot(group, row, position - 1)]) if position and window != 1 else 0
                 slots[self._slot(group, row, position)] = state_after(previous, token)
 
     def _draw(self, row: int, end: int) -> int:
@@ -104,8 +105,8 @@ class FakeRunner:
             [slots[self._slot(group, row, position)] for position in range(max(end - (window or end), 0), end)]
             for group, (slots, window) in enumerate(zip(self.slots, self.windows, strict=True))
         ]
-        self.last_token[row] = next_token(contexts, self.seeds[row])
-        return self.last_token[row]
+        token = self.last_token[row] = next_token(contexts, self.seeds[row])
+        return token
 
     def _slot(self, group: int, row: int, position: int) -> int:
         return self.tables[row][group][position // self.block_size] * self.block_size + position % self.block_size

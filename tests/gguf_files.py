@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from narrow import present
 from transformers import PreTrainedModel
 
 NAMES = {
@@ -26,7 +27,8 @@ NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    layer, module, kind = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name).groups()
+    match = present(re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name))
+    layer, module, kind = match.groups()
     return f"{'' if layer is None else f'blk.{layer}.'}{NAMES[module]}.{kind}"
 
 

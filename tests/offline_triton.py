@@ -31,7 +31,7 @@ class _Utils:
         return name, name, 0, 0, 1024
 
 
-class _OfflineDriver(DriverBase):
+class _OfflineDriver(DriverBase):  # type: ignore[misc]
     launcher_cls = _Launcher
     utils = _Utils()
 

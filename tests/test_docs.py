@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from narrow import present
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -163,7 +164,7 @@ class PlainMoeLlama(PlainLlama):
             return x + self.mlp(h, f"{name}.mlp")
         rows = []
         for token, probabilities in zip(h, self.linear(h, f"{name}.mlp.gate").softmax(-1), strict=True):
-            best = sorted(range(4), key=lambda expert, p=probabilities: -p[expert])[:2]
+            best = sorted(range(4), key=probabilities.neg().__getitem__)[:2]
             rows.append(sum(probabilities[expert] * self.mlp(token, f"{name}.mlp.experts.{expert}") for expert in best))
         return x + torch.stack(rows)
 
@@ -222,7 +223,7 @@ def test_a_default_that_is_no_setting_is_refused() -> None:
 def table_after(document: str, heading: str) -> list[list[str]]:
     """The cells of the table under its first column's heading."""
     _, table = re.split(rf"^\| {heading} \|.*\n\|[-|]+\|\n", read(document), flags=re.MULTILINE)
-    rows = re.match(r"(\|.*\n)+", table)[0].splitlines()
+    rows = present(re.match(r"(\|.*\n)+", table))[0].splitlines()
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 from checkpoints import SIZES, make_reference, save
 from halved_cache import HalvedCacheConfig
+from narrow import dense, present, worker_of
 from torch import Tensor
 
 from infinilm import LLM, InferEngine, SamplingParams
@@ -77,7 +78,7 @@ def test_000_2_tp_device_ids_are_assigned_and_refuse_other_changes() -> None:
 def test_000_2_input_becomes_the_models_input(reference) -> None:
     model = CausalLM(LlamaConfig.from_dict(reference.config.to_dict()))
     for name, shard in model.weight_targets().items():
-        shard.tensor.copy_(reference.state_dict()[name])
+        dense(shard).tensor.copy_(reference.state_dict()[name])
     cache = PagedKVCache(model.config.cache_specs(), 8, 16, dtype=torch.float32, device="cpu")
     given = [
         InferEngine.Input(input_ids=ROWS[:, :19], block_tables=[[7, 3], [1, 4]]),
@@ -99,6 +100,8 @@ def test_000_5_cache_configurations_are_copied_by_unique_copy(checkpoint: Path) 
     class Labelled(StaticKVCacheConfig):
         """Has something that can be changed."""
 
+        labels: list[str]
+
         def __init__(self, labels: list[str]) -> None:
             super().__init__(2, 32)
             object.__setattr__(self, "labels", labels)
@@ -116,7 +119,9 @@ def test_000_5_cache_configurations_are_copied_by_unique_copy(checkpoint: Path) 
         given = Labelled(["mine"])
         engine.reset_cache(given)
         given.labels.append("changed")
-        assert engine.get_cache_config().labels == ["mine", "copied", "copied"]
+        copied = engine.get_cache_config()
+        assert isinstance(copied, Labelled)
+        assert copied.labels == ["mine", "copied", "copied"]
 
 
 def test_000_5_a_default_cache_config_is_abstract() -> None:
@@ -132,7 +137,7 @@ def test_001_4_llama_config_takes_all_of_hugging_faces_keys(reference) -> None:
     config = LlamaConfig(**theirs.to_dict())
     assert (config.hidden_size, config.initializer_range) == (64, 0.05)
     model = LlamaForCausalLM(config, device="cpu", dtype="float32")
-    weight = model.model.weight_targets()["model.layers.0.mlp.up_proj.weight"].tensor
+    weight = dense(model.model.weight_targets()["model.layers.0.mlp.up_proj.weight"]).tensor
     assert weight.std().item() == pytest.approx(0.05, rel=0.05)
     for name, value in {"use_cache": False, "output_attentions": True, "return_dict": False}.items():
         with pytest.raises(InvalidValueError, match=f"{name}={value} is not supported; use {not value}"):
@@ -218,7 +223,7 @@ def test_001_4_3_calls_from_within_a_call_are_refused_with_the_cause(tiny_dir: P
         with pytest.raises(EngineError, match=r"reset_cache: .* not from a hook"):
             engine.forward(input_ids=[[1]])
     with LLM(tiny_dir, num_kvcache_blocks=16) as llm:
-        llm.add_request([1, 2], on_token=lambda _: llm.generate([3, 4], use_tqdm=False))
+        llm.add_request([1, 2], on_token=lambda _: llm.generate([3, 4], use_tqdm=False))  # type: ignore[arg-type]
         output = llm.step()[0]
         assert output.error == (
             "on_token failed: EngineError: the engine is in the middle of a step; don't call it from a hook or from "
@@ -233,14 +238,15 @@ def test_001_4_3_calls_from_within_a_call_are_refused_with_the_cause(tiny_dir: P
 def test_002_2_parts_of_llama_compute_by_themselves(kind: str) -> None:
     reference = make_reference(kind)
     config = LlamaConfig.from_dict(reference.config.to_dict())
+    assert isinstance(config, LlamaConfig)
     body, layer = reference.model, reference.model.layers[1]
     hidden = torch.randn(2, 30, 64)
     positions = torch.arange(30)[None]
     with torch.inference_mode():
         angles = body.rotary_emb(hidden, positions)
         causal = torch.full((30, 30), float("-inf")).triu(1)[None, None]
-        if config.window(1):
-            causal = causal + torch.full((30, 30), float("-inf")).tril(-config.window(1))
+        if window := config.window(1):
+            causal = causal + torch.full((30, 30), float("-inf")).tril(-window)
         theirs = {
             LlamaMLP: layer.mlp(hidden),
             LlamaAttention: layer.self_attn(hidden, position_embeddings=angles, attention_mask=causal)[0],
@@ -262,6 +268,7 @@ def test_002_2_parts_of_llama_compute_by_themselves(kind: str) -> None:
 
 def test_002_2_llama_model_is_the_body_of_llama_for_causal_lm(reference, checkpoint: Path) -> None:
     whole = LlamaForCausalLM.from_pretrained(checkpoint, device="cpu")
+    assert isinstance(whole.config, LlamaConfig)
     body = LlamaModel(whole.config, device="cpu")
     body.load_params(reference.model.state_dict())
     first = body(ROWS[:, :12])
@@ -279,6 +286,7 @@ def test_002_2_llama_model_is_the_body_of_llama_for_causal_lm(reference, checkpo
 
 def test_002_3_layers_built_one_by_one_share_a_dynamic_cache(reference) -> None:
     config = LlamaConfig.from_dict(reference.config.to_dict())
+    assert isinstance(config, LlamaConfig)
     layers = [LlamaDecoderLayer(config, index, device="cpu") for index in range(2)]
     for ours, theirs in zip(layers, reference.model.layers, strict=True):
         ours.load_params(theirs.state_dict())
@@ -340,7 +348,7 @@ def test_002_3_the_extension_module_has_llama_for_causal_lm() -> None:
 def run_in_pieces(engine: InferEngine) -> Tensor:
     """Logits of the second of two passes, which attends to the first's keys and values."""
     engine.forward(input_ids=ROWS[:, :13])
-    return engine.forward(input_ids=ROWS[:, 13:], cache_lengths=[13, 13], return_logits=True).logits
+    return present(engine.forward(input_ids=ROWS[:, 13:], cache_lengths=[13, 13], return_logits=True).logits)
 
 
 def test_003_5_2_a_cache_strategy_is_a_subclass_with_its_own_update(checkpoint: Path) -> None:
@@ -409,15 +417,16 @@ def test_003_3_2_3_static_and_paged_caches_have_the_seeds_layouts() -> None:
     assert torch.equal(paged.update(2, key, value, slots), paged.layers[2])
     assert torch.equal(paged[2][0][4, :, 1], key[2])
     with InferEngine(CONFIG, device_type="cpu", cache_config=StaticKVCacheConfig(2, 40)) as engine:
-        assert type(engine._executor.worker.cache) is StaticKVCache
-        assert engine._executor.worker.cache[0][0].shape == (2, 2, 48, 16)
+        cache = worker_of(engine._executor).cache
+        assert type(cache) is StaticKVCache
+        assert cache[0][0].shape == (2, 2, 48, 16)
 
 
 def test_003_2_1_the_factory_makes_what_a_configuration_describes(reference) -> None:
     config = LlamaConfig.from_dict(reference.config.to_dict())
     model = InfinilmModelFactory.createModel(config)
     for name, shard in model.weight_targets().items():
-        shard.tensor.copy_(reference.state_dict()[name])
+        dense(shard).tensor.copy_(reference.state_dict()[name])
     cache = PagedKVCache(config.cache_specs(), 4, 16, dtype=torch.float32, device="cpu")
     batch = InferEngine.Input(input_ids=ROWS).to_model_input().to_device(torch.device("cpu"))
     with torch.inference_mode():

@@ -35,7 +35,7 @@ def test_dist_config() -> None:
     with pytest.raises(InvalidValueError, match="both given"):
         DistConfig(2, [0, 1])
     with pytest.raises(InvalidTypeError, match="tp_size='2'"):
-        DistConfig("2")
+        DistConfig("2")  # type: ignore[arg-type]
 
 
 def test_paged_cache_config() -> None:
@@ -52,4 +52,4 @@ def test_paged_cache_config() -> None:
         with pytest.raises(InvalidValueError, match=message):
             PagedKVCacheConfig(**bad)
     with pytest.raises(AttributeError):
-        PagedKVCacheConfig().num_blocks = 3
+        PagedKVCacheConfig().num_blocks = 3  # type: ignore[misc]

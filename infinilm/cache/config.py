@@ -8,6 +8,8 @@ from infinilm.checks import check_choice, check_integer, make_numbers_plain
 from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    import torch
+
     from infinilm.cache.paged import Cache
 
 BLOCK_SIZE_STEP = 16
@@ -67,8 +69,8 @@ class PagedKVCacheConfig(CacheConfig):
     block_size: int = BLOCK_SIZE_STEP
     max_kv_memory_bytes: int | None = field(default=None, kw_only=True)
     """The total over all layers, keys and values together; under tensor parallelism, on each rank."""
-    dtype: str | None = field(default=None, kw_only=True)
-    """None: the model's."""
+    dtype: "str | torch.dtype | None" = field(default=None, kw_only=True)
+    """None: the model's. A `torch.dtype` becomes its name."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)

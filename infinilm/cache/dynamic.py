@@ -1,6 +1,6 @@
 """A KV cache that grows with its text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,6 +80,9 @@ class DynamicCache:
         rows = layer.view(self._num_rows, -1, *layer.shape[2:])[:, : self._lengths[layer_idx]]
         keys, values = rows.transpose(1, 3).unbind(2)
         return keys, values
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self[layer_idx] for layer_idx in range(len(self)))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append the next tokens' keys and values `[batch, kv_heads, new, head_dim]` to a layer.

@@ -91,9 +91,9 @@ def _static(config: StaticKVCacheConfig, limits: CacheLimits) -> CacheLayout:
 
 def _paged(config: PagedKVCacheConfig, limits: CacheLimits) -> CacheLayout:
     """As many blocks as were asked for, or as fit. Requests without tables share them out evenly."""
-    num_blocks = config.num_blocks
+    num_blocks, dtype = config.num_blocks, None if config.dtype is None else str(config.dtype)
     if num_blocks is None:
-        block_bytes = config.block_size * limits.token_bytes(config.dtype)
+        block_bytes = config.block_size * limits.token_bytes(dtype)
         available = config.max_kv_memory_bytes or limits.budget_bytes
         num_blocks = available // block_bytes
         if num_blocks < 1:
@@ -103,7 +103,7 @@ def _paged(config: PagedKVCacheConfig, limits: CacheLimits) -> CacheLayout:
                 "allow more memory, or use a smaller block_size or dtype"
             )
     longest = -(-limits.max_len // config.block_size)
-    return CacheLayout(num_blocks, config.block_size, partial(_even_tables, num_blocks, longest), config.dtype)
+    return CacheLayout(num_blocks, config.block_size, partial(_even_tables, num_blocks, longest), dtype)
 
 
 def _even_tables(num_blocks: int, longest: int, num_requests: int) -> "npt.NDArray[np.int64]":

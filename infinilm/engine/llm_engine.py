@@ -5,7 +5,7 @@ import logging
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import count
@@ -196,7 +196,7 @@ class LLMEngine:
         token_ids = self.tokenizer.encode_chat(messages, parse_special_tokens=parse_special_tokens, **template_kwargs)
         return check_ids(token_ids, self.model_config.vocab_size, "conversation")
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str]:
         """The answer's text as it comes. Closing the iterator early aborts the request."""
         self._check_open()
         with interrupts_held(), self._turns, interrupts_allowed():
@@ -205,7 +205,7 @@ class LLMEngine:
             raise InvalidValueError(f"n={request.params.n} can't be streamed as one text; use n=1 or add_request")
         return self._stream(request)
 
-    def _stream(self, request: Request) -> Iterator[str]:
+    def _stream(self, request: Request) -> Generator[str]:
         try:
             with interrupts_held(), self._turns:
                 self._queue(request)

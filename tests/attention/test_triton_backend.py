@@ -152,7 +152,9 @@ def test_decoding_alone_and_mixed_have_plans_of_their_own() -> None:
     assert mixed.decode_tokens == slice(0, 2)
     assert mixed.query_starts.tolist() == [0, 1, 2, 8]
     assert mixed.context_lens.tolist() == mixed.short_context_lens.tolist() == [0, 0, 8]
-    assert plan([6], [8]).decode is None
+    prefill = plan([6], [8])
+    assert isinstance(prefill, MixedPlan)
+    assert prefill.decode is None
 
 
 def test_a_workspace_serves_until_it_is_too_small() -> None:

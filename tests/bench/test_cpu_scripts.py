@@ -71,7 +71,7 @@ def test_logits_are_the_engines_own(accuracy: ModuleType, llm: LLM) -> None:
 
 def test_there_are_enough_texts(accuracy: ModuleType, smollm2: Path) -> None:
     with LLM(smollm2, max_model_len=64, num_kvcache_blocks=4) as engine:
-        texts = import_module("cpu_texts").read_texts(engine, 512)
+        texts = import_module("benchmarks.cpu_texts").read_texts(engine, 512)
     assert sum(len(token_ids) - 1 for token_ids in texts.values()) >= 2000
     assert {"README.md", "languages", "chats", "story"} <= set(texts)
     assert max(map(len, texts.values())) == 512

@@ -20,7 +20,7 @@ def test_static_cache_config_is_a_value() -> None:
     assert len({StaticKVCacheConfig(4), StaticKVCacheConfig(4), PagedKVCacheConfig(4)}) == 2
     assert isinstance(config, CacheConfig)
     with pytest.raises(AttributeError):
-        config.max_batch_size = 2
+        config.max_batch_size = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ def test_unknown_kinds_and_other_classes_are_refused() -> None:
     with pytest.raises(InvalidTypeError, match=r"SharedPrefixConfig\(.*StaticKVCacheConfig.*register_cache"):
         layout_of(SharedPrefixConfig(3, 2, 1), limits())
     with pytest.raises(InvalidTypeError, match="cache_config='paged'"):
-        layout_of("paged", limits())
+        layout_of("paged", limits())  # type: ignore[arg-type]
     for bad in (int, SharedPrefixConfig(1, 1, 1), None):
         with pytest.raises(InvalidTypeError, match="must be a subclass of CacheConfig"):
-            register_cache(bad, shared_prefix)
+            register_cache(bad, shared_prefix)  # type: ignore[arg-type]
 
 
 def test_a_layout_of_nothing_or_of_odd_blocks_is_refused() -> None:

@@ -7,6 +7,7 @@ from infinilm.cache.paged import CacheMemory, PagedKVCache, bytes_per_block
 from infinilm.cache.specs import (
     AttentionSpec,
     CacheGroup,
+    CacheSpec,
     LatentSpec,
     SharedKV,
     StateSpec,
@@ -38,7 +39,7 @@ def test_a_stage_has_all_groups_and_memory_for_its_own_layers() -> None:
 
 
 def test_layers_that_share_use_the_layer_they_name() -> None:
-    specs = [FULL, SLIDING, SharedKV(0), SharedKV(2), SharedKV(1)]
+    specs: list[CacheSpec] = [FULL, SLIDING, SharedKV(0), SharedKV(2), SharedKV(1)]
     assert resolve_layers(specs) == [0, 1, 0, 0, 1]
     assert group_layers(specs) == (CacheGroup(FULL, (0,)), CacheGroup(SLIDING, (1,)))
 
@@ -72,7 +73,8 @@ def test_a_row_has_blocks_for_any_offset_of_its_window(window: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_have_their_own_shapes_in_one_memory(dtype: torch.dtype) -> None:
-    specs, memory = [SLIDING, FULL, WIDE, SharedKV(1), SLIDING], CacheMemory("cpu")
+    specs: list[CacheSpec] = [SLIDING, FULL, WIDE, SharedKV(1), SLIDING]
+    memory = CacheMemory("cpu")
     cache = PagedKVCache(specs, [3, 7, 5], 16, dtype=dtype, device="cpu", memory=memory)
     shapes = {0: (3, 16, 2, 2, 8), 1: (7, 16, 2, 2, 8), 2: (5, 16, 2, 1, 16), 4: (3, 16, 2, 2, 8)}
     assert {layer: cache.layers[layer].shape for layer in shapes} == shapes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_driver import Cli, Done
+from cli.cli_driver import Cli, Done
 
 from infinilm.cli.main import run
 

@@ -55,7 +55,7 @@ def whole(status: int, content: Any, headers: str = "") -> bytes:
 
 def answer(num_tokens: int, delay: float = 0.0) -> list[Step]:
     """A plain answer: a token in each chunk, then the end and the usage."""
-    tokens = [delay, chunk(token())] * num_tokens
+    tokens: list[Step] = [delay, chunk(token())] * num_tokens
     return [STREAM, *tokens, chunk(token("", "length"), usage(num_tokens), DONE), END]
 
 

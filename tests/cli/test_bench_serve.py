@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_driver import Cli, Done
-from scripted_server import (
+from cli.cli_driver import Cli, Done
+from cli.scripted_server import (
     CHAT,
     CUT,
     DONE,
@@ -183,7 +183,7 @@ def test_each_kind_of_error_is_counted(cli: Cli) -> None:
         [b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"],
         [STREAM, chunk(token()), 30.0],
     ]
-    script = iter([answer(2), *failures, answer(2), [whole(429, {"error": "again"})]])
+    script: Iterator[list[Step]] = iter([answer(2), *failures, answer(2), [whole(429, {"error": "again"})]])
     with scripted(lambda _: next(script)) as server:
         options = ("--streams", "1", "--requests", "11", "--timeout", "0.7")
         done, report = measure(cli, server, *options)
@@ -240,7 +240,9 @@ def test_the_table_the_file_and_the_picture(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    script = iter([answer(4), *[answer(4, delay=0.002)] * 7, [whole(503, {"error": {"message": "later"}})]])
+    script: Iterator[list[Step]] = iter(
+        [answer(4), *[answer(4, delay=0.002)] * 7, [whole(503, {"error": {"message": "later"}})]]
+    )
     with scripted(lambda _: next(script)) as server:
         options = ("--streams", "2", "--requests", "8", "--output-len", "4", "--max-ttft", "9000")
         files = ("--json", tmp_path / "run.json", "--plot", tmp_path / "run.png")
@@ -258,7 +260,9 @@ def test_the_table_the_file_and_the_picture(cli: Cli, tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     with Image.open(tmp_path / "run.png") as picture:
         assert (picture.format, picture.width > picture.height > 400) == ("PNG", True)
-        assert len(picture.convert("RGB").getcolors(1 << 24)) > 50
+        colors = picture.convert("RGB").getcolors(1 << 24)
+        assert colors is not None
+        assert len(colors) > 50
 
 
 def test_a_server_that_packs_tokens_is_told_of(cli: Cli) -> None:
@@ -323,7 +327,8 @@ def test_a_request_that_is_refused_ends_before_the_load(cli: Cli) -> None:
 
 
 def test_no_answer_at_all_is_a_failure(cli: Cli) -> None:
-    script = iter([answer(1), *[[whole(500, {"error": {"message": "x"}})]] * 2])
+    failure: list[Step] = [whole(500, {"error": {"message": "x"}})]
+    script = iter([answer(1), failure, failure])
     with scripted(lambda _: next(script)) as server:
         done = cli("bench", "serve", "--base-url", server.url, "--streams", "1", "--requests", "2")
     assert done.code == 1

@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from cli.scripted_server import CHAT, COMPLETION, DONE, END, STREAM, chunk, event, token, usage
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_server import CHAT, COMPLETION, DONE, END, STREAM, chunk, event, token, usage
 
 from benchmarks.serve.client import Measured
 from benchmarks.serve.events import INTERRUPTED, EventReader, Trace

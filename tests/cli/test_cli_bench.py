@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_reference, save
-from cli_driver import Cli
+from cli.cli_driver import Cli
+from narrow import present
 
 from infinilm import LLM
 from infinilm.bench.measure import WORKLOADS, Run, Summary, Workload, run_engine
@@ -141,7 +142,7 @@ def test_verify_works_without_a_tokenizer(cli: Cli, tmp_path: Path) -> None:
 
 def test_the_peer_reads_gguf(smollm2: Path) -> None:
     peer = TransformersPeer(smollm2, dtype="float32", device="cpu")
-    tokenizer = open_checkpoint(smollm2).tokenizer()
+    tokenizer = present(open_checkpoint(smollm2).tokenizer())
     logprobs = peer.logprobs(tokenizer.encode("The capital of France is"))
     assert tokenizer.decode([int(logprobs[-1].argmax())]) == " Paris"
     work = Workload("w", num_prompts=3, input_len=4, output_len=3, concurrency=2)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_driver import Cli
+from cli.cli_driver import Cli
 
 import infinilm
 from infinilm.cli.main import run

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_driver import Cli
+from cli.cli_driver import Cli
+from narrow import present
 
 from infinilm import LLM, SamplingParams
 from infinilm.cli.display import format_seconds, head, visible
@@ -98,7 +99,7 @@ def test_chat_uses_the_template(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     assert record["prompt_token_ids"] == expected.prompt_token_ids
     assert record["token_ids"] == expected.token_ids
     raw = json.loads(cli(*arguments).out)
-    assert raw["prompt_token_ids"] == llm.tokenizer.encode("hi")
+    assert raw["prompt_token_ids"] == present(llm.tokenizer).encode("hi")
 
 
 def test_prompts_come_from_arguments_files_and_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

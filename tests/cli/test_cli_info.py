@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_reference, save
-from cli_driver import Cli
+from cli.cli_driver import Cli
 
 from infinilm.loading.sources import ALIASES
 

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import torch
+from narrow import present
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -132,7 +135,7 @@ class Watched:
         if see is not None:
             registry.register_hook(see, note)
         for point, edit in (edits or {}).items():
-            registry.register_hook(point, lambda _n, x, _l, edit=edit: edit(x, self._positions(registry)))
+            registry.register_hook(point, partial(lambda edit, _n, x, _l: edit(x, self._positions(registry)), edit))
         self._engine.set_hook_registry(registry)
         try:
             return self.run_unseen(tokens)
@@ -141,12 +144,12 @@ class Watched:
 
     def run_unseen(self, tokens: Sequence[int]) -> Tensor:
         """Compute the next tokens: logits `[T, vocab]`."""
-        fields = {} if self._table is None else {"block_tables": [self._table]}
+        fields: dict[str, Any] = {} if self._table is None else {"block_tables": [self._table]}
         if self._num_computed:
             fields["cache_lengths"] = [self._num_computed]
         output = self._engine.forward(input_ids=[list(tokens)], return_logits=True, **fields)
         self._num_computed += len(tokens)
-        return output.logits[0].clone()
+        return present(output.logits)[0].clone()
 
     @staticmethod
     def _positions(registry: HookRegistry) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_reference, save
-from hook_reference import Edit, Reference, Watched
+from debug.hook_reference import Edit, Reference, Watched
 from torch import Tensor
 
 from infinilm.cache import PagedKVCacheConfig, StaticKVCacheConfig

@@ -5,13 +5,16 @@ import inspect
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from checkpoints import make_reference, save
-from hook_reference import Reference, Watched
+from debug.hook_reference import Reference, Watched
+from narrow import present, worker_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinilm.cache import PagedKVCacheConfig, StaticKVCacheConfig
@@ -94,7 +97,7 @@ def test_each_fires_once_a_pass_in_order_with_its_shape(kind, reference, cache, 
         "intermediate": config.intermediate_size,
         "vocab": config.vocab_size,
     }
-    passes = [({"input_ids": TEXT[:8], "input_lengths": [5, 3]}, 8)]
+    passes: list[tuple[dict[str, Any], int]] = [({"input_ids": TEXT[:8], "input_lengths": [5, 3]}, 8)]
     if cache != "none":
         passes.append(({"input_ids": [[1], [2]], "cache_lengths": [5, 3]}, 2))
     registry, seen = HookRegistry(), []
@@ -123,9 +126,7 @@ def test_what_is_seen_is_what_transformers_computes(kind, reference, cache) -> N
             assert set(ours.seen) == set(theirs.seen) == set(names_of_pass())
             for name, x in ours.seen.items():
                 assert theirs.seen[name].std() > 0.05, f"{name} must hold something to compare"
-                torch.testing.assert_close(
-                    x, theirs.seen[name], atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
-                )
+                torch.testing.assert_close(x, theirs.seen[name], atol=1e-4, rtol=0, msg=partial("{}: {}".format, name))
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
             assert torch.equal(ours.seen["logits"], logits)
 
@@ -145,7 +146,8 @@ def test_half_precision_is_seen_as_it_is(dtype) -> None:
 
 
 def test_aliases_and_patterns(engine) -> None:
-    registry, seen = HookRegistry(), {}
+    registry = HookRegistry()
+    seen: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
 
     def keep(pattern):
         seen[pattern] = {}
@@ -220,7 +222,7 @@ def test_what_a_hook_keeps_is_its_own(engine, cache) -> None:
         assert not torch.equal(x, watched.seen[name]), name
         assert not x.is_inference()
         x.requires_grad_().square().sum().backward()
-        assert torch.equal(x.grad, 2 * x.detach())
+        assert torch.equal(present(x.grad), 2 * x.detach())
         x.detach().zero_()
     watched = with_cache(engine, cache)
     assert torch.equal(watched.run(TEXT[:6]), logits)
@@ -244,7 +246,7 @@ def test_gradients_can_be_taken_inside_a_hook(engine) -> None:
 
     def hook(_name, x, _layer):
         (x * weight).sum().backward()
-        gradients.append((x.sum(0), weight.grad.clone()))
+        gradients.append((x.sum(0), present(weight.grad).clone()))
 
     registry.register_hook("layer0_output", hook)
     engine.set_hook_registry(registry)
@@ -274,7 +276,7 @@ def test_ranks_together_show_what_one_alone_does(engine, checkpoint, num_ranks) 
                 assert together.names == alone.names == names_of_pass()
                 for name, x in alone.seen.items():
                     torch.testing.assert_close(
-                        together.seen[name], x, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+                        together.seen[name], x, atol=1e-5, rtol=0, msg=partial("{}: {}".format, name)
                     )
         # Ranks stop only where somebody wants to see something; each of the three may want other points.
         registry, seen = HookRegistry(), []
@@ -359,7 +361,7 @@ def operations_of(engine: InferEngine) -> list[str]:
 def test_without_hooks_a_step_is_what_it_would_be_if_there_were_none(kind, reference) -> None:
     with engine_of(reference) as engine:
         operations = operations_of(engine)
-        worker = engine._executor.worker
+        worker = worker_of(engine._executor)
         worker._model = decoder_without_taps().CausalLM(engine.config)
         engine.load_params(reference.state_dict())
         assert operations == operations_of(engine)

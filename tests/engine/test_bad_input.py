@@ -92,7 +92,7 @@ def test_presets_and_configs() -> None:
     with pytest.raises(InvalidTypeError, match="unknown setting 'colour'"):
         Config.preset("cpu", colour=3)
     with pytest.raises(AttributeError):
-        Config().seed = 3
+        Config().seed = 3  # type: ignore[misc]
 
 
 BAD_PROMPTS = [

@@ -121,8 +121,8 @@ def test_rocm_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("extended_api", [False, True])
 def test_collectives_of_a_plug_in(extended_api: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = CommunicationGroup(RankInfo(1, 2, torch.device("cpu")), torch.distributed.HashStore())
-    group.info = SimpleNamespace(device=SimpleNamespace(type="musa"))
+    group = CommunicationGroup(RankInfo(1, 2, torch.device("cpu")), torch.distributed.HashStore())  # type: ignore[attr-defined]
+    group.info = SimpleNamespace(device=SimpleNamespace(type="musa"))  # type: ignore[assignment]
     with pytest.raises(EngineError, match=r"torch.distributed has no backend 'mccl'.*use one rank"):
         group.join(0)
     made: list[Any] = []

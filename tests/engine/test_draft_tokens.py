@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from drafts import essence, guesses
@@ -67,7 +68,8 @@ def start(monkeypatch: pytest.MonkeyPatch, num_blocks: int, **config: int) -> LL
         max_model_len=MAX_MODEL_LEN,
         limited_by="the test",
     )
-    loaded = LoadedModel(FakeExecutor(num_blocks), CONFIG, TOKENIZER, (0,), MAX_MODEL_LEN, ledger)
+    executor: Any = FakeExecutor(num_blocks)
+    loaded = LoadedModel(executor, CONFIG, TOKENIZER, (0,), MAX_MODEL_LEN, ledger)
     monkeypatch.setattr(loader, "load_model", lambda config: loaded)
     return LLM("fake", **config)
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from narrow import present
 from tiny_tokenizer import build_tokenizer
 
-from infinilm import LLM, Config, InferEngine, SamplingParams
+from infinilm import LLM, Config, InferEngine, RequestOutput, SamplingParams
 from infinilm.cache import PagedKVCacheConfig, StaticKVCacheConfig
 from infinilm.debug import HookRegistry
 from infinilm.errors import InfinilmError, InvalidTypeError, InvalidValueError
@@ -236,15 +237,15 @@ def test_an_array_of_texts_is_a_list_of_prompts(llm: LLM) -> None:
 
 def test_numbers_of_numpy_and_torch_are_settings() -> None:
     params = SamplingParams(
-        temperature=np.float32(0.5),
-        top_k=np.int64(3),
-        top_p=torch.tensor(0.5),
-        max_tokens=np.array(9),
-        seed=np.uint64(2**64 - 1),
-        ignore_eos=np.bool_(True),
-        stop_token_ids=np.array([3, 4]),
-        logit_bias={np.int32(3): np.float64(0.5)},
-        logprobs=np.int8(2),
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.int64(3),  # type: ignore[arg-type]
+        top_p=torch.tensor(0.5),  # type: ignore[arg-type]
+        max_tokens=np.array(9),  # type: ignore[arg-type]
+        seed=np.uint64(2**64 - 1),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+        logit_bias={np.int32(3): np.float64(0.5)},  # type: ignore[dict-item]
+        logprobs=np.int8(2),  # type: ignore[arg-type]
     )
     assert params == SamplingParams(
         temperature=0.5,
@@ -258,17 +259,18 @@ def test_numbers_of_numpy_and_torch_are_settings() -> None:
         logprobs=2,
     )
     assert {type(value) for value in (params.top_k, params.max_tokens, params.seed, *params.stop_token_ids)} == {int}
-    assert [(type(key), type(value)) for key, value in params.logit_bias.items()] == [(int, float)]
-    config = Config(max_num_seqs=np.int64(4), gpu_memory_utilization=np.float64(0.5), enforce_eager=np.bool_(False))
+    assert [(type(key), type(value)) for key, value in present(params.logit_bias).items()] == [(int, float)]
+    numbers = {"max_num_seqs": np.int64(4), "gpu_memory_utilization": np.float64(0.5), "enforce_eager": np.bool_(False)}
+    config = Config(**numbers)  # type: ignore[arg-type]
     assert config == Config(max_num_seqs=4, gpu_memory_utilization=0.5, enforce_eager=False)
     assert type(config.max_num_seqs) is int
-    assert PagedKVCacheConfig(np.int64(3), np.int64(32)) == PagedKVCacheConfig(3, 32)
+    assert PagedKVCacheConfig(np.int64(3), np.int64(32)) == PagedKVCacheConfig(3, 32)  # type: ignore[arg-type]
     with pytest.raises(InvalidValueError, match="temperature=nan"):
-        SamplingParams(temperature=np.float32("nan"))
+        SamplingParams(temperature=np.float32("nan"))  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match=r"max_tokens=1\.5 must be an integer"):
-        SamplingParams(max_tokens=np.float64(1.5))
+        SamplingParams(max_tokens=np.float64(1.5))  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="max_tokens=True must be an integer"):
-        SamplingParams(max_tokens=np.bool_(True))
+        SamplingParams(max_tokens=np.bool_(True))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("neighbour")
@@ -281,7 +283,7 @@ def test_a_logit_bias_changed_later_changes_nothing(llm: LLM) -> None:
     for change in (lambda b: b.update({1: 2}), lambda b: b.clear(), lambda b: b.__setitem__(10**6, 1.0)):
         with pytest.raises(InvalidTypeError, match="can't be changed"):
             change(params.logit_bias)
-    outputs = []
+    outputs: list[RequestOutput] = []
     while not outputs or not outputs[-1].finished:
         outputs += [output for output in llm.step() if output.request_id == request_id]
     assert outputs[-1].token_ids == [5, 5, 5]
@@ -365,7 +367,7 @@ def test_grammars_with_a_tokenizer_that_does_not_fit(misfit: LLM, structured: di
     params = SamplingParams(structured=StructuredOutput(**structured), stop_token_ids=[1], max_tokens=30, seed=3)
     for output in misfit.generate(["a"] * 3, params, use_tqdm=False):
         assert output.error is None
-        assert all(token_id < min(300, misfit.tokenizer.vocab_size) for token_id in output.token_ids)
+        assert all(token_id < min(300, present(misfit.tokenizer).vocab_size) for token_id in output.token_ids)
         if "json_object" not in structured:
             assert output.finish_reason == "stop"
 

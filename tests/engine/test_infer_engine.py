@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
-from infer_cases import VOCAB_SIZE, assert_greedy, assert_near, expected_logits, reference_of, text
+from engine.infer_cases import VOCAB_SIZE, assert_greedy, assert_near, expected_logits, reference_of, text
+from narrow import present
 
 from infinilm import DeviceType
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig
@@ -44,7 +45,7 @@ def small_config(**settings: Any) -> LlamaConfig:
 @pytest.mark.parametrize("device_type", [None, "cpu", torch.device("cpu"), torch.device("cpu:0"), DeviceType.CPU])
 def test_every_way_to_name_a_device(device_type: Any) -> None:
     with InferEngine(small_config(), device_type=device_type) as engine:
-        assert engine(input_ids=[1, 2], return_logits=True).logits.device.type == "cpu"
+        assert present(engine(input_ids=[1, 2], return_logits=True).logits).device.type == "cpu"
 
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -104,9 +105,9 @@ def test_a_configuration_alone(dtype: str | None) -> None:
         with InferEngine(small_config(dtype=dtype), cache_config=StaticKVCacheConfig()) as engine:
             states.append(engine.state_dict()[0])
             output = engine(input_ids=[[1, 2, 3]], return_logits=True, return_hidden_states=True)
-            assert output.hidden_states.dtype == getattr(torch, dtype or "float32")
-            assert output.logits.dtype == torch.float32
-            assert output.logits.isfinite().all()
+            assert present(output.hidden_states).dtype == getattr(torch, dtype or "float32")
+            assert present(output.logits).dtype == torch.float32
+            assert present(output.logits).isfinite().all()
             assert len(engine.generate([1, 2], 4, stop_on_eos=False).token_ids[0]) == 4
     assert states[0].keys() == states[1].keys()
     assert all(weight.equal(states[1][name]) for name, weight in states[0].items())
@@ -173,12 +174,13 @@ def test_fields_as_keywords_are_an_input(engine: InferEngine) -> None:
     for output in outputs:
         assert isinstance(output, InferEngine.Output)
         assert output.output_ids.equal(outputs[0].output_ids)
-        assert output.logits.equal(outputs[0].logits)
-        assert output.hidden_states.equal(outputs[0].hidden_states)
+        assert present(output.logits).equal(present(outputs[0].logits))
+        assert present(output.hidden_states).equal(present(outputs[0].hidden_states))
     for wrong in ({"given": 1}, {"input_idx": [1]}):
         with pytest.raises(InvalidTypeError, match=f"unknown keyword '{next(iter(wrong))}'"):
             engine(**wrong)
-    for call in (lambda: engine([[1]]), lambda: engine(engine.Input(input_ids=[1]), temperature=0)):
+    listed: Any = [[1]]
+    for call in (lambda: engine(listed), lambda: engine(engine.Input(input_ids=[1]), temperature=0)):
         with pytest.raises(InvalidTypeError, match=r"takes one InferEngine\.Input, or its fields as keywords"):
             call()
 
@@ -190,8 +192,8 @@ def test_outputs_are_ordinary_tensors_in_the_shape_of_the_input(engine: InferEng
         states = reference.model(torch.tensor([text(9), text(10)[1:]])).last_hidden_state
     assert_near(output.hidden_states, states)
     assert output.output_ids.dtype == torch.int64
-    assert (output.logits.shape, output.hidden_states.shape) == ((2, 9, VOCAB_SIZE), (2, 9, 96))
-    for tensor in (output.output_ids, output.logits, output.hidden_states):
+    assert (present(output.logits).shape, present(output.hidden_states).shape) == ((2, 9, VOCAB_SIZE), (2, 9, 96))
+    for tensor in (output.output_ids, present(output.logits), present(output.hidden_states)):
         array = tensor.numpy()
         assert array.ctypes.data == tensor.data_ptr()
         array[0] = 3
@@ -221,9 +223,9 @@ def test_the_callers_mode_does_not_matter(path: Path) -> None:
 def test_an_array_may_be_changed_between_calls(engine: InferEngine) -> None:
     ids = np.array([text(5)])
     given = engine.Input(input_ids=ids, return_logits=True)
-    first = engine(given).logits
+    first = present(engine(given).logits)
     ids[0] = text(6)[1:]
-    assert_near(engine(given).logits[0], expected_logits(KIND, text(6)[1:]))
+    assert_near(present(engine(given).logits)[0], expected_logits(KIND, text(6)[1:]))
     assert_near(first[0], expected_logits(KIND, text(5)))
 
 
@@ -261,7 +263,7 @@ def test_bad_inputs_are_refused_and_leave_the_cache_alone(
     with pytest.raises(InvalidValueError, match=message):
         engine(**fields)
     output = engine(input_ids=[text(20)[19:]], cache_lengths=[19], return_logits=True)
-    assert_near(output.logits[0], expected_logits(KIND, text(20))[19:])
+    assert_near(present(output.logits)[0], expected_logits(KIND, text(20))[19:])
 
 
 # --- generating ---

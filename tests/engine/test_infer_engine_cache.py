@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
-from infer_cases import assert_greedy, assert_near, expected_logits, reference_of, text
+from engine.infer_cases import assert_greedy, assert_near, expected_logits, reference_of, text
+from narrow import present, worker_of
 
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig
 from infinilm.distributed import DistConfig
@@ -32,7 +33,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def check(engine: InferEngine, start: int, end: int, **fields: object) -> None:
     """Compute tokens `start` to `end` of a text whose beginning is in the cache."""
     output = engine(input_ids=[TEXT[start:end]], cache_lengths=[start], return_logits=True, **fields)
-    assert_near(output.logits[0], expected_logits(KIND, TEXT)[start:end])
+    assert_near(present(output.logits)[0], expected_logits(KIND, TEXT)[start:end])
 
 
 # --- changing the cache ---
@@ -56,7 +57,7 @@ def test_caches_of_all_kinds_and_sizes_one_after_the_other(engine: InferEngine) 
         assert engine.get_cache_config() is not engine.get_cache_config()
         halves = isinstance(given, PagedKVCacheConfig) and given.dtype == "float16"
         start, rest = (
-            engine(input_ids=[text(37)[a:b]], cache_lengths=[a], return_logits=True).logits[0]
+            present(engine(input_ids=[text(37)[a:b]], cache_lengths=[a], return_logits=True).logits)[0]
             for a, b in ((0, 20), (20, 37))
         )
         error = (torch.cat([start, rest]) - expected_logits(KIND, text(37))).abs().max()
@@ -68,7 +69,7 @@ def test_sizes_in_bytes_count_what_a_rank_keeps(engine: InferEngine, dtype: str 
     block_bytes = 16 * TOKEN_BYTES * size // 4 // engine.get_dist_config().tp_size
     engine.reset_cache(PagedKVCacheConfig(max_kv_memory_bytes=5 * block_bytes + 1, dtype=dtype))
     assert engine.get_cache_config() == PagedKVCacheConfig(5, dtype=dtype)
-    cache = engine._executor.worker.cache
+    cache = worker_of(engine._executor).cache
     assert cache is not None
     assert sum(cache.layers[layer].nbytes for layer in range(2)) == 5 * block_bytes
 
@@ -77,14 +78,16 @@ def test_a_cache_of_all_free_memory_is_no_larger_the_second_time(engine: InferEn
     sizes = []
     for _ in range(3):
         engine.reset_cache(PagedKVCacheConfig())
-        sizes.append(engine.get_cache_config().num_blocks)
+        config = engine.get_cache_config()
+        assert isinstance(config, PagedKVCacheConfig)
+        sizes.append(present(config.num_blocks))
     assert max(sizes) < 1.5 * min(sizes)  # others may take or free some in between
     check(engine, 0, 20)
 
 
 def test_memory_is_used_again_where_it_suffices_and_is_empty(engine: InferEngine) -> None:
     def layer() -> torch.Tensor:
-        cache = engine._executor.worker.cache
+        cache = worker_of(engine._executor).cache
         assert cache is not None
         return cache.layers[0]
 
@@ -118,7 +121,7 @@ def test_a_cache_that_is_refused_leaves_the_old_one_and_its_contents(engine: Inf
     ]
     for config, error, message in refused:
         with pytest.raises(error, match=message):
-            engine.reset_cache(config)
+            engine.reset_cache(config)  # type: ignore[arg-type]
         assert engine.get_cache_config() == StaticKVCacheConfig(2, 64)
     for cached in range(20, 30):
         check(engine, cached, cached + 1)
@@ -174,8 +177,8 @@ def test_a_row_begins_anew_while_another_goes_on(engine: InferEngine) -> None:
     ids = np.zeros((2, 12), dtype=np.int64)
     ids[0], ids[1, :10] = third, second[40:]
     output = engine(input_ids=ids, cache_lengths=[0, 40], input_lengths=[12, 50], return_logits=True)
-    assert_near(output.logits[0], expected_logits(KIND, third))
-    assert_near(output.logits[1, :10], expected_logits(KIND, second)[40:])
+    assert_near(present(output.logits)[0], expected_logits(KIND, third))
+    assert_near(present(output.logits)[1, :10], expected_logits(KIND, second)[40:])
 
 
 @pytest.mark.parametrize("config", [StaticKVCacheConfig(2), PagedKVCacheConfig(16, 16), PagedKVCacheConfig(2, 256)])
@@ -245,15 +248,15 @@ def test_positions_turn_queries_and_keys_and_nothing_else(engine: InferEngine, c
     """Rotary embedding knows differences only: the same text further on is the same, a stretched one is not."""
     engine.reset_cache(config)
     rows = [text(30), text(31)[1:]]
-    plain = engine(input_ids=rows, return_logits=True).logits
+    plain = present(engine(input_ids=rows, return_logits=True).logits)
     places = np.arange(30)
     for positions in (places + 90, [places + 90], [places + 7, places + 226]):
         assert_near(engine(input_ids=rows, position_ids=positions, return_logits=True).logits, plain)
-    stretched = engine(input_ids=rows, position_ids=2 * places, return_logits=True).logits
+    stretched = present(engine(input_ids=rows, position_ids=2 * places, return_logits=True).logits)
     assert (stretched - plain).abs().max() > 0.1
     decoded = [[1], [2]]
-    here = engine(input_ids=rows, position_ids=places, return_logits=True).logits
+    here = present(engine(input_ids=rows, position_ids=places, return_logits=True).logits)
     assert here.equal(plain)
-    expected = engine(input_ids=decoded, cache_lengths=[30, 30], return_logits=True).logits
-    explicit = engine(input_ids=decoded, cache_lengths=[30, 30], position_ids=[30], return_logits=True).logits
+    expected = present(engine(input_ids=decoded, cache_lengths=[30, 30], return_logits=True).logits)
+    explicit = present(engine(input_ids=decoded, cache_lengths=[30, 30], position_ids=[30], return_logits=True).logits)
     assert explicit.equal(expected)

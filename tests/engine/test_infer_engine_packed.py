@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import make_reference, save
 from gguf_files import write_gguf
+from narrow import dense, present, worker_of
 from packing import needs_native
 
 from infinilm import LLM, InferEngine, SamplingParams
@@ -14,7 +15,7 @@ from infinilm.cache import StaticKVCacheConfig
 from infinilm.debug import HookRegistry
 from infinilm.distributed import DistConfig
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.models import AutoLlamaModel, LlamaForCausalLM
+from infinilm.models import AutoLlamaModel, CausalLM, LlamaForCausalLM
 from infinilm.models.cpu import ThreadUsers
 
 pytestmark = needs_native
@@ -62,11 +63,11 @@ def logits_of(engine: InferEngine, rows: list[list[int]]) -> torch.Tensor:
 def test_all_interfaces_compute_the_same(model: dict[str, Any], engine: InferEngine, alone: LlamaForCausalLM) -> None:
     with LLM(model["path"], quantization=model.get("quantization"), device="cpu", num_kvcache_blocks=32) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        expected = llm.executor.worker
-        found = engine._executor.worker
+        expected = worker_of(llm.executor)
+        found = worker_of(engine._executor)
         assert (found.thread_users, found.backend.name) == (PACKED, "native")
         assert (expected.thread_users, expected.backend.name) == (PACKED, "native")
-        assert expected.cache.dtype == found.cache.dtype == torch.float16
+        assert present(expected.cache).dtype == present(found.cache).dtype == torch.float16
     tokens = [list(output.token_ids) for output in outputs]
     for host in (engine, alone):
         assert host.generate(PROMPTS, NUM_NEW, temperature=0).token_ids == tokens
@@ -76,7 +77,7 @@ def test_all_interfaces_compute_the_same(model: dict[str, Any], engine: InferEng
     assert together.equal(alone(PROMPTS).logits)
     for row, logits, output in zip(PROMPTS, together, outputs, strict=True):
         scores = logits.log_softmax(-1)[torch.arange(len(row) - 1), torch.tensor(row[1:])]
-        theirs = torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]])
+        theirs = torch.tensor([present(entry).logprob for entry in present(output.prompt_logprobs)[1:]])
         torch.testing.assert_close(scores, theirs, atol=1e-5, rtol=0)
 
 
@@ -88,7 +89,7 @@ def test_without_a_cache_as_with_one(model: dict[str, Any], engine: InferEngine)
 @pytest.mark.parametrize("model", ["gguf"], indirect=True, scope="module")
 def test_ranks_share_quantised_weights(model: dict[str, Any], engine: InferEngine) -> None:
     with make_engine(model, distributed_config=DistConfig(2)) as shared:
-        assert shared._executor.worker.thread_users == PACKED
+        assert worker_of(shared._executor).thread_users == PACKED
         torch.testing.assert_close(logits_of(shared, PROMPTS), logits_of(engine, PROMPTS), atol=0.1, rtol=0)
         with pytest.raises(EngineError, match=rf"{MATRIX} is quantised \(Q8_0\)"):
             shared.load_param(MATRIX, torch.zeros(128, 64))
@@ -99,7 +100,11 @@ def test_hooks_see_activations(engine: InferEngine) -> None:
     """They are float32, and the layers run one by one."""
     seen: dict[str, torch.Tensor] = {}
     registry = HookRegistry()
-    registry.register_hook("layer1_*", lambda name, tensor, _layer: seen.setdefault(name, tensor) is None or None)
+
+    def note(name: str, tensor: torch.Tensor, _layer: int) -> None:
+        seen.setdefault(name, tensor)
+
+    registry.register_hook("layer1_*", note)
     without = logits_of(engine, PROMPTS[:1])
     engine.set_hook_registry(registry)
     try:
@@ -117,6 +122,7 @@ def test_hooks_see_activations(engine: InferEngine) -> None:
 def test_hooks_of_modules_are_called(alone: LlamaForCausalLM) -> None:
     without = alone(PROMPTS).logits
     shapes: list[tuple[int, ...]] = []
+    assert isinstance(alone.model, CausalLM)
     handle = alone.model.layers[1].register_forward_hook(lambda _module, _given, out: shapes.append(tuple(out.shape)))
     hooked = alone(PROMPTS).logits
     handle.remove()
@@ -154,7 +160,7 @@ def test_dense_if_asked_for(settings: dict[str, Any], model: dict[str, Any]) -> 
     with InferEngine(path, device_type="cpu", **settings) as engine:
         assert engine.state_dict()[0][MATRIX].dtype == dtype
     alone = AutoLlamaModel.from_pretrained(path, device="cpu", **settings)
-    assert alone.model.weight_targets()[MATRIX].tensor.dtype == alone.dtype == dtype
+    assert dense(alone.model.weight_targets()[MATRIX]).tensor.dtype == alone.dtype == dtype
 
 
 @pytest.mark.parametrize(

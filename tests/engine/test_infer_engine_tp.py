@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
+from engine.infer_cases import VOCAB_SIZE, assert_near, expected_logits, greedy, reference_of, text
 from halved_cache import HalvedCacheConfig
-from infer_cases import VOCAB_SIZE, assert_near, expected_logits, greedy, reference_of, text
+from narrow import present
 
 from infinilm.cache import CacheConfig, PagedKVCacheConfig, StaticKVCacheConfig
 from infinilm.debug import HookRegistry
@@ -44,8 +45,8 @@ def test_one_request_without_a_cache(case: tuple[str, InferEngine]) -> None:
         expected = expected_logits(kind, text(length))
         for ids in (list(text(length)), [text(length)]):
             output = engine(input_ids=ids, return_logits=True, top_k=1)
-            assert_near(output.logits.view(length, VOCAB_SIZE), expected)
-            assert output.logits.shape == (*np.shape(ids), VOCAB_SIZE)
+            assert_near(present(output.logits).view(length, VOCAB_SIZE), expected)
+            assert present(output.logits).shape == (*np.shape(ids), VOCAB_SIZE)
             assert output.output_ids.tolist() == [expected[-1].argmax()]
 
 
@@ -57,8 +58,8 @@ def test_ragged_batches_without_a_cache(case: tuple[str, InferEngine]) -> None:
     expected = [expected_logits(kind, text(length)) for length in LENGTHS]
     padded = engine(input_ids=ids, input_lengths=LENGTHS, return_logits=True, temperature=0)
     for row, length in enumerate(LENGTHS):
-        assert_near(padded.logits[row, :length], expected[row])
-        assert not padded.logits[row, length:].any()
+        assert_near(present(padded.logits)[row, :length], expected[row])
+        assert not present(padded.logits)[row, length:].any()
     packed = np.concatenate([text(length) for length in LENGTHS])
     ends = np.cumsum([0, *LENGTHS])
     for offsets in (ends, ends[:-1]):
@@ -89,7 +90,7 @@ def test_mixed_steps_in_a_static_cache(case: tuple[str, InferEngine]) -> None:
         done = [n + m for n, m in zip(start, new, strict=True)]
         ids = [[*text(LENGTHS[i])[start[i] : done[i]], *[999] * (max(new) - new[i])] for i in range(len(LENGTHS))]
         output = engine(input_ids=ids, cache_lengths=start, input_lengths=done, return_logits=True, temperature=0)
-        for i, logits in enumerate(output.logits):
+        for i, logits in enumerate(present(output.logits)):
             assert_near(logits[: new[i]], expected[i][start[i] : done[i]])
             assert output.output_ids[i] == expected[i][done[i] - 1].argmax()
 
@@ -105,24 +106,24 @@ def test_mixed_steps_in_shuffled_blocks_of_a_paged_cache(case: tuple[str, InferE
     num_steps = 0
     while done != list(LENGTHS):
         waiting = [i for i, length in enumerate(LENGTHS) if done[i] < length]
-        present = rng.sample(waiting, rng.randint(1, len(waiting)))
-        start = [done[i] for i in present]
-        new = [min(rng.choice([1, 1, 9, 30]), LENGTHS[i] - done[i]) for i in present]
+        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+        start = [done[i] for i in chosen]
+        new = [min(rng.choice([1, 1, 9, 30]), LENGTHS[i] - done[i]) for i in chosen]
         end = [n + m for n, m in zip(start, new, strict=True)]
         offsets = np.cumsum([0, *new])
-        spans = list(zip(present, start, end, strict=True))
+        spans = list(zip(chosen, start, end, strict=True))
         output = engine(
             input_ids=np.concatenate([text(LENGTHS[i])[a:b] for i, a, b in spans])[None],
-            input_offsets=offsets[: len(present) + num_steps % 2],  # both forms
+            input_offsets=offsets[: len(chosen) + num_steps % 2],  # both forms
             input_lengths=end,
             cache_lengths=start if num_steps % 3 else None,
-            block_tables=tables[present],
+            block_tables=tables[chosen],
             slot_mapping=np.concatenate([slots[i][a:b] for i, a, b in spans]) if num_steps % 5 else None,
             position_ids=np.concatenate([np.arange(a, b) for _, a, b in spans]) if num_steps % 7 else None,
             return_logits=True,
             temperature=0,
         )
-        assert_near(output.logits[0], torch.cat([expected[i][a:b] for i, a, b in spans]))
+        assert_near(present(output.logits)[0], torch.cat([expected[i][a:b] for i, a, b in spans]))
         assert output.output_ids.tolist() == [expected[i][b - 1].argmax() for i, _, b in spans]
         for i, _, b in spans:
             done[i] = b
@@ -203,7 +204,7 @@ def test_weights_from_a_seed_are_the_same_however_they_are_shared_out() -> None:
     logits, weights = [], []
     for num_ranks in (1, 2):
         with InferEngine(config, DistConfig(num_ranks), cache_config=PagedKVCacheConfig(4)) as engine:
-            logits.append(engine(input_ids=[[3, 1, 4, 1, 5], [8, 2, 6, 5, 3]], return_logits=True).logits)
+            logits.append(present(engine(input_ids=[[3, 1, 4, 1, 5], [8, 2, 6, 5, 3]], return_logits=True).logits))
             weights.append(engine.state_dict())
     assert {weight.dtype for state in weights[1] for weight in state.values()} == {torch.bfloat16}
     assert [len(state["model.embed_tokens.weight"]) for state in weights[1]] == [5, 4]
@@ -252,10 +253,10 @@ def test_calls_in_the_middle_of_a_call_are_refused_to_hooks_and_queued_for_threa
             engine.set_hook_registry(None)
     assert told == list(calls)
     assert len(queued[0].result()) == engine.get_dist_config().tp_size
-    assert_near(output.logits[0], expected_logits(kind, text(20)))
+    assert_near(present(output.logits)[0], expected_logits(kind, text(20)))
     assert engine.get_cache_config() == StaticKVCacheConfig(2, 64)
     output = engine(input_ids=[text(20)[19:]], cache_lengths=[19], return_logits=True)
-    assert_near(output.logits[0], expected_logits(kind, text(20))[19:])
+    assert_near(present(output.logits)[0], expected_logits(kind, text(20))[19:])
 
 
 def test_a_cache_strategy_of_ones_own_is_used_by_all_ranks(case: tuple[str, InferEngine]) -> None:
@@ -264,7 +265,7 @@ def test_a_cache_strategy_of_ones_own_is_used_by_all_ranks(case: tuple[str, Infe
     for config in (PagedKVCacheConfig(8), HalvedCacheConfig(8, factor=1.0), HalvedCacheConfig(8)):
         engine.reset_cache(config)
         engine(input_ids=[text(20)[:13]])
-        results.append(engine(input_ids=[text(20)[13:]], cache_lengths=[13], return_logits=True).logits[0])
+        results.append(present(engine(input_ids=[text(20)[13:]], cache_lengths=[13], return_logits=True).logits)[0])
     plain, same, halved = results
     assert_near(plain, expected_logits(kind, text(20))[13:])
     assert torch.equal(same, plain)
@@ -272,7 +273,7 @@ def test_a_cache_strategy_of_ones_own_is_used_by_all_ranks(case: tuple[str, Infe
     registry.register_hook("layer*_v_proj", lambda name, tensor, layer: tensor * 0.5)
     engine.set_hook_registry(registry)
     engine.reset_cache(PagedKVCacheConfig(8))
-    expected = engine(input_ids=[text(20)], return_logits=True).logits[0, 13:]
+    expected = present(engine(input_ids=[text(20)], return_logits=True).logits)[0, 13:]
     engine.set_hook_registry(None)
     assert_near(halved, expected)
     assert (halved - plain).abs().max() > 0.1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save
-from infer_cases import VOCAB_SIZE, assert_near, expected_logits, reference_of, text
+from engine.infer_cases import VOCAB_SIZE, assert_near, expected_logits, reference_of, text
 
 from infinilm.engine import InferEngine
 from infinilm.errors import InvalidTypeError, InvalidValueError
@@ -67,9 +67,9 @@ def test_all_weights_at_once(engine: InferEngine, empty: InferEngine) -> None:
     with pytest.raises(InvalidValueError, match=r"model\.norm\.weight has shape \[95\]; the model's is \[96\]"):
         empty.load_params({**weights, "model.norm.weight": norm[1:]})
     with pytest.raises(InvalidTypeError, match="params is a list"):
-        empty.load_params([weights])
+        empty.load_params([weights])  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="strict=0 must be True or False"):
-        empty.load_params(weights, strict=0)
+        empty.load_params(weights, strict=0)  # type: ignore[arg-type]
     assert logits_of(empty).equal(before)  # nothing was loaded
     empty.load_params(weights, strict=False)
     empty.load_params({"model.norm.weight": norm}, strict=False)

@@ -31,7 +31,7 @@ def test_fields_and_their_aliases_can_be_read_and_written() -> None:
     given.cache_lengths = None
     assert given.past_kv_lengths is None
     with pytest.raises(AttributeError, match="top_q"):
-        given.top_q = 1
+        given.top_q = 1  # type: ignore[attr-defined]
 
 
 def test_tensors_are_kept_and_arrays_shared() -> None:

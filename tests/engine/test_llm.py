@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from checkpoints import reference_logits
+from narrow import present, worker_of
 
 from infinilm import LLM, Config, RequestOutput, SamplingParams
 from infinilm.errors import EngineError, InvalidValueError
@@ -109,7 +110,7 @@ def test_prefix_hits_change_nothing(tiny_dir) -> None:
         assert warm[1].metrics.num_cached_tokens >= 16
     assert tokens(warm) == tokens(expected)
     for hit, miss in zip(warm, expected, strict=True):
-        for a, b in zip(hit.logprobs, miss.logprobs, strict=True):
+        for a, b in zip(present(hit.logprobs), present(miss.logprobs), strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
@@ -145,7 +146,7 @@ def test_samples_share_the_prompt(tiny_dir, enable_prefix_caching) -> None:
     assert [answer.index for answer in output.outputs] == [0, 1, 2]
     assert output.outputs[0].token_ids == alone[0].token_ids
     assert len({tuple(answer.token_ids) for answer in output.outputs}) == 3
-    assert len(output.prompt_logprobs) == num_prompt
+    assert len(present(output.prompt_logprobs)) == num_prompt
 
 
 def test_logprobs_are_the_models_own(llm, reference) -> None:
@@ -170,8 +171,8 @@ def test_prompt_logprobs_are_whole_with_chunks_prefix_hits_and_preemption(tiny_d
     [expected] = llm.generate(PROMPTS[3], params, use_tqdm=False)
     with LLM(tiny_dir, num_kvcache_blocks=9, max_num_batched_tokens=5) as tight:
         for outputs in (tight.generate(PROMPTS[3], params, use_tqdm=False) for _ in range(2)):
-            values = [entry.logprob for entry in outputs[0].prompt_logprobs[1:]]
-            assert values == pytest.approx([entry.logprob for entry in expected.prompt_logprobs[1:]], abs=1e-4)
+            values = prompt_scores(outputs[0])
+            assert values == pytest.approx(prompt_scores(expected), abs=1e-4)
 
 
 # --- endings ----------------------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ def test_a_failing_listener_ends_its_own_request_only(llm) -> None:
 
     bad = llm.add_request(PROMPTS[1], GREEDY, on_token=fail)
     good = llm.add_request(PROMPTS[0], GREEDY)
-    finished = {}
+    finished: dict[str, RequestOutput] = {}
     while not llm.is_finished():
         finished |= {output.request_id: output for output in llm.step() if output.finished}
     assert finished[bad].error == "on_token failed: ValueError: deaf"
@@ -400,9 +401,13 @@ def test_configs_and_presets_build_engines(tiny_dir) -> None:
         assert len(llm.generate("to", GREEDY, use_tqdm=False)[0].token_ids) == 12
 
 
+def prompt_scores(output: RequestOutput) -> list[float]:
+    return [present(entry).logprob for entry in present(output.prompt_logprobs)[1:]]
+
+
 def test_bfloat16(tiny_dir) -> None:
     with LLM(tiny_dir, num_kvcache_blocks=8, dtype="bfloat16") as llm:
-        assert llm.executor.worker.cache.layers[0].dtype == torch.bfloat16
+        assert present(worker_of(llm.executor).cache).layers[0].dtype == torch.bfloat16
         assert len(llm.generate("to", GREEDY, use_tqdm=False)[0].token_ids) == 12
 
 
@@ -410,7 +415,7 @@ def test_exit_ends_requests_frees_memory_and_can_be_repeated(tiny_dir) -> None:
     llm = LLM(tiny_dir, num_kvcache_blocks=8)
     llm.add_request("to", GREEDY)
     llm.step()
-    cache = llm.executor.worker.cache
+    cache = worker_of(llm.executor).cache
     llm.exit()
     llm.exit()
     assert len(gc.get_referrers(cache)) <= 1, "the engine must let go of its cache"

@@ -5,16 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import hungry_model
 import interpreter  # noqa: F401
 import pytest
 import torch
 from hungry_model import save_hungry
+from narrow import present, worker_of
 from processes import ranks
 from troubled_model import save_troubled, trouble
 
-from infinilm import LLM, Config, InferEngine, SamplingParams
+from infinilm import LLM, Config, InferEngine, RequestOutput, SamplingParams
 from infinilm.attention.triton_backend import TritonAttention
 from infinilm.distributed import DistConfig
 from infinilm.errors import EngineError, InvalidValueError, OutOfMemoryError
@@ -166,7 +168,7 @@ def test_no_more_is_planned_than_is_allowed_and_no_block_less_than_fits(free_byt
     ledger = plan(free_bytes, max_model_len=max_model_len, max_num_seqs=10**6)
     assert ledger.total_bytes <= ledger.allowed_bytes
     assert ledger.max_model_len == min(max_model_len, ledger.num_blocks * 16)
-    asked = {"max_model_len": max_model_len, "num_kvcache_blocks": ledger.num_blocks}
+    asked: dict[str, Any] = {"max_model_len": max_model_len, "num_kvcache_blocks": ledger.num_blocks}
     assert plan(free_bytes, **asked) == replace(ledger, limited_by="num_kvcache_blocks")
     asked["num_kvcache_blocks"] += 1
     with pytest.raises(InvalidValueError, match=f"lower it to {ledger.num_blocks} or less") as caught:
@@ -185,7 +187,7 @@ def test_layers_with_a_window_take_no_more_blocks_than_rows_can_use(num_blocks: 
     windowed = min(num_blocks, WINDOW_BLOCKS)
     kv_bytes = num_blocks * BLOCK_BYTES // 3 + windowed * BLOCK_BYTES * 2 // 3
     free_bytes = 2 * (10_000 + 1900 + 5 * 16 * num_blocks + kv_bytes)
-    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 50, "max_model_len": 2**50}
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 50, "max_model_len": 2**50}
     ledger = plan(free_bytes, model=model, **settings)
     assert (ledger.num_blocks, ledger.group_blocks) == (num_blocks, [num_blocks, windowed])
     assert (ledger.kv_bytes, ledger.max_model_len) == (kv_bytes, 16 * num_blocks)
@@ -224,8 +226,8 @@ def test_without_room_for_a_block_the_ledger_says_why() -> None:
 def test_an_engine_has_the_ledger_of_its_settings(tiny_dir: Path) -> None:
     with LLM(tiny_dir, num_kvcache_blocks=7, max_num_batched_tokens=64, max_num_seqs=3) as llm:
         ledger = llm.memory
-        weights = llm.executor.worker.model.num_bytes()
-        taken = llm.executor.worker.cache.memory.num_bytes
+        weights = worker_of(llm.executor).model.num_bytes()
+        taken = present(worker_of(llm.executor).cache).memory.num_bytes
     # 720 numbers per token in a layer; angles, and three rows' tables per position.
     assert ledger.workspace == Workspace(64 * 720 * 4 + 64 * 300 * 16, per_position=16 * 4 + 3)
     assert ledger.kv_bytes == taken == 7 * 16 * 2 * 2 * 32 * 4
@@ -301,7 +303,7 @@ def test_a_step_without_memory_ends_its_requests_and_no_others(tmp_path: Path) -
         prompts = {"neighbour": [5, 6, 7, 8], "hungry": trouble("device memory"), "waiting": [5, 6, 7]}
         for name, prompt in prompts.items():
             llm.add_request(prompt, GREEDY, request_id=name)
-        outputs = {}
+        outputs: dict[str, RequestOutput] = {}
         while not llm.is_finished():
             outputs |= {output.request_id: output for output in llm.step() if output.finished}
         for name in ("neighbour", "hungry"):
@@ -330,8 +332,8 @@ def test_what_is_out_of_memory() -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ):
         assert is_out_of_memory(error), error
-    for error in (RuntimeError("CUDA error: an illegal memory access"), ValueError("out of memory"), None):
-        assert not is_out_of_memory(error), error
+    for other in (RuntimeError("CUDA error: an illegal memory access"), ValueError("out of memory"), None):
+        assert not is_out_of_memory(other), other
 
 
 def test_an_error_while_another_is_handled_is_not_taken_for_it() -> None:

@@ -151,7 +151,9 @@ def test_decoding_without_memory_for_a_graph_does_no_lasting_harm(checkpoint: Pa
         ended = {output.request_id: output for output in outputs if output.finished}
         assert len(ended) == 200
         for output in ended.values():
-            assert len(output.token_ids) == 20 or output.error.startswith("OutOfMemoryError: a step ran out of memory")
+            assert len(output.token_ids) == 20 or (output.error or "").startswith(
+                "OutOfMemoryError: a step ran out of memory"
+            )
         assert llm.stats().num_free_blocks == 4096
         assert [len(output.token_ids) for output in llm.generate(prompts, params, use_tqdm=False)] == [20] * 200
 

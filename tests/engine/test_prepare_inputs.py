@@ -39,7 +39,7 @@ def expected(*arrays: list) -> dict[str, list]:
 
 # --- forms, computed by hand ---
 
-FORMS = {
+FORMS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "static prefill": (
         "static",
         {"input_ids": [[1, 2, 3], [4, 5, 6]]},

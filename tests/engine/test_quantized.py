@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_reference, save
+from narrow import present, worker_of
 from packing import needs_native
 
 from infinilm import LLM, SamplingParams
@@ -48,9 +49,9 @@ def exact(tiny: Path) -> torch.Tensor:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_matrices_are_quantised_while_loading(tp: int, quantization: str, tiny: Path, exact: torch.Tensor) -> None:
     with LLM(tiny, quantization=quantization, tensor_parallel_size=tp, **SMALL) as llm:
-        worker = llm.executor.worker
+        worker = worker_of(llm.executor)
         assert (worker.thread_users, worker.backend.name) == (ThreadUsers(torch=False, native=True), "native")
-        assert worker.cache.dtype == torch.float16
+        assert present(worker.cache).dtype == torch.float16
         assert llm.memory.block_bytes == 16 * 2 * 2 * (2 // tp) * 16 * 2
         found = scores(llm)
     least, most = {"q8": (1e-3, 0.05), "q4": (0.05, 0.4)}[quantization]
@@ -63,8 +64,8 @@ def test_matrices_are_quantised_while_loading(tp: int, quantization: str, tiny: 
 def test_the_cache_has_the_type_asked_for(name: str, attention_backend: str, tiny: Path, exact: torch.Tensor) -> None:
     settings = {"quantization": "q8", "kv_cache_dtype": name, "attention_backend": attention_backend}
     with LLM(tiny, **settings, **SMALL) as llm:
-        assert llm.executor.worker.cache.dtype == getattr(torch, name)
-        assert llm.executor.worker.backend.name == ("native" if attention_backend == "auto" else "torch")
+        assert present(worker_of(llm.executor).cache).dtype == getattr(torch, name)
+        assert worker_of(llm.executor).backend.name == ("native" if attention_backend == "auto" else "torch")
         assert (scores(llm) - exact).abs().mean() < 0.05
 
 
@@ -85,9 +86,11 @@ def test_hooks_see_quantised_models(tp: int, tiny: Path) -> None:
     """With hooks the layers run one by one."""
     shapes: dict[str, tuple[int, ...]] = {}
     registry = HookRegistry()
-    registry.register_hook(
-        "layer1_*", lambda name, tensor, _layer: shapes.setdefault(name, tuple(tensor.shape)) and None
-    )
+
+    def note(name: str, tensor: torch.Tensor, _layer: int) -> None:
+        shapes.setdefault(name, tuple(tensor.shape))
+
+    registry.register_hook("layer1_*", note)
     with LLM(tiny, quantization="q8", tensor_parallel_size=tp, enable_prefix_caching=False, **SMALL) as llm:
         without = scores(llm)
         llm.set_hook_registry(registry)
@@ -149,8 +152,8 @@ STORY = (
 @pytest.fixture(scope="module")
 def dense(smollm2: Path) -> tuple[torch.Tensor, list[int]]:
     with LLM(smollm2, max_model_len=512, quantization="none", **SMALL) as llm:
-        assert llm.executor.worker.cache.dtype == torch.float32
-        tokens = llm.tokenizer.encode(STORY)
+        assert present(worker_of(llm.executor).cache).dtype == torch.float32
+        tokens = present(llm.tokenizer).encode(STORY)
         return scores(llm, tokens), tokens
 
 
@@ -160,7 +163,7 @@ def test_a_gguf_file_stays_quantised_and_near_the_dense_model(
 ) -> None:
     expected, tokens = dense
     with LLM(smollm2, max_model_len=512, **SMALL) as llm:
-        assert not llm.executor.worker.thread_users.torch
+        assert not worker_of(llm.executor).thread_users.torch
         assert llm.memory.weight_bytes < 1.02 * smollm2.stat().st_size
         found = scores(llm, tokens)
         messages = [{"role": "user", "content": "Answer with one word: what is the capital of France?"}]
@@ -176,7 +179,7 @@ def test_three_ranks_share_a_quantised_file(smollm2: Path, dense: tuple[torch.Te
     expected, tokens = dense
     settings = {"max_model_len": 512, "tensor_parallel_size": 3, **SMALL}
     with LLM(smollm2, **settings) as llm:
-        assert not llm.executor.worker.thread_users.torch
+        assert not worker_of(llm.executor).thread_users.torch
         assert (scores(llm, tokens) - expected).abs().mean() < 0.01
 
 

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Thread
 
@@ -114,7 +115,7 @@ def test_a_rank_that_is_killed_during_generate(checkpoint: Path) -> None:
     llm = LLM(checkpoint, num_kvcache_blocks=64, tensor_parallel_size=2)
     waiting = llm.add_request(PROMPT, ENDLESS)
     with dies(1, -signal.SIGSEGV, kill=signal.SIGSEGV):
-        while True:
+        for _ in count():
             llm.generate([PROMPT] * 4, ENDLESS, use_tqdm=False)
     for call in (llm.step, lambda: llm.generate(PROMPT), lambda: llm.stream(PROMPT), lambda: llm.add_request(PROMPT)):
         with pytest.raises(WorkerDiedError, match=r"rank 1 .* exit code -11"):

@@ -1,6 +1,9 @@
 """Single decisions of the scheduler. Whole histories are in test_scheduler_properties.py."""
 
+from typing import Any
+
 import pytest
+from narrow import present
 
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.scheduler import Scheduler
@@ -10,7 +13,7 @@ from infinilm.sampling_params import SamplingParams
 
 
 def make_scheduler(num_blocks: int = 1000, **limits: int) -> Scheduler:
-    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 800, "max_model_len": 4000, **limits}
+    settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 800, "max_model_len": 4000, **limits}
     return Scheduler(BlockManager(num_blocks, 16), **settings)
 
 
@@ -215,7 +218,7 @@ def test_an_answer_never_outgrows_its_limit_with_steps_in_flight() -> None:
     assert [plan is not None for plan in plans] == [True, True, True, False]
     assert scheduler.num_pending(seq) == 3
     for plan in plans[:3]:
-        scheduler.commit(plan, StepOutput([9]))
+        scheduler.commit(present(plan), StepOutput([9]))
     assert (seq.completion_token_ids, seq.finish_reason) == ([9, 9, 9], "length")
 
 

@@ -15,7 +15,7 @@ from infinilm.engine.scheduler import Scheduler
 from infinilm.engine.sequence import Sequence
 from infinilm.engine.step import Step
 from infinilm.errors import PromptTooLongError
-from infinilm.executor.step_io import LAST_TOKEN
+from infinilm.executor.step_io import LAST_TOKEN, StepOutput
 from infinilm.sampling_params import SamplingParams
 
 
@@ -127,7 +127,7 @@ class Simulation:
 
     def run(self) -> None:
         arrivals = deque(self.world.arrivals)
-        in_flight = deque()
+        in_flight: deque[tuple[Step, StepOutput]] = deque()
         step = 0
         while arrivals or self.scheduler.has_work or in_flight:
             while arrivals and arrivals[0].step <= step:

@@ -1,6 +1,9 @@
 """Sequences that come together and begin alike: the beginning is computed once, and its blocks are shared."""
 
+from typing import Any
+
 import pytest
+from narrow import present
 
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.scheduler import Scheduler
@@ -16,7 +19,7 @@ def make_scheduler(*, enable_prefix_caching: bool = True) -> Scheduler:
     return Scheduler(blocks, max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=1024)
 
 
-def make_sequences(*prompts: list[int], **params: object) -> list[Sequence]:
+def make_sequences(*prompts: list[int], **params: Any) -> list[Sequence]:
     return [Sequence(i, prompt, SamplingParams(max_tokens=4, **params)) for i, prompt in enumerate(prompts)]
 
 
@@ -48,7 +51,7 @@ def test_with_steps_in_flight_it_waits_until_the_blocks_are_known() -> None:
     first, second = make_sequences([*COMMON, 1], [*COMMON, 3])
     scheduler.add(first)
     scheduler.add(second)
-    plans = [scheduler.schedule(), scheduler.schedule()]
+    plans = [present(scheduler.schedule()), present(scheduler.schedule())]
     assert [plan.seqs for plan in plans] == [[first], [first]]
     for plan in plans:
         scheduler.commit(plan, StepOutput([7]))

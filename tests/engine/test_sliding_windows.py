@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_reference, reference_logits, save
+from narrow import present
 from packing import needs_native
 
 from infinilm import LLM, InferEngine, SamplingParams
@@ -165,12 +166,14 @@ def test_ranks_and_the_low_level_engine_serve_groups_of_layers(tmp_path: Path) -
         tokens = llm.generate([prompt], greedy(20), use_tqdm=False)[0].outputs[0].token_ids
     assert tokens == reference_logits(reference, [*prompt, *tokens])[99:-1].argmax(-1).tolist()
     with InferEngine(directory, device_type="cpu", cache_config=PagedKVCacheConfig(num_blocks=12)) as engine:
-        assert engine.get_cache_config().num_blocks == 12
+        cache_config = engine.get_cache_config()
+        assert isinstance(cache_config, PagedKVCacheConfig)
+        assert cache_config.num_blocks == 12
         first = engine.forward(input_ids=torch.tensor([prompt[:60]]), return_logits=True)
         second = engine.forward(
             input_ids=torch.tensor([prompt[60:]]), cache_lengths=torch.tensor([60]), return_logits=True
         )
-    logits = torch.cat((first.logits, second.logits), dim=1)[0]
+    logits = torch.cat((present(first.logits), present(second.logits)), dim=1)[0]
     torch.testing.assert_close(logits, reference_logits(reference, prompt), atol=1e-4, rtol=0)
 
 
@@ -185,5 +188,5 @@ def test_quantised_layers_serve_groups_of_layers(tmp_path: Path) -> None:
         with LLM(directory, **settings) as llm:
             assert llm.executor.info.attention == ("native" if quantization else "torch")
             (output,) = llm.generate([prompt], params, use_tqdm=False)
-        scores[quantization] = torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:]])
+        scores[quantization] = torch.tensor([present(entry).logprob for entry in present(output.prompt_logprobs)[1:]])
     assert 1e-4 < (scores["q8"] - scores[None]).abs().mean() < 0.05

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
+from narrow import present
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infinilm import LLM, SamplingParams
@@ -36,9 +37,9 @@ def run_example(name: str, *arguments: str) -> str:
 
 def load_example(name: str) -> ModuleType:
     """An example's functions."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
+    spec = present(importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py"))
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    present(spec.loader).exec_module(module)
     return module
 
 
@@ -138,7 +139,7 @@ def read_maps(path: Path, num_heads: int, num_tokens: int) -> np.ndarray:
 def test_attention_inputs_draws_what_transformers_attends_to(tiny_dir: Path, tmp_path: Path) -> None:
     prompt, out = "hello hooks", tmp_path / "tiny.png"
     run_example("attention_inputs", "--model", str(tiny_dir), "--prompt", prompt, "--layer", "1", "--out", str(out))
-    tokens = Tokenizer.from_directory(tiny_dir).encode(prompt)
+    tokens = present(Tokenizer.from_directory(tiny_dir)).encode(prompt)
     reference = AutoModelForCausalLM.from_pretrained(tiny_dir, attn_implementation="eager")
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens]), output_attentions=True).attentions[1][0]
@@ -160,7 +161,7 @@ def test_attention_inputs_shows_heads_that_look_at_what_came_next(tmp_path: Path
 
 def test_logit_lens_reads_what_transformers_hidden_states_say(tiny_dir: Path) -> None:
     lines = run_example("logit_lens", "--model", str(tiny_dir), "--prompt", "hello").splitlines()
-    tokenizer = Tokenizer.from_directory(tiny_dir)
+    tokenizer = present(Tokenizer.from_directory(tiny_dir))
     tokens = tokenizer.encode("hello")
     reference = AutoModelForCausalLM.from_pretrained(tiny_dir)
     seen = []

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from narrow import present
+
 from fuzz.cases import Arrival, Case
 from fuzz.compare import Outcome
 from fuzz.engines import check_empty, count_engine, prepare
@@ -44,9 +46,9 @@ async def _run(
             await asyncio.sleep(0.01)
         problems += await _call(llm, partial(check_empty, llm.engine))
         count_engine(facts, llm.engine)
-    for record in records.values() if fault else ():
+    for record in records.values() if fault is not None else ():
         record.request_id = record.arrival.request_id and record.arrival.name
-        fault.note(record)
+        present(fault).note(record)
     problems += [problem for record in records.values() for problem in record.heard.problems]
     return [record.outcome for record in records.values()], problems
 

@@ -27,7 +27,7 @@ class OfflineRun:
         self.arrivals = defaultdict[int, list[Arrival]](list)
         for arrival in case.arrivals:
             self.arrivals[arrival.tick].append(arrival)
-        self.last_tick = max(each.tick for each in (*case.arrivals, *case.aborts))
+        self.last_tick = max([each.tick for each in case.arrivals] + [each.tick for each in case.aborts])
 
     def run(self) -> tuple[list[Outcome], list[str]]:
         """What came of each request, and what was wrong on the way."""

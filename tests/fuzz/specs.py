@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import torch
+from narrow import present
 from tiny_tokenizer import build_tokenizer
 
 from infinilm import SamplingParams
@@ -80,9 +81,7 @@ def ban_even(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
 @cache
 def letter_ids() -> dict[str, int]:
     tokenizer = build_tokenizer()
-    ids = {letter: tokenizer.token_to_id(letter) for letter in LETTERS}
-    assert None not in ids.values()
-    return ids
+    return {letter: present(tokenizer.token_to_id(letter)) for letter in LETTERS}
 
 
 @cache

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import make_reference, save
+from narrow import dense
 from transformers import TextIteratorStreamer
 
 from infinilm import LLM, SamplingParams
@@ -79,7 +81,7 @@ def test_end_tokens_outside_the_vocabulary_do_no_harm(model) -> None:
     config = LlamaConfig.from_dict({**model.config.to_dict(), "eos_token_id": [5000, inside]})
     ending = LlamaForCausalLM(config)
     for name, weight in ending.model.weight_targets().items():
-        weight.tensor.copy_(model.model.weight_targets()[name].tensor)
+        dense(weight).tensor.copy_(dense(model.model.weight_targets()[name]).tensor)
     output = ending.generate(PROMPTS, NUM_NEW, temperature=0)
     assert output.token_ids[0][-1] == inside
     assert int(output.sequences.max()) < 160
@@ -96,7 +98,7 @@ def test_inputs_of_every_kind_mean_the_same(model) -> None:
 def test_whole_text_steps_agree_with_cached_ones(model) -> None:
     """A host without a cache computes the whole text each time; this one is transformers' model itself."""
     reference = make_reference("llama-gqa", eos_token_id=None)
-    seen = []
+    seen: list[Any] = []
 
     class WholeText(GenerationMixin):
         config = model.config
@@ -304,7 +306,7 @@ def test_a_text_may_fill_the_model(model) -> None:
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     config = LlamaConfig.from_dict(make_reference("llama-gqa").config.to_dict())
     broken = LlamaForCausalLM(config)
-    broken.model.weight_targets()["model.norm.weight"].tensor.fill_(float("nan"))
+    dense(broken.model.weight_targets()["model.norm.weight"]).tensor.fill_(float("nan"))
     with pytest.raises(EngineError, match="the logits hold NaN"):
         broken.generate([1, 2], 4)
 
@@ -312,7 +314,7 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
 def test_infini_to_numpy_shares_memory() -> None:
     tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
     array = infini_to_numpy(tensor.t())
-    assert (array.shape, array.dtype) == ((4, 3), np.float32)
+    assert (array.shape, array.dtype) == ((4, 3), np.dtype(np.float32))
     tensor[2, 1] = -7
     assert array[1, 2] == -7
     array[0, 0] = 5
@@ -332,4 +334,4 @@ def test_infini_to_numpy_refuses_what_numpy_has_not() -> None:
         with pytest.raises(InvalidValueError, match=f"tensor.dtype={dtype} is not supported; use float32, float16"):
             infini_to_numpy(torch.zeros(2, dtype=dtype))
     with pytest.raises(InvalidTypeError, match="must be a torch tensor, not list"):
-        infini_to_numpy([1])
+        infini_to_numpy([1])  # type: ignore[arg-type]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from drafts import essence, guesses
-from whole_models import random_texts, write_checkpoint
+from gpu.whole_models import random_texts, write_checkpoint
+from narrow import present, worker_of
 
 from infinilm import LLM, RequestOutput, SamplingParams
 
@@ -39,11 +40,11 @@ def plain(checkpoint: Path, prompts: list[list[int]]) -> list[RequestOutput]:
 def test_an_nccl_group_changes_no_answer(checkpoint: Path, prompts, plain, eager: bool) -> None:
     settings = {"executor": "processes", "enforce_eager": eager, "enable_prefix_caching": False}
     with LLM(checkpoint, dtype="float32", **settings) as llm:
-        worker = llm.executor.worker
+        worker = worker_of(llm.executor)
         assert worker.group.communicates
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
-        graphs = worker._runner._graphs
-        assert (graphs is None) if eager else len(graphs._graphs) >= 4
+        graphs = present(worker._runner)._graphs
+        assert (graphs is None) if eager else len(present(graphs)._graphs) >= 4
     assert [essence(output) for output in outputs] == [essence(output) for output in plain]
 
 

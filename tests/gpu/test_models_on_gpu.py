@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from whole_models import NAMES, NUM_TOP, SHAPES, Reference, answer, logprobs_of, random_texts, start, write_checkpoint
+from gpu.whole_models import (
+    NAMES,
+    NUM_TOP,
+    SHAPES,
+    Reference,
+    answer,
+    logprobs_of,
+    random_texts,
+    start,
+    write_checkpoint,
+)
+from narrow import present
 
 from infinilm import RequestOutput, SamplingParams
 
@@ -41,8 +52,8 @@ def read_on_cpu(reference: Reference, outputs: list[RequestOutput], dtype: str) 
     """Log-probabilities of whole texts, computed in one pass each by the torch backend."""
     texts = [output.prompt_token_ids + output.token_ids for output in outputs]
     with start(reference.path, "cpu", dtype=dtype, num_kvcache_blocks=128) as llm:
-        assert llm.executor.worker.backend.name == "torch"
-        return [logprobs_of(output.prompt_logprobs) for output in answer(llm, texts, 1, NUM_TOP)]
+        assert llm.executor.info.attention == "torch"
+        return [logprobs_of(present(output.prompt_logprobs)) for output in answer(llm, texts, 1, NUM_TOP)]
 
 
 @on(*NAMES)
@@ -54,9 +65,9 @@ def test_log_probabilities_are_those_of_a_cpu(reference: Reference) -> None:
     """
     prompts = random_texts((1, 40, 150, 17), reference.model.config.vocab_size, seed=5)
     with start(reference.path, DEVICE) as llm:
-        assert llm.executor.worker.backend.name == "triton"
+        assert llm.executor.info.attention == "triton"
         outputs = answer(llm, prompts, NUM_ANSWERED, NUM_TOP)
-    ours = [logprobs_of([*output.prompt_logprobs, *output.logprobs]) for output in outputs]
+    ours = [logprobs_of([*present(output.prompt_logprobs), *present(output.logprobs)]) for output in outputs]
     exact = read_on_cpu(reference, outputs, "float32")
     rounded = read_on_cpu(reference, outputs, "bfloat16")
     for part in (slice(None, -NUM_ANSWERED), slice(-NUM_ANSWERED, None)):

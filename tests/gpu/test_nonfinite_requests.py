@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 import torch
+from gpu.whole_models import Reference, answer, random_texts, start, write_checkpoint
 from safetensors.torch import load_file, save_file
-from whole_models import Reference, answer, random_texts, start, write_checkpoint
 
 from infinilm import SamplingParams
 
@@ -57,7 +57,7 @@ def test_neighbours_and_successors_are_unharmed(
     ]
     settings = {"num_kvcache_blocks": 160, "max_num_batched_tokens": 256, "enforce_eager": enforce_eager}
     with start(nonfinite_path, DEVICE, **settings) as llm:
-        assert llm.executor.worker.backend.name == "triton"
+        assert llm.executor.info.attention == "triton"
         for seed in range(3):
             batch = [(prompt, True) for prompt in prompts] + [(prompt, False) for prompt in bad]
             Random(seed).shuffle(batch)

@@ -38,7 +38,8 @@ class Case:
         )
 
     def run(self, window: int | None = None, shared: SharedPrefix | None = None) -> Tensor:
-        workspace = DecodeWorkspace(*self.query.shape, DEVICE)
+        rows, heads, head_dim = self.query.shape
+        workspace = DecodeWorkspace(rows, heads, head_dim, DEVICE)
         workspace.results.fill_(float("nan"))
         workspace.log_sums.fill_(float("nan"))
         with poisoned_allocations():
@@ -111,7 +112,8 @@ def make_case(
             slots.copy_(torch.randn(slots.shape, generator=generator))
     query = torch.randn((len(lens), heads, head_dim), generator=generator).to(dtype)
     context_lens = torch.tensor(lens, dtype=torch.int32)
-    return Case(*(each.to(DEVICE) for each in (query, cache, tables, context_lens)), scale=head_dim**-0.5)
+    query, cache, tables, context_lens = (each.to(DEVICE) for each in (query, cache, tables, context_lens))
+    return Case(query, cache, tables, context_lens, scale=head_dim**-0.5)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -334,7 +336,7 @@ def test_one_graph_for_all_lengths_with_and_without_a_shared_prefix() -> None:
     lens = [1200, 1030, 0, 2500, 1025] * 8
     case = make_case(lens, heads=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, shared_tokens=1024)
     shared = case.shared(0)
-    workspace = DecodeWorkspace(*case.query.shape, DEVICE)
+    workspace = DecodeWorkspace(len(lens), 16, 128, DEVICE)
 
     def attend() -> Tensor:
         return decode_attention(

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -229,7 +230,7 @@ def test_one_graph_serves_any_rows():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         token_ids, is_finite = sampler.sample_rows(logits, rows, positions)
-    mixes = [{"temperature": 0.0}, {}, {"top_k": 50, "top_p": 0.9}]
+    mixes: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 50, "top_p": 0.9}]
     for first, settings in zip((0, 64, 0), mixes, strict=True):
         starts = starts_of([SamplingParams(**settings)] * num_rows, rng)
         for start in starts:

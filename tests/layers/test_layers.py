@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from narrow import dense
 
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.linear import Linear
 from infinilm.layers.norm import RMSNorm
 
@@ -13,6 +15,7 @@ from infinilm.layers.norm import RMSNorm
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 8, 15, 16, 40])
 def test_the_tied_head_is_a_product_with_the_table(num_rows: int, vocab_size: int) -> None:
     embedding = VocabParallelEmbedding(vocab_size, 24, dtype=torch.float32, device="cpu")
+    assert isinstance(embedding.matrix, DenseWeight)
     embedding.matrix.weight.copy_(torch.randn(vocab_size, 24))
     hidden = torch.randn(num_rows, 24)
     torch.testing.assert_close(embedding.logits(hidden), F.linear(hidden, embedding.matrix.weight))
@@ -22,8 +25,8 @@ def test_embedding_and_head_of_one_rank() -> None:
     table, matrix, ids = torch.randn(10, 6), torch.randn(10, 6), torch.tensor([0, 9, 9, 3])
     embedding = VocabParallelEmbedding(10, 6, dtype=torch.float32, device="cpu")
     head = ParallelLMHead(10, 6, dtype=torch.float32, device="cpu")
-    embedding.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"].tensor.copy_(table)
-    head.weight_targets("lm_head.")["lm_head.weight"].tensor.copy_(matrix)
+    dense(embedding.weight_targets("model.embed_tokens.")["model.embed_tokens.weight"]).tensor.copy_(table)
+    dense(head.weight_targets("lm_head.")["lm_head.weight"]).tensor.copy_(matrix)
     assert embedding(ids).equal(table[ids])
     torch.testing.assert_close(head(embedding(ids)), table[ids] @ matrix.T)
 
@@ -36,7 +39,7 @@ def test_fused_matrices_are_loaded_through_views_and_multiplied_as_one(bias: boo
         "attn.q_proj.weight": (6, 8),
         "attn.k_proj.weight": (4, 8),
     }
-    weights = {name: shard.tensor.copy_(torch.randn(shard.full_shape)).clone() for name, shard in shards.items()}
+    weights = {name: dense(shard).tensor.copy_(torch.randn(shard.full_shape)).clone() for name, shard in shards.items()}
     x, residual = torch.randn(5, 8), torch.randn(5, 10)
     parts = [F.linear(x, weights[f"attn.{p}.weight"], weights.get(f"attn.{p}.bias")) for p in ("q_proj", "k_proj")]
     torch.testing.assert_close(linear(x), torch.cat(parts, dim=-1))

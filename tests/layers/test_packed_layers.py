@@ -106,7 +106,8 @@ def test_matrices_of_several_formats_side_by_side(bias: bool, num_rows: int) -> 
     x, residual, norm = torch.randn(num_rows, 256), torch.randn(num_rows, 81), RMSNorm(256, 1e-5, **MAKE)
     norm.weight.uniform_(0.5, 1.5)
     expected = packed_linear(norm(x), matrix, all_biases)
-    close = {"atol": 2e-3 * float(expected.abs().max()), "rtol": 0.0}  # a tie may be rounded the other way
+    # A tie may be rounded the other way.
+    close: dict[str, Any] = {"atol": 2e-3 * float(expected.abs().max()), "rtol": 0.0}
     torch.testing.assert_close(layer(x, norm=norm), expected, **close)
     torch.testing.assert_close(layer(norm(x), residual.clone()), expected + residual, **close)
     inside = torch.randn(num_rows, 300)[:, 22:278]  # neither x nor residual need be contiguous

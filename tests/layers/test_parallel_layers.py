@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import load, make_reference, reference_logits
 from drive import make_batch
+from narrow import dense
 from ranks import run_ranks
 from torch import Tensor
 
@@ -15,9 +16,10 @@ from infinilm.attention import TorchAttention
 from infinilm.cache.paged import PagedKVCache
 from infinilm.cache.specs import AttentionSpec
 from infinilm.distributed import CommunicationGroup, RankInfo
-from infinilm.distributed.shard import WeightShard
+from infinilm.distributed.shard import Shard
 from infinilm.errors import InvalidValueError
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.linear import (
     ColumnParallelLinear,
     GateUpParallelLinear,
@@ -30,12 +32,12 @@ MAKE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 SIZES = [2, 3, 4]
 
 
-def fill(shards: Mapping[str, WeightShard], weights: Mapping[str, Tensor]) -> None:
+def fill(shards: Mapping[str, Shard], weights: Mapping[str, Tensor]) -> None:
     for name, shard in shards.items():
-        shard.tensor.copy_(shard.cut(weights[name]))
+        dense(shard).tensor.copy_(dense(shard).cut(weights[name]))
 
 
-def random_weights(shards: Mapping[str, WeightShard]) -> dict[str, Tensor]:
+def random_weights(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {name: torch.randn(shard.full_shape, generator=generator) for name, shard in shards.items()}
 
@@ -130,8 +132,9 @@ def test_vocabulary_is_shared_out(vocab_size: int, size: int, num_rows: int) -> 
     def run(group: CommunicationGroup) -> tuple[Tensor, Tensor, Tensor]:
         embedding = VocabParallelEmbedding(vocab_size, 8, group=group, **MAKE)
         head = ParallelLMHead(vocab_size, 8, group=group, **MAKE)
-        embedding.matrix.weight.fill_(torch.nan)  # rows to spare may hold anything
-        head.matrix.weight.fill_(torch.nan)
+        for layer in (embedding, head):
+            assert isinstance(layer.matrix, DenseWeight)
+            layer.matrix.weight.fill_(torch.nan)  # rows to spare may hold anything
         fill(embedding.weight_targets(""), {"weight": table})
         fill(head.weight_targets(""), {"weight": matrix})
         return embedding(ids), embedding.logits(hidden), head(hidden)

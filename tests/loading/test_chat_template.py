@@ -164,7 +164,7 @@ WEATHER = {
 }
 USER = {"role": "user", "content": "Hi there! <b>&amp; 'quotes' ünïcödé 🙂\n  indented"}
 TOOL_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "東京", "days": 3}}}
-CONVERSATIONS = {
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "user": [USER],
     "system": [{"role": "system", "content": " Be brief. "}, USER],
     "turns": [

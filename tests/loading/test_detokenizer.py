@@ -1,11 +1,13 @@
 """Streaming text: pieces add up to decoding at once, and stop strings are found wherever the cuts fall."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from narrow import present
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
@@ -80,7 +82,7 @@ def test_any_ids_cut_anyhow_add_up_to_decoding_at_once(kind: str, data: st.DataO
 def test_real_text_never_shows_part_of_a_character(kind: str, text: str, cut: int) -> None:
     tokenizer = make_tokenizer(kind)
     if kind == "sentencepiece":
-        ids = [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+        ids = [present(tokenizer.backend.token_to_id(f"<0x{byte:02X}>")) for byte in text.encode()]
     else:
         ids = [bytes_to_id(tokenizer)[byte] for byte in text.encode()]
     detokenizer = Detokenizer(tokenizer)
@@ -105,7 +107,10 @@ def test_an_emoji_appears_with_its_last_byte() -> None:
 
 def test_a_run_of_byte_tokens_appears_when_it_ends() -> None:
     tokenizer = make_tokenizer("sentencepiece")
-    token_id = tokenizer.backend.token_to_id
+
+    def token_id(token: str) -> int:
+        return present(tokenizer.backend.token_to_id(token))
+
     euro = [token_id(f"<0x{byte:02X}>") for byte in "€".encode()]
     detokenizer = Detokenizer(tokenizer)
     # A skipped special token does not end a run; the broken second run is one U+FFFD for each byte.
@@ -125,7 +130,7 @@ def test_a_run_of_byte_tokens_appears_when_it_ends() -> None:
 
 def test_only_the_first_space_of_a_text_is_stripped() -> None:
     tokenizer = make_tokenizer("sentencepiece")
-    end, hello, empty = map(tokenizer.backend.token_to_id, ["</s>", "▁hello", ""])
+    end, hello, empty = (present(tokenizer.backend.token_to_id(token)) for token in ("</s>", "▁hello", ""))
     detokenizer = Detokenizer(tokenizer)
     stream = [end, hello, end, hello, empty, hello]
     assert [detokenizer.feed([i]) for i in stream] == ["", "hello", "", " hello", "", " hello"]
@@ -148,7 +153,7 @@ def test_the_window_stays_short_in_a_long_stream(kind: str) -> None:
     decode = tokenizer.decode
 
     class Counting(Tokenizer):
-        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
             decoded_lengths.append(len(ids))
             return decode(ids, skip_special_tokens)
 

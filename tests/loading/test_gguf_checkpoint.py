@@ -87,8 +87,13 @@ def write_gguf(
     return path
 
 
-def override(key: str, value: int) -> Callable[[GGUFWriter], None]:
+def override(key: str, value: float) -> Callable[[GGUFWriter], None]:
     return lambda writer: setattr(writer.kv_data[0][key], "value", value)
+
+
+def add_what_transformers_needs(writer: GGUFWriter) -> None:
+    writer.add_name("tiny")
+    writer.add_rope_dimension_count(HEAD_DIM)
 
 
 def put_pairs_side_by_side(rows: np.ndarray) -> np.ndarray:
@@ -104,8 +109,7 @@ def test_llama_tensors_and_config_equal_transformers(kind: str, tmp_path: Path) 
         tmp_path / "tiny.gguf",
         tiny_weights(),
         kind=kind,
-        # transformers' loader needs both
-        change=lambda writer: (writer.add_name("tiny"), writer.add_rope_dimension_count(HEAD_DIM)),
+        change=add_what_transformers_needs,
     )
     checkpoint = open_checkpoint(path)
     their_config = load_gguf_checkpoint(path)["config"]
@@ -218,7 +222,7 @@ def test_reading_into_a_view_in_slices(
 def write_scaling(**values: Any) -> Callable[[GGUFWriter], None]:
     def change(writer: GGUFWriter) -> None:
         for key, value in values.items():
-            add = writer.add_string if isinstance(value, str) else writer.add_float32
+            add: Callable[[str, Any], None] = writer.add_string if isinstance(value, str) else writer.add_float32
             if isinstance(value, int):
                 add = writer.add_uint32
             add(f"llama.rope.scaling.{key}", value)

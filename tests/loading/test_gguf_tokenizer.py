@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
+from narrow import present
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -80,7 +81,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], architecture: str = "lla
 
 
 @cache
-def byte_level_metadata(pre: str) -> Mapping[str, Any]:
+def byte_level_metadata(pre: str) -> MappingProxyType[str, Any]:
     """A byte-level vocabulary trained on the samples, cut the way `pre` says."""
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     backend = tokenizers.Tokenizer(models.BPE())
@@ -116,7 +117,7 @@ def json_model(backend: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 @cache
-def sentencepiece_metadata() -> Mapping[str, Any]:
+def sentencepiece_metadata() -> MappingProxyType[str, Any]:
     """A SentencePiece-like vocabulary: bytes, characters, and pieces scored by rank, several ways to each."""
     pieces = [*"▁abcdeghilnorstuw.,!<>/_日本"]
     pieces += ["▁hello", "▁world", "▁the", "▁is", "ello", "lo", "ll", "he", "el", "hel", "▁t", "▁th", "in", "ing"]
@@ -208,7 +209,7 @@ def test_byte_level_kinds_equal_transformers(pre: str, tmp_path: Path) -> None:
 
 def test_pre_tokenizers_differ_where_they_should() -> None:
     def words(pre: str, text: str) -> list[str]:
-        backend = build_tokenizer(GGUFVocabulary.from_metadata(byte_level_metadata(pre)))
+        backend = build_tokenizer(present(GGUFVocabulary.from_metadata(byte_level_metadata(pre))))
         return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
     assert words("gpt-2", "a 1234\n\n") == ["a", "Ġ1234", "ĊĊ"]
@@ -227,7 +228,7 @@ def test_qwen2_text_is_not_normalised() -> None:
 
 def test_llama3_words_in_the_vocabulary_are_taken_whole() -> None:
     """Merges alone could never reach the word; the published tokenizer of Llama 3 takes it all the same."""
-    metadata = byte_level_metadata("llama-bpe")
+    metadata = dict(byte_level_metadata("llama-bpe"))
     tokens = [*metadata["tokenizer.ggml.tokens"], "xylophone"]
     metadata = metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [NORMAL] * len(tokens)}
     assert build(metadata).encode("xylophone", add_special_tokens=False) == [len(tokens) - 1]
@@ -282,7 +283,7 @@ def test_sentencepiece_equals_llama_cpp() -> None:
 @pytest.mark.parametrize("has_merges", [False, True])
 def test_sentencepiece_equals_transformers(has_merges: bool, tmp_path: Path) -> None:
     """Part by part: transformers puts no space before a part that has one, nor before any but the first."""
-    metadata = sentencepiece_metadata()
+    metadata = dict(sentencepiece_metadata())
     if has_merges:
         merges = ["▁ t", "h e", "▁t he", "l l", "he ll", "hell o", "l o"]
         tokens = [*metadata["tokenizer.ggml.tokens"], "▁the", "hell", "hello", "▁t"]
@@ -388,7 +389,7 @@ def test_bos_and_eos_are_put_around_text(kind: str, flags: dict[str, bool], expe
 
 def test_bos_may_be_spelled_with_any_characters() -> None:
     """The library's templates give a meaning to colons, spaces and dollars."""
-    metadata = byte_level_metadata("gpt-2")
+    metadata = dict(byte_level_metadata("gpt-2"))
     tokens = list(metadata["tokenizer.ggml.tokens"])
     tokens[1], tokens[2] = "<a:0 $A b>", "$B"
     metadata = metadata | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.add_bos_token": True}

@@ -141,7 +141,12 @@ def test_bos_comes_from_the_tokenizer_not_its_config(
 def test_llama_directories_equal_transformers(
     model_type: str, tokenizer_class: str, legacy: bool | None, tmp_path: Path
 ) -> None:
-    config = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config: dict[str, Any] = {
+        "tokenizer_class": tokenizer_class,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
     config |= {} if legacy is None else {"legacy": legacy}
     check_equal_to_transformers(write_directory(tmp_path, sentencepiece_like(), model_type, **config))
 

@@ -61,9 +61,12 @@ def test_keys_that_a_family_does_not_know_are_reported(family: str, caplog: pyte
 
 def test_a_flag_that_the_family_ignores_is_reported_if_set(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="infinilm"):
-        assert not ModelConfig.from_dict({"model_type": "mistral", "mlp_bias": False}).mlp_bias
+        off = ModelConfig.from_dict({"model_type": "mistral", "mlp_bias": False})
         assert not caplog.records
-        assert not ModelConfig.from_dict({"model_type": "mistral", "mlp_bias": True}).mlp_bias
+        on = ModelConfig.from_dict({"model_type": "mistral", "mlp_bias": True})
+    for config in (off, on):
+        assert isinstance(config, LlamaConfig)
+        assert not config.mlp_bias
     assert caplog.messages == ["MistralConfig does not know these keys of config.json: mlp_bias"]
 
 
@@ -90,6 +93,7 @@ def test_windows_follow_the_architecture() -> None:
 def test_a_directory_is_read(tmp_path) -> None:
     transformers.Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path)
+    assert isinstance(config, LlamaConfig)
     assert (config.model_type, config.qk_norm, config.hidden_size) == ("qwen3", True, 64)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(CheckpointError, match="mamba"):

@@ -106,7 +106,7 @@ def test_bytes_of_an_outline_are_those_of_the_model(tmp_path: Path) -> None:
 class DoubledMLP(MLP):
     """A mixer that the native library does not have."""
 
-    def forward(self, x, step, residual=None, norm=None):
+    def forward(self, x, step=None, residual=None, norm=None):
         return residual + 2 * super().forward(x, step, None, norm)
 
 

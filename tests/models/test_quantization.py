@@ -85,7 +85,7 @@ def test_without_the_native_library(plain: Checkpoint, quantized: Checkpoint, mo
 def test_a_builder_that_knows_no_formats(
     plain: Checkpoint, quantized: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = ModelFamily("OtherForCausalLM", LlamaConfig, lambda config, **options: None)
+    other = ModelFamily("OtherForCausalLM", LlamaConfig, lambda config, **options: None)  # type: ignore[arg-type]
     monkeypatch.setitem(FAMILIES, "other", other)
     assert choose_formats(quantized, "other", **SETTINGS) == DENSE
     with pytest.raises(InvalidValueError, match="the builder of model_type='other' has no parameter `formats`"):

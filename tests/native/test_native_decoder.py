@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_native_attention import make_step
-from test_native_matrix import make_matrix
+from native.test_native_attention import make_step
+from native.test_native_matrix import make_matrix
 from torch import Tensor
 
 from infinilm.attention import ForwardBatch, TorchAttention
@@ -50,7 +50,7 @@ def make_layer(native: Any, seed: int, *, has_extras: bool, window: int | None) 
         weights[name] = torch.cat([weight for _, weight in pairs])
         biases[name] = 0.1 * torch.randn(sum(ROWS[name])) if has_extras else None
         linears[name] = native.Linear([matrix for matrix, _ in pairs], biases[name])
-    norms = {name: 1 + 0.1 * torch.randn(HIDDEN) for name in ("input_norm", "post_norm")}
+    norms: dict[str, Tensor | None] = {name: 1 + 0.1 * torch.randn(HIDDEN) for name in ("input_norm", "post_norm")}
     norms |= {name: 1 + 0.1 * torch.randn(HEAD_DIM) if has_extras else None for name in ("q_norm", "k_norm")}
     layer = native.Layer(
         **linears,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from native.test_native_matrix import make_matrix
 from packing import FORMATS
-from test_native_matrix import make_matrix
 
 from infinilm.kernels.packed import packed_linear
 

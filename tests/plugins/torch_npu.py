@@ -64,10 +64,12 @@ class DeviceTensor(Tensor):
         made.host = host
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return compute(operation, args, kwargs or {})
 
     def tolist(self) -> Any:

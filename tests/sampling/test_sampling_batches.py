@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_helpers import CPU, Recorder, sampler_with
+from sampling.sampling_helpers import CPU, Recorder, sampler_with
 
 from infinilm.sampling import SampledToken, Sampler
 from infinilm.sampling_params import RowStart, SamplingParams
@@ -130,14 +130,15 @@ def test_resuming_equals_going_on(seed):
     def run(*, is_broken: bool) -> list[int]:
         sampler = Sampler(vocab_size, CPU)
         sampler.start_row(RowStart(0, params, 77, stop_ids, prompt))
-        row, tokens = 0, []
+        row = 0
+        tokens: list[int] = []
         for step in range(num_steps):
             if is_broken and step == break_at:
                 sampler.end_row(row)
                 row = 40
                 sampler.start_row(RowStart(row, params, 77, stop_ids, prompt, list(tokens)))
             drawn = sampler.sample(logits[step : step + 1].clone(), [row], [len(prompt) + step])
-            tokens.append(drawn.token_ids.item())
+            tokens.append(int(drawn.token_ids.item()))
         return tokens
 
     assert run(is_broken=True) == run(is_broken=False)

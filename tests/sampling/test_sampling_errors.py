@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sampling_helpers import CPU, sampler_with
+from sampling.sampling_helpers import CPU, sampler_with
 
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.sampling import Sampler
@@ -102,7 +102,12 @@ def test_a_processor_can_neither_keep_nor_spoil_the_rows_state():
         assert (drawn.token_id, drawn.error) == (3, None)
     assert logits.tolist() == [LOGITS]
     seen = []
-    params = SamplingParams(logits_processors=(lambda ids, logits: seen.append(ids) or logits,))
+
+    def note(output_ids, logits):
+        seen.append(output_ids)
+        return logits
+
+    params = SamplingParams(logits_processors=(note,))
     sampler = sampler_with(1, params, output=[0])
     for position in (1, 2):
         sampler.sample(torch.zeros(1, 1), [0], [position])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sampling_helpers import CPU
+from sampling.sampling_helpers import CPU
 
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling import Sampler, logprobs_of
@@ -32,7 +32,7 @@ def test_values_ranks_and_top_tokens(vocab_size, num_top):
 def test_more_top_tokens_than_there_are():
     (entry,) = logprobs_of(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), 1000).to_host()
     assert list(entry.top) == [1, 2, 0]
-    assert sum(torch.tensor(list(entry.top.values())).exp()).item() == pytest.approx(1.0, abs=1e-6)
+    assert torch.tensor(list(entry.top.values())).exp().sum().item() == pytest.approx(1.0, abs=1e-6)
 
 
 def test_equal_tokens_share_the_better_rank():
@@ -61,13 +61,15 @@ def test_each_row_gets_what_it_asked_for():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     expected = torch.log_softmax(logits, dim=-1)
     for i, drawn in enumerate(sampler.sample(logits.clone(), range(5), [1] * 5).to_host()):
-        if asked[i] is None:
+        num_top = asked[i]
+        if num_top is None:
             assert drawn.logprobs is None
             continue
+        assert drawn.logprobs is not None
         assert drawn.logprobs.token_id == drawn.token_id
         assert drawn.logprobs.logprob == pytest.approx(expected[i, drawn.token_id].item(), abs=1e-6)
         assert drawn.logprobs.rank <= 5
-        assert len(drawn.logprobs.top) == min(asked[i], 40)
+        assert len(drawn.logprobs.top) == min(num_top, 40)
 
 
 def test_no_row_asks():

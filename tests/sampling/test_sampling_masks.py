@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from sampling_helpers import CPU, Recorder
+from sampling.sampling_helpers import CPU, Recorder
 
 from infinilm.sampling import Sampler
 from infinilm.sampling_params import RowStart, SamplingParams

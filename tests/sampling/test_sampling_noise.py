@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from sampling_helpers import CPU, draw_many
+from sampling.sampling_helpers import CPU, draw_many
 
 from infinilm.sampling import Sampler
 from infinilm.sampling.noise import draw_keys, log_exponentials, scrambled_seed, token_hashes, token_parts

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from sampling_helpers import Recorder, can_draw, draw_many, draw_one, edited, sampler_with
+from sampling.sampling_helpers import Recorder, can_draw, draw_many, draw_one, edited, sampler_with
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from infinilm.sampling_params import SamplingParams
@@ -190,6 +190,7 @@ def test_raw_logits_survive_when_logprobs_are_asked_for():
     sampler = sampler_with(3, SamplingParams(temperature=0.0, logit_bias={2: -50.0}, logprobs=1))
     (drawn,) = sampler.sample(logits, [0], [0]).to_host()
     assert drawn.token_id == 1
+    assert drawn.logprobs is not None
     assert drawn.logprobs.logprob == pytest.approx(expected[1].item(), abs=1e-6)
     assert drawn.logprobs.rank == 2
     assert drawn.logprobs.top == pytest.approx({2: expected[2].item()}, abs=1e-6)

@@ -2,10 +2,12 @@
 
 import math
 import random
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from narrow import present
 
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.sampling import check_uniform, draw_uniform
@@ -224,10 +226,10 @@ def test_logits_that_are_not_finite_fail_their_row_only(bad, settings, vocab_siz
     assert (last.token_id, last.error) == (2, None)
     assert 0 <= failed.token_id < vocab_size
     with pytest.raises(EngineError, match="NaN"):
-        raise failed.error
+        raise present(failed.error)
 
 
-FINE = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "random_val": 0.1}
+FINE: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "random_val": 0.1}
 
 
 def test_values_are_brought_to_one_per_request():
@@ -238,13 +240,14 @@ def test_values_are_brought_to_one_per_request():
         top_p=1,
         random_val=torch.tensor(0.25),
     )
-    assert {name: array.tolist() for name, array in values.items()} == {
+    arrays = cast(dict[str, np.ndarray], values)
+    assert {name: array.tolist() for name, array in arrays.items()} == {
         "temperature": [0.5, 2.0],
         "top_k": [3, 9],
         "top_p": [1.0, 1.0],
         "random_val": [0.25, 0.25],
     }
-    assert [array.dtype for array in values.values()] == [np.float64, np.int64, np.float64, np.float64]
+    assert [array.dtype for array in arrays.values()] == [np.float64, np.int64, np.float64, np.float64]
 
 
 OUT_OF_RANGE = [

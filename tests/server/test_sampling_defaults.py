@@ -23,7 +23,7 @@ from infinilm.loading.gguf_config import GGUFMetadata
 from infinilm.loading.sources import ALIASES, find_source
 from infinilm.models.auto import find_default_sampling
 
-OWN = {"temperature": 0.7, "top_p": 0.9, "top_k": 1, "min_p": 0.01, "repetition_penalty": 1.3}
+OWN: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 1, "min_p": 0.01, "repetition_penalty": 1.3}
 """With top_k=1 nothing is left to chance; with this penalty answers differ from greedy ones."""
 TEXT, CHAT = "hello there", [{"role": "user", "content": "hello there"}]
 

@@ -388,6 +388,6 @@ def test_request_ids(server: Server) -> None:
         == "mine.1-2_3:4"
     )
     for other in ("", "a b", "ä", "x" * 129, "a\tb", "%0a"):
-        made = server.http.get("/nothing", headers={"X-Request-Id": other.encode()}).headers["x-request-id"]
+        made = server.http.get("/nothing", headers={b"X-Request-Id": other.encode()}).headers["x-request-id"]
         assert len(made) == 16
         assert made != other

@@ -1,10 +1,13 @@
 """The official client against a real server: it must not notice the difference."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from narrow import present
 from server_driver import Server, events, wait_until
 from tiny_tokenizer import TEMPLATE
 
@@ -13,11 +16,11 @@ from infinilm import LLM, SamplingParams
 MODEL = "tiny-model"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there!"}]
 PROMPT = "The meaning of life is"
-GREEDY = {"temperature": 0, "max_tokens": 12}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def offline(long_dir: Path) -> LLM:
+def offline(long_dir: Path) -> Iterator[LLM]:
     with LLM(long_dir, num_kvcache_blocks=256) as engine:
         yield engine
 
@@ -83,6 +86,7 @@ def test_chat_logprobs(server: Server, offline: LLM) -> None:
     asked = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
     found = server.openai.chat.completions.create(**asked).choices[0].logprobs.content
     expected = offline.chat(CHAT, SamplingParams(temperature=0, max_tokens=6, logprobs=3), use_tqdm=False)[0].logprobs
+    assert expected is not None
     assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected])
     for each, right in zip(found, expected, strict=True):
         assert [top.logprob for top in each.top_logprobs] == pytest.approx(list(right.top.values()))
@@ -101,11 +105,11 @@ def test_echo_scores_the_prompt(server: Server, offline: LLM) -> None:
     reply = server.openai.completions.create(model=MODEL, prompt=PROMPT, echo=True, logprobs=2, max_tokens=0)
     choice = reply.choices[0]
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
-    expected = offline.generate(PROMPT, params, use_tqdm=False)[0].prompt_logprobs
+    expected = present(offline.generate(PROMPT, params, use_tqdm=False)[0].prompt_logprobs)
     assert choice.text == PROMPT
     assert "".join(choice.logprobs.tokens) == PROMPT
     assert choice.logprobs.token_logprobs[0] is None
-    assert choice.logprobs.token_logprobs[1:] == pytest.approx([each.logprob for each in expected[1:]])
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx([present(each).logprob for each in expected[1:]])
     assert choice.logprobs.text_offset[:3] == [0, 1, 3]
     found = choice.logprobs
     for token, own, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
@@ -127,7 +131,8 @@ def test_echo_and_logprobs_streamed_add_up_to_the_whole(server: Server) -> None:
         "seed": 1,
     }
     whole = server.openai.completions.create(**asked)
-    texts, tokens, offsets = ([[] for _ in range(4)] for _ in range(3))
+    lists: list[list[list[Any]]] = [[[] for _ in range(4)] for _ in range(3)]
+    texts, tokens, offsets = lists
     for chunk in server.openai.completions.create(**asked, stream=True):
         choice = chunk.choices[0]
         texts[choice.index].append(choice.text)

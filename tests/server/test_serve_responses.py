@@ -31,7 +31,8 @@ SCHEMA = {
 JSON_TEXT = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}}
 
 
-def create(server: Server, **fields: Any) -> Response:
+def create(server: Server, **fields: Any) -> Any:
+    """The client's `Response`. Any: each of its items may be of thirty classes."""
     return server.openai.responses.create(**{**GREEDY, "input": INPUT, **fields})
 
 
@@ -116,7 +117,7 @@ def test_instructions_and_roles_are_messages(server: Server) -> None:
         {"role": "assistant", "content": "Yes?"},
         {"type": "message", "role": "user", "content": INPUT},
     ]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Rhyme."}]},
         {"role": "user", "content": [{"type": "text", "text": "Hi."}, {"type": "text", "text": "You!"}]},
         {"role": "assistant", "content": "Yes?"},
@@ -196,7 +197,7 @@ def test_calls_and_results_are_part_of_the_conversation(server: Server) -> None:
     ]
     function = {"name": "get_weather", "arguments": '{"city": "Rome"}'}
     calls = [{"id": name, "type": "function", "function": function} for name in ("c1", "c2")]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},

@@ -56,7 +56,8 @@ OPERATIONS = [
 @pytest.fixture(scope="module")
 def operations(server: Server) -> dict[str, Any]:
     api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    found = (result.ok() for result in api.get_all_operations())
+    results: Any = api.get_all_operations()
+    found = (result.ok() for result in results)
     return {operation.label: operation for operation in found}
 
 

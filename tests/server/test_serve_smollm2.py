@@ -4,14 +4,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clients.run_clients import run_client
 from server_driver import Server, serving, wait_until
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -108,7 +109,7 @@ def test_json_schema(server: Server) -> None:
     ],
     ids=["regex", "choice", "grammar", "json"],
 )
-def test_guided_completions(server: Server, guide: dict, check: object) -> None:
+def test_guided_completions(server: Server, guide: dict, check: Callable[[str], object]) -> None:
     reply = server.post("/v1/completions", prompt="Answer:", max_tokens=60, temperature=0.5, seed=1, **guide).json()
     assert reply["choices"][0]["finish_reason"] == "stop"
     assert check(reply["choices"][0]["text"]) is not False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
+from narrow import present
 from tiny_tokenizer import build_tokenizer
 
 from infinilm.errors import InvalidValueError
@@ -107,7 +108,7 @@ def test_one_call_of_the_function_that_is_named(tool_format: ToolFormat) -> None
 @pytest.mark.parametrize("tool_format", [HERMES, SMOLLM, MISTRAL], ids=lambda each: each.name)
 def test_markers_that_are_tokens_are_asked_for_by_id(tool_format: ToolFormat, is_special: bool) -> None:
     tokenizer, _ = make_tokenizer(tool_format.markers, is_special)
-    ids = {marker: tokenizer.token_to_id(marker) for marker in tool_format.markers}
+    ids = {marker: present(tokenizer.token_to_id(marker)) for marker in tool_format.markers}
     good, bad = write(tool_format, CHECK, COLOGNE), write(tool_format, ("get", "[]"))
     for tools, choice in ((TOOLS, "required"), (STRICT, "auto")):
         grammar = call_grammar(tool_format, tools, choice, special_tokens=ids)

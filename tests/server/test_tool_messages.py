@@ -41,7 +41,7 @@ CALLING = {
     "content": None,
     "tool_calls": [call("a", "get_weather", '{"city": "Köln"}'), call("b", "clock", "{}")],
 }
-RESULTS = [
+RESULTS: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "b", "content": "noon"},
     {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "rain"}]},
 ]

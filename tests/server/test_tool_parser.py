@@ -157,7 +157,7 @@ def test_text_without_a_marker_is_content_to_the_last_character(text: str, place
 
 F, G = ("f", '{"a": 1}'), ("get_weather", "{}")
 CALL_F, CALL_G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "get_weather", "arguments": {}}'
-CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
+CASES: list[tuple[ToolFormat, str, str | None, list[tuple[str, str]]]] = [
     # What models write, in and a little beside the documented ways.
     (HERMES, 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "Let me see.", [F]),
     (HERMES, '<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>\n', "", [F]),
@@ -217,9 +217,10 @@ def test_without_parallel_calls_the_answer_ends_with_the_first() -> None:
     assert parse('{"name": "f", "parameters": {"a": 1}}; {"name": "f"', LLAMA) == ("", [F])
     parser = ToolCallParser(HERMES, NAMES, is_parallel=False)
     parser.feed(call[: call.index("}}") + 1])
-    assert not parser.is_done
+    is_done = [parser.is_done]
     parser.feed("}")
-    assert parser.is_done
+    is_done.append(parser.is_done)
+    assert is_done == [False, True]
     assert [*parser.feed(call), *parser.finish()] == []
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structured_helpers import Source
+from structured.structured_helpers import Source
 
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.text.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from narrow import present
 from processes import children, eventually
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
@@ -234,12 +235,12 @@ def test_refused_or_followed_at_a_bearable_pace(field, value, real):
 def test_processes_are_few_and_end_with_the_compiler(tiny_dir):
     from concurrent.futures import ThreadPoolExecutor
 
-    from structured_helpers import Source
+    from structured.structured_helpers import Source
 
     from infinilm.text.tokenizer import Tokenizer
 
     before = set(children(os.getpid()))
-    source = Source.of(Tokenizer.from_directory(tiny_dir))
+    source = Source.of(present(Tokenizer.from_directory(tiny_dir)))
 
     def refusal(number: int) -> str:
         bomb = {"patternProperties": {f"^p{number}{i}x.*$": {"maxLength": i} for i in range(1000)}}

@@ -4,11 +4,12 @@ import json
 import math
 import os
 import re
+from typing import Any
 
 import pytest
 from processes import children, eventually, script
 
-from infinilm import LLM, AsyncLLM, SamplingParams, StructuredOutput
+from infinilm import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutput
 from infinilm.errors import InvalidValueError
 
 PERSON = StructuredOutput(
@@ -124,7 +125,7 @@ def test_streams_and_steps(llm):
     assert len("".join(llm.stream(PROMPTS[0], params(DATE)))) == 10
     llm.add_request(PROMPTS[0], params(DATE), request_id="a")
     llm.add_request(PROMPTS[0], params(DATE, seed=4), request_id="b")
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     while not llm.is_finished():
         outputs |= {output.request_id: output for output in llm.step()}
     assert all(output.finish_reason == "stop" and len(output.text) == 10 for output in outputs.values())
@@ -236,7 +237,11 @@ def test_the_embedded_model(smollm2):
         "required": ["city", "country"],
         "additionalProperties": False,
     }
-    forms = [{"json_schema": place}, {"choice": ["London", "Paris", "Rome"]}, {"regex": "The city of [A-Z][a-z]+\\."}]
+    forms: list[dict[str, Any]] = [
+        {"json_schema": place},
+        {"choice": ["London", "Paris", "Rome"]},
+        {"regex": "The city of [A-Z][a-z]+\\."},
+    ]
     kinds = [SamplingParams(temperature=0, max_tokens=40, structured=StructuredOutput(**form)) for form in forms]
     with LLM(smollm2, max_model_len=256) as llm:
         answers = llm.chat([question] * 3, kinds, use_tqdm=False)

@@ -1,10 +1,12 @@
 """Which tokens are let through: those that are text as its reader will see it, and stop ids where it may end."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
-from structured_helpers import Source
+from narrow import present
+from structured.structured_helpers import Source
 
 from infinilm.errors import InvalidValueError
 from infinilm.sampling_params import SamplingParams
@@ -46,7 +48,7 @@ def sentencepiece():
             "tokenizer.ggml.eos_token_id": 2,
         }
     )
-    source = Source.of(tokenizer)
+    source = Source.of(present(tokenizer))
     yield source
     source.compiler.close()
 
@@ -84,7 +86,8 @@ def test_the_first_space_that_is_dropped_is_no_part_of_the_answer(form, sentence
 
 def test_tokens_that_are_no_text_are_never_allowed(tiny):
     """331 logits for 300 tokens: the rest is padding."""
-    for form in ({"regex": "(?s:.*)"}, {"grammar": "start: <[0-330]>"}, {"grammar": "start: <[^5]>"}):
+    forms: list[dict[str, Any]] = [{"regex": "(?s:.*)"}, {"grammar": "start: <[0-330]>"}, {"grammar": "start: <[^5]>"}]
+    for form in forms:
         matcher = tiny.compiler.compile(StructuredOutput(**form)).matcher([], [1], 0)
         token_ids = allowed(tiny, matcher)
         assert max(token_ids) < 300

@@ -1,6 +1,7 @@
 """Answers built from tokens: text, stop strings and ends, however many tokens a step brings."""
 
 import pytest
+from narrow import present
 from tiny_tokenizer import save_tokenizer
 
 from infinilm.outputs import FinishReason
@@ -14,7 +15,7 @@ EOS = 1
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(directory)
-    return Tokenizer.from_directory(directory)
+    return present(Tokenizer.from_directory(directory))
 
 
 @pytest.fixture
