@@ -86,7 +86,7 @@ def serve(
     settings = ServerSettings(
         host=host,
         port=port,
-        api_keys=_collect_keys(api_key or [], api_key_file),
+        api_keys=collect_keys(api_key or [], api_key_file),
         model_name=model_name,
         log_requests=log_requests,
         parse_special_tokens=parse_special_tokens,
@@ -104,7 +104,7 @@ def _check_installed() -> None:
         raise InvalidValueError(f"serving needs {error.name}; install it with: pip install 'infinilm[serve]'") from None
 
 
-def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+def collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
     keys = list(given)
     if file is not None:
         try:
