@@ -24,7 +24,7 @@ for _number, _handler in ((signal.SIGHUP, lambda *_: None), (signal.SIGINT, sign
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
-SLOW_ROOMS = ("examples", "fuzz", "engine", "server", "structured", "cli")
+SLOW_ROOMS = ("cluster", "examples", "fuzz", "engine", "server", "structured", "cli")
 """Their files go first: one that begins last would keep one worker busy when the others are done."""
 
 
@@ -52,6 +52,21 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     directory = tmp_path_factory.mktemp("tiny")
     save(make_reference("llama-gqa", vocab_size=300, eos_token_id=1, bos_token_id=0), directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def long_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that can write for a while: 8,192 tokens of context."""
+    from checkpoints import make_reference, save
+    from tiny_tokenizer import save_tokenizer
+
+    directory = tmp_path_factory.mktemp("served") / "tiny-model"
+    save(
+        make_reference("llama-gqa", vocab_size=300, eos_token_id=1, bos_token_id=0, max_position_embeddings=8192),
+        directory,
+    )
     save_tokenizer(directory)
     return directory
 

@@ -57,9 +57,10 @@ ALLOWED = {
     "lib": LEAVES | {"cache", "distributed", "debug", "models", "lowlevel"},
     "server": LEAVES | {"", "config", "distributed", "engine", "executor", "loading", "text", "structured"},
     "batch": LEAVES | {"", "config", "loading", "server"},
-    "cluster": LEAVES | {"config", "batch", "server"},
+    "cluster": LEAVES | {"", "batch", "config", "engine", "loading", "server"},
     "cli": LEAVES
-    | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server", "batch"},
+    | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server", "batch"}
+    | {"cluster"},
     "bench": LEAVES | {"", "config", "distributed", "engine", "loading", "text"},
     "__main__": {"cli"},
     "": LEAVES | {"config", "engine", "lowlevel"},
