@@ -258,9 +258,8 @@ def plan_memory(
 def plan_stages(plans: Sequence[MemoryLedger]) -> list[MemoryLedger]:
     """The plans of a model's pipeline stages with as many blocks in each as the fullest has, which comes first."""
     least = min(plans, key=lambda plan: (plan.num_blocks, plan.max_model_len))
-    reason = f"as in {least.stage}"
     others = [
-        replace(plan, num_blocks=least.num_blocks, max_model_len=least.max_model_len, limited_by=reason)
+        replace(plan, num_blocks=least.num_blocks, max_model_len=least.max_model_len, limited_by=least.stage)
         for plan in plans
         if plan is not least
     ]
