@@ -58,7 +58,8 @@ class Jobs:
     def start(self, output: Path) -> subprocess.Popen[bytes]:
         options = ["--temperature", "0", "--num-kvcache-blocks", "512", "--max-num-seqs", "64"]
         options += ["--cluster", "--engines", "2"] if self.is_cluster else []
-        command = [sys.executable, "-m", "infinilm", "batch", self.input, output, "--model", self.model, *options]
+        command = [sys.executable, "-m", "infinilm", "batch", str(self.input), str(output)]
+        command += ["--model", str(self.model), *options]
         log = (self.folder / "log").open("ab")
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 

@@ -54,7 +54,7 @@ class Driver:
             self.num_blocks,
             self.block_size,
             dtype=self.model.dtype,
-            device=self.model.norm.weight.device,
+            device=next(self.model.parameters()).device,
         )
         self.free = np.random.default_rng(self.seed).permutation(self.num_blocks).tolist()
         self.tables: dict[str, list[int]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_driver import MIXED, NUM_GOOD, SETTINGS, comparable, start_batch, write_rows
+from batch.batch_driver import MIXED, NUM_GOOD, SETTINGS, comparable, start_batch, write_rows
 from server_driver import wait_until
 
 import infinilm.batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from batch_driver import SETTINGS, comparable, start_batch, write_rows
+from batch.batch_driver import SETTINGS, comparable, start_batch, write_rows
 from server_driver import wait_until
 
 import infinilm.batch

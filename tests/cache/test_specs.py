@@ -27,7 +27,7 @@ def test_layers_with_equal_specs_form_a_group() -> None:
 
 
 def test_a_stage_has_all_groups_and_memory_for_its_own_layers() -> None:
-    specs = [SLIDING, FULL, SharedKV(1), SLIDING, WIDE]
+    specs: list[CacheSpec] = [SLIDING, FULL, SharedKV(1), SLIDING, WIDE]
     assert group_layers(specs, range(1, 3)) == (CacheGroup(SLIDING, ()), CacheGroup(FULL, (1,)), CacheGroup(WIDE, ()))
     memory = CacheMemory("cpu")
     cache = PagedKVCache(specs, [3, 7, 5], 16, dtype=torch.float32, device="cpu", memory=memory, held=range(1, 3))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_driver import Cli
+from cli.cli_driver import Cli
 
 from infinilm import LLM, SamplingParams
 from infinilm.cli.display import AnswerWriter

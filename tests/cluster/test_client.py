@@ -13,7 +13,7 @@ from infinilm.config import Config
 from infinilm.engine.sequence import block_hashes
 from infinilm.engine.stats import EngineStats
 from infinilm.framing import frame, read_frame
-from infinilm.outputs import AnswerDelta
+from infinilm.outputs import AnswerDelta, FinishReason
 from infinilm.sampling_params import SamplingParams
 from infinilm.server import messages
 from infinilm.server.admission import Admission
@@ -22,7 +22,7 @@ from infinilm.server.engine_request import DeltaQueue, EngineRequest, now
 from infinilm.server.settings import Limits
 
 SECRET = b"s" * 32
-READY = messages.Ready(1024, 300, 8, 512, 64, 16, "cpu", "float32", 0.1, {})
+READY = messages.Ready(1024, 300, 8, 512, 64, 16, "cpu", "float32", 0.1, {}, "")
 
 
 class FakeReplica:
@@ -59,7 +59,7 @@ class FakeReplica:
     def send(self, report: wire.Report) -> None:
         self._writer.write(frame(messages.encode_message(report)))
 
-    def say(self, request_id: str, *token_ids: int, finish_reason: str | None = None) -> None:
+    def say(self, request_id: str, *token_ids: int, finish_reason: FinishReason | None = None) -> None:
         self.send(messages.Stepped([AnswerDelta(request_id, 0, list(token_ids), None, finish_reason)]))
 
     def refuse(self, request_id: str, status: int, **headers: str) -> None:
@@ -282,7 +282,7 @@ def test_a_peer_without_the_secret_is_refused() -> None:
 def test_a_router_that_fails_fails_the_request_and_not_the_front() -> None:
     async def scenario(client: ClusterClient, replicas: list[FakeReplica]) -> None:
         handle = client._handle_of_engines
-        addresses, handle.addresses = handle.addresses, None  # type: ignore[union-attr, assignment]
+        addresses, handle.addresses = handle.addresses, None  # type: ignore[union-attr]
         request = make_request()
         client.enter([request])
         assert "Ray Serve names no replica" in (await error_of(request)).message

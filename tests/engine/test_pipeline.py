@@ -124,7 +124,9 @@ def test_histories_with_arrivals_aborts_and_preemption(engines: tuple[LLM, LLM])
     ]
     cases = [(prompt, params) for prompt in PROMPTS for params in kinds]
     expected = alone.generate([prompt for prompt, _ in cases], [params for _, params in cases], use_tqdm=False)
-    before, requests, ended = staged.stats().num_preemptions, {}, {}
+    before = staged.stats().num_preemptions
+    requests: dict[str, int] = {}
+    ended: dict[str, RequestOutput] = {}
     for step in range(2000):
         if step < 20 and rng.random() < 0.6:
             case = rng.randrange(len(cases))
@@ -158,7 +160,11 @@ def test_hooks_see_every_layer_and_may_change_it(engines: tuple[LLM, LLM]) -> No
     for llm in engines:
         registry = HookRegistry()
         calls: list[tuple[str, int, torch.Tensor]] = []
-        registry.register_hook("*", lambda name, x, layer, calls=calls: calls.append((name, layer, x)))
+
+        def note(name: str, x: torch.Tensor, layer: int, calls: list[tuple[str, int, torch.Tensor]] = calls) -> None:
+            calls.append((name, layer, x))
+
+        registry.register_hook("*", note)
         registry.register_hook("layer1_output", lambda _name, x, _layer: x + vector)
         llm.set_hook_registry(registry)
         try:
@@ -182,7 +188,7 @@ def test_a_hook_that_raises_ends_its_step_only(engines: tuple[LLM, LLM]) -> None
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     (expected,) = alone.generate(PROMPTS[0], greedy, use_tqdm=False)
     registry = HookRegistry()
-    registry.register_hook("layer0_output", lambda *_: 1 / 0)
+    registry.register_hook("layer0_output", lambda *_: 1 / 0)  # type: ignore[arg-type]
     staged.set_hook_registry(registry)
     (failed,) = staged.generate(PROMPTS[0], greedy, use_tqdm=False)
     staged.set_hook_registry(None)
@@ -235,7 +241,11 @@ def test_quantised_stages(tmp_path: Path) -> None:
             outputs.append(llm.generate([list(range(2, 90)), list(range(60, 2, -1))], params, use_tqdm=False))
     for own, other in zip(outputs[1], outputs[0], strict=True):
         assert own.token_ids == other.token_ids
+        assert own.prompt_logprobs is not None
+        assert other.prompt_logprobs is not None
         for found, expected in zip(own.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert found is not None
+            assert expected is not None
             assert found.logprob == pytest.approx(expected.logprob, abs=0.05)
 
 

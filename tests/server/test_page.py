@@ -135,7 +135,7 @@ def test_all_fields_have_labels() -> None:
 
 def write_events(text: str) -> str:
     """A streamed answer as a server sends it, with tokens of up to five characters."""
-    events = []
+    events: list[dict[str, Any]] = []
     for part in re.findall(r"(?s).{1,5}", text):
         token = {"token": part, "logprob": -0.5, "bytes": list(part.encode()), "top_logprobs": []}
         events.append({"choices": [{"delta": {"content": part}, "logprobs": {"content": [token]}}]})
