@@ -84,6 +84,12 @@ def test_low_level_prints_what_it_says(tmp_path: Path) -> None:
     check_printed(output, expected)
 
 
+def test_batch_prints_what_it_says(tmp_path: Path) -> None:
+    output, expected = run_blocks("docs/batch.md", tmp_path)
+    assert expected == ["1 0"]
+    check_printed(output, expected)
+
+
 def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
     output, expected = run_blocks("README.md", tmp_path)
     assert len(expected) == 2
