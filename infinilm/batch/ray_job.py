@@ -123,7 +123,7 @@ class RayParts:
         ray, config = self._ray, job.config
         ranks = config.distributed.tp_size if config.distributed else config.tensor_parallel_size
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        kind = "GPU" if config.device == "cuda" or (config.device == "auto" and has_gpus) else "CPU"
+        kind = "CPU" if config.device == "cpu" or (config.device == "auto" and not has_gpus) else "GPU"
         nodes = [
             (node["NodeManagerAddress"], node["Resources"].get(kind, 0.0)) for node in ray.nodes() if node["Alive"]
         ]

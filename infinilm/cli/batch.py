@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from infinilm.cli.answering import require_extra
 from infinilm.cli.display import format_rate, format_seconds, note
 from infinilm.cli.options import takes_config, takes_sampling
-from infinilm.cli.serve import check_installed
 from infinilm.config import Config
 
 
@@ -22,12 +22,16 @@ def batch(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Run on Ray: RAY_ADDRESS, or a cluster made here.")
     ] = False,
-    engines: Annotated[int, typer.Option(help="With --cluster: engines, each with the whole model.")] = 1,
+    engines: Annotated[int, typer.Option(metavar="N", help="With --cluster: engines, each with the whole model.")] = 1,
     model_name: Annotated[
-        str | None, typer.Option(help="What rows call the model. Default: its file's name.", show_default=False)
+        str | None,
+        typer.Option(metavar="NAME", help="The model's name in rows. Default: its file's name.", show_default=False),
     ] = None,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls. Default: by its template.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="How the model writes tool calls. Default: found by its template.", show_default=False
+        ),
     ] = None,
     config: Config,
     sampling: dict[str, Any],
@@ -37,7 +41,7 @@ def batch(
     OUTPUT has the form of OpenAI's batch output. Bad rows become error rows. A job that was stopped or killed goes on
     when it is started again with the same arguments.
     """
-    check_installed("infinilm batch")
+    require_extra("serve", "a batch job", "fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
     from infinilm.batch import run
 
     try:

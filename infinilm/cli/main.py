@@ -9,6 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from infinilm import __version__
+from infinilm.cli.batch import batch
 from infinilm.cli.bench import bench, bench_serve
 from infinilm.cli.chat import chat
 from infinilm.cli.display import print_error
@@ -27,7 +28,7 @@ _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
 app = make_app()
-for _command in (generate, chat, serve, info, pull, verify):
+for _command in (generate, chat, batch, serve, info, pull, verify):
     app.command(cls=HelpCommand, help=help_of(_command))(_command)
 _bench_app = make_app(subcommand_metavar="[COMMAND]")
 _bench_app.callback(invoke_without_command=True, help=help_of(bench))(bench)
