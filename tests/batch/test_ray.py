@@ -18,7 +18,8 @@ from infinilm.errors import EngineError, InvalidValueError
 
 ray = pytest.importorskip("ray")
 MARK = "INFINILM_BATCH_TEST"
-OPTIONS = ("--num-kvcache-blocks", "512", "--max-num-seqs", "16", "--cluster", "--engines", "1")
+OPTIONS = ("--num-kvcache-blocks", "512", "--max-num-seqs", "2", "--cluster", "--engines", "1")
+"""Few rows at a time: there is time to kill a process."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def expected(batch_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     """An input, and the answers of this machine alone."""
     folder = tmp_path_factory.mktemp("alone")
-    source = write_rows(folder / "in.jsonl", 60)
+    source = write_rows(folder / "in.jsonl", 240)
     infinilm.batch.run(source, folder / "out.jsonl", batch_model, show_progress=False, **SETTINGS)
     return source, (folder / "out.jsonl").read_bytes().splitlines()
 
