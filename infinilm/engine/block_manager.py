@@ -30,6 +30,8 @@ class BlockPool:
         self._block_size = block_size
         self._num_refs = [0] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self.changes: dict[bytes, bool] | None = None
+        """If a dict: the hashes that became findable (True) or were forgotten (False), for a reader who empties it."""
 
     @property
     def num_cached(self) -> int:
@@ -64,6 +66,8 @@ class BlockPool:
             block, _ = self.free.popitem(last=False)
             if key := self.content_of.pop(block, None):
                 del self._block_of[key[0]]
+                if self.changes is not None:
+                    self.changes[key[0]] = False
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
@@ -83,6 +87,8 @@ class BlockPool:
         if key[0] not in self._block_of:
             self._block_of[key[0]] = block
             self.content_of[block] = key
+            if self.changes is not None:
+                self.changes[key[0]] = True
 
     def check_integrity(self, held_blocks: Iterable[List[int]]) -> None:
         """Assert that the counts are those of the live sequences' tables, and that nothing is lost."""
@@ -134,6 +140,15 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def watch(self) -> dict[bytes, bool]:
+        """The changes of the prefix cache from now on, in a dict that the reader empties (see `BlockPool.changes`).
+
+        Where groups of layers differ, those of the first group that keeps whole texts: an estimate for routing.
+        """
+        pool = next((pool for pool in self.pools if pool.window is None), self.pools[0])
+        pool.changes = {}
+        return pool.changes
 
     # --- prefixes ---------------------------------------------------------------------------------------
 

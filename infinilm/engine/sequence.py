@@ -1,6 +1,7 @@
 """One stream of tokens: a prompt and the answer growing behind it."""
 
 from array import array
+from collections.abc import Sequence as List
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -174,7 +175,19 @@ class Sequence:
         keys = self._block_keys
         while len(keys) <= index:
             start = len(keys) * block_size
-            content = array("I", self.token_ids[start : start + block_size]).tobytes()
             parent = keys[-1][0] if keys else self.cache_salt
-            keys.append((xxh3_128_digest(parent + content), content))
+            keys.append(_make_key(parent, self.token_ids[start : start + block_size]))
         return keys[index]
+
+
+def _make_key(parent: bytes, token_ids: List[int]) -> BlockKey:
+    content = array("I", token_ids).tobytes()
+    return xxh3_128_digest(parent + content), content
+
+
+def block_hashes(token_ids: List[int], cache_salt: bytes, block_size: int) -> list[bytes]:
+    """The hashes of the blocks of a prompt that the prefix cache may hold, without the block of its last token."""
+    hashes: list[bytes] = []
+    for start in range(0, (len(token_ids) - 1) // block_size * block_size, block_size):
+        hashes.append(_make_key(hashes[-1] if hashes else cache_salt, token_ids[start : start + block_size])[0])
+    return hashes

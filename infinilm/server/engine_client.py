@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from typing import Self
@@ -88,6 +89,8 @@ class EngineClient:
         self.stats = EngineStats()
         self.failed = asyncio.Event()
         """Set when the engine can't be started again: `cause` says why."""
+        self.cache_listener: Callable[[messages.CacheChanged], None] | None = None
+        """Called when the prefix cache has changed. Set it before `start`."""
         self._admission = admission
         self._config = config
         self._step_timeout = limits.step_timeout
@@ -186,7 +189,7 @@ class EngineClient:
     async def _launch(self) -> EngineHandle:
         """Start a process and let it load the model."""
         self._handle = await EngineHandle.start()
-        self._handle.send(messages.Start(messages.config_to_wire(self._config), self._timing))
+        self._handle.send(messages.Start(messages.config_to_wire(self._config), self._timing, self.cache_listener is not None))
         return self._handle
 
     async def _follow(self, handle: EngineHandle) -> tuple[str, bool]:
@@ -269,6 +272,9 @@ class EngineClient:
         elif isinstance(report, messages.Rejected):
             if request := self._requests.pop(report.request_id, None):
                 self._end(request, ApiError(500 if report.is_bug else 400, report.error))
+        elif isinstance(report, messages.CacheChanged):
+            if self.cache_listener is not None:
+                self.cache_listener(report)
         elif isinstance(report, messages.Ready):
             self._note_ready(report)
         self._submit_ready()

@@ -78,8 +78,11 @@ class StepPace:
 class EngineLoop:
     """Computes steps while there are requests, and reads commands."""
 
-    def __init__(self, engine: LLMEngine, frames: FrameSocket, timing: messages.Timing) -> None:
+    def __init__(
+        self, engine: LLMEngine, frames: FrameSocket, timing: messages.Timing, *, reports_cache: bool = False
+    ) -> None:
         self._engine = engine
+        self._cache_changes = engine.scheduler.blocks.watch() if reports_cache else {}
         self._heartbeat_s = timing.heartbeat
         self._pace = StepPace(engine.scheduler, mixed_s=timing.mixed_step, prefill_s=timing.prefill_step)
         self._frames = frames
@@ -159,6 +162,13 @@ class EngineLoop:
     def _send_stats(self) -> None:
         self._stats_time = perf_counter()
         send_report(self._frames, messages.Stats(self._engine.stats()))
+        if changes := self._cache_changes:
+            added, removed = (
+                b"".join(key[: messages.HASH_BYTES] for key, is_there in changes.items() if is_there is kind)
+                for kind in (True, False)
+            )
+            changes.clear()
+            send_report(self._frames, messages.CacheChanged(added, removed))
 
 
 def send_report(frames: FrameSocket, report: messages.Report) -> None:
@@ -212,7 +222,7 @@ def serve(frames: FrameSocket) -> None:
     with engine:
         try:
             send_report(frames, _describe(engine, perf_counter() - start_time))
-            EngineLoop(engine, frames, command.timing).run()
+            EngineLoop(engine, frames, command.timing, reports_cache=command.reports_cache).run()
         except ChannelClosedError:
             return  # the HTTP process has ended
         except Exception as error:

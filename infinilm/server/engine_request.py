@@ -52,6 +52,10 @@ class EngineRequest:
     tenant: str
     """The API key's tenant. Tenants take turns, and share nothing in the prefix cache."""
     arrival_time: float
+    session: str = ""
+    """What the client calls its session. In a cluster a session's requests go to one replica."""
+    route: str = ""
+    """In a cluster: the replica that answers, and why it was chosen. It becomes a header of the response."""
     first_answer: int = 0
     """The index of its first answer among the answers of the HTTP request."""
     submit_time: float | None = None

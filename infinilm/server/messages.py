@@ -26,6 +26,8 @@ class Start(msgspec.Struct, tag="start", array_like=True):
 
     settings: dict[str, Any]
     timing: Timing
+    reports_cache: bool = False
+    """Whether to send `CacheChanged`."""
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -99,7 +101,15 @@ class Stats(msgspec.Struct, tag="stats", array_like=True):
     stats: EngineStats
 
 
-Report = Ready | Failed | Rejected | Stepped | Stats
+class CacheChanged(msgspec.Struct, tag="cache", array_like=True):
+    """Blocks that the prefix cache gained and lost: the first `HASH_BYTES` of each one's hash, joined."""
+
+    added: bytes
+    removed: bytes = b""
+
+
+Report = Ready | Failed | Rejected | Stepped | Stats | CacheChanged
+HASH_BYTES = 8
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

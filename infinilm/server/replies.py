@@ -131,7 +131,7 @@ async def respond(
         content = encode(reply.whole())
     finally:
         stream.close()
-    return Response(content, media_type="application/json")
+    return Response(content, media_type="application/json", headers=stream.headers())
 
 
 class EventStream(Response):
@@ -142,7 +142,7 @@ class EventStream(Response):
     """
 
     def __init__(self, stream: ResponseStream, reply: Reply) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", **stream.headers()})
         del self.headers["content-length"]
         self._stream = stream
         self._reply = reply

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Any]]
 CLIENT_GONE = 499
-OUTCOMES = {CLIENT_GONE: "disconnected", 408: "timeout", 504: "timeout", 400: "invalid"}
+MAX_ROUTE_LENGTH = 1024
+OUTCOMES = {CLIENT_GONE: "disconnected", 408: "timeout", 504: "timeout", 400: "invalid", 429: "rejected"}
 
 
 @dataclass(slots=True)
@@ -185,6 +186,11 @@ class ResponseStream:
             "tokens_per_second": round(num_tokens / elapsed, 3) if elapsed else None,
             "cached_tokens": self._num_cached_tokens(),
         }
+
+    def headers(self) -> dict[str, str]:
+        """Headers of the response: in a cluster, which replica answers."""
+        route = "; ".join(request.route for request in self.requests if request.route)
+        return {"X-InfiniLM-Replica": route[:MAX_ROUTE_LENGTH]} if route else {}
 
     def _num_cached_tokens(self) -> int:
         return sum(request.metrics.num_cached_tokens for request in self.requests if request.metrics is not None)

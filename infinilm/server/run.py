@@ -5,6 +5,7 @@ import gc
 import logging
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,7 +40,10 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM, SIGINT and SIGHUP in the block."""
+        """Handle SIGTERM, SIGINT and SIGHUP in the block. In a thread there are no signals to handle."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = signal.getsignal(signal.SIGHUP)
         with super().capture_signals():
             if before is not signal.SIG_IGN:
@@ -68,11 +72,12 @@ class Server(uvicorn.Server):
 
 def run(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
     """Serve until a signal. `on_ready` gets the model and the address once requests are served."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(service, on_ready))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve(service, on_ready))
 
 
-async def _serve(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
+async def serve(service: Service, on_ready: Callable[[Ready, str], None]) -> None:
+    """Serve until a signal, or until `service.client.failed` is set."""
     settings, limits = service.settings, service.limits
     config = uvicorn.Config(
         create_app(service),
@@ -149,7 +154,7 @@ def fit_open_files(max_connections: int) -> int:
     return max_connections
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's if it is installed: about twice as fast."""
     try:
         import uvloop

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -149,7 +149,7 @@ class Service:
         self.client = EngineClient(config.replace(model=path), settings.limits, self.admission)
         self.metrics = Metrics()
         self.created = int(time.time())
-        self._ids = itertools.count()
+        self._ids: Iterator[object] = itertools.count()
         self._prompts: PromptEncoder | None = None
 
     async def start(self) -> Ready:
@@ -226,6 +226,7 @@ class Service:
                     output=output,
                     tenant=request.scope.get("tenant", ""),
                     arrival_time=request.scope["arrival_time"],
+                    session=request.headers.get("x-session-id", ""),
                     first_answer=first_answer,
                 )
             )

@@ -1,0 +1,141 @@
+"""The application for Ray Serve: fronts and engine replicas, from options that JSON can hold."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from infinilm.cluster.front import Front
+from infinilm.cluster.replica import EngineReplica
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.serve import Application
+
+HEALTH_PERIOD_S = 5.0
+SHUTDOWN_MARGIN_S = 15.0
+"""Beyond `drain_timeout`, for the engine's process to end."""
+PATH = "infinilm.cluster.deployment:build"
+
+
+@dataclass(kw_only=True)
+class ClusterOptions:
+    """All that a deployment needs. `asdict` of it is the `args` of `serve deploy`'s YAML."""
+
+    config: dict[str, Any]
+    """The engine's settings, by `config_to_wire`."""
+    settings: dict[str, Any]
+    """The fields of `ServerSettings`."""
+    secret: str
+    """With which fronts and replicas know each other, in hexadecimal digits."""
+    app_name: str
+    tool_call_parser: str | None = None
+    min_replicas: int = 1
+    max_replicas: int = 1
+    num_fronts: int = 1
+    num_cpus: float = 1.0
+    """Of each replica."""
+    num_gpus: float = 0.0
+    queued_tokens: int = 4096
+    """Autoscaling aims at so many waiting prompt tokens per replica."""
+    resources: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def replica_resources(self) -> dict[str, float]:
+        return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+
+
+def build(args: dict[str, Any]) -> "Application":
+    """The application, for `serve deploy`."""
+    return build_application(ClusterOptions(**args))
+
+
+def build_application(options: ClusterOptions, keeper: "ActorHandle[Any] | None" = None) -> "Application":
+    """The application. With a `keeper` it ends when that actor does."""
+    from ray import serve
+
+    limits = options.settings["limits"]
+    shutdown_s = limits["drain_timeout"] + SHUTDOWN_MARGIN_S
+    engine_args = {
+        "config": options.config,
+        "limits": limits,
+        "has_tenants": len(options.settings["api_keys"]) > 1,
+        "secret": options.secret,
+    }
+    front_args = {
+        "config": options.config,
+        "settings": options.settings,
+        "tool_call_parser": options.tool_call_parser,
+        "secret": options.secret,
+        "app_name": options.app_name,
+    }
+    engines = serve.deployment(
+        EngineReplica,
+        name="engine",
+        ray_actor_options={
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
+            "resources": options.resources,
+        },
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=limits["step_timeout"] + HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=shutdown_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        max_constructor_retry_count=2,
+        max_surge_percent=100,
+        request_router_config={"request_router_class": "infinilm.cluster.router.PrefixRouter"},
+        **_scaling(options),
+    )
+    engines = engines.options(version=_version(engine_args), _internal=True).bind(**engine_args)
+    front = serve.deployment(
+        Front,
+        name="front",
+        num_replicas=options.num_fronts,
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=1.0,
+        graceful_shutdown_timeout_s=shutdown_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        max_constructor_retry_count=2,
+    )
+    front = front.options(version=_version(front_args), _internal=True)
+    return front.bind(**front_args, engines=engines, keeper=keeper)
+
+
+def _version(arguments: dict[str, Any]) -> str:
+    """Equal for equal arguments: a deployment whose arguments have not changed is not restarted."""
+    from infinilm import __version__
+
+    text = json.dumps([__version__, arguments], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _scaling(options: ClusterOptions) -> dict[str, Any]:
+    if options.min_replicas == options.max_replicas:
+        return {"num_replicas": options.min_replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": options.min_replicas,
+            "max_replicas": options.max_replicas,
+            "look_back_period_s": 5.0,
+            "upscale_delay_s": 5.0,
+            "downscale_delay_s": 60.0,
+            "policy": {
+                "policy_function": "infinilm.cluster.scaling:QueuedTokens",
+                "policy_kwargs": {"target": options.queued_tokens},
+            },
+        }
+    }
+
+
+def to_yaml(options: ClusterOptions) -> str:
+    """A configuration for `serve deploy`."""
+    import yaml
+
+    application = {
+        "name": options.app_name,
+        "route_prefix": None,
+        "import_path": PATH,
+        "args": asdict(options),
+    }
+    return yaml.safe_dump({"proxy_location": "Disabled", "applications": [application]}, sort_keys=False)

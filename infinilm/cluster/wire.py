@@ -1,0 +1,95 @@
+"""What fronts and engine replicas say to each other, over a TCP connection that both have authenticated.
+
+A front opens one connection to each replica and sends `Submit` and `Abort`. The replica greets it with the state of its
+cache, and then sends deltas as the engine's steps make them, and changes of its cache and load. Messages are frames of
+msgpack, as between the HTTP process and the engine's process: no pickle, and nothing of a client goes through Ray.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import sys
+from array import array
+
+import msgspec
+
+from infinilm.engine.stats import EngineStats
+from infinilm.framing import ChannelClosedError
+from infinilm.outputs import AnswerDelta
+from infinilm.server.api_errors import ApiError
+from infinilm.server.messages import CacheChanged, Ready, Stepped
+
+__all__ = ["AnswerDelta", "CacheChanged", "Greeting", "Load", "Refused", "Report", "Stepped"]
+
+NONCE_BYTES = 32
+HANDSHAKE_TIMEOUT_S = 2.0
+
+
+class Greeting(msgspec.Struct, tag="greeting", array_like=True):
+    """The replica's first message, and the first after its engine has restarted. It replaces what was known."""
+
+    ready: Ready
+    cache: bytes
+    """Hashes of the blocks in its prefix cache, joined."""
+
+
+class Load(msgspec.Struct, tag="load", array_like=True):
+    """The replica's state, several times a second."""
+
+    state: str
+    """`State` of its engine, or "draining"."""
+    cause: str | None
+    queued_tokens: int
+    num_requests: int
+    num_restarts: int
+    stats: EngineStats
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True):
+    """A request was not accepted, or has failed."""
+
+    request_id: str
+    status: int
+    message: str
+    code: str | None
+    headers: dict[str, str]
+
+    @classmethod
+    def from_error(cls, request_id: str, error: ApiError) -> "Refused":
+        return cls(request_id, error.status, error.message, error.code, error.headers)
+
+    def to_error(self) -> ApiError:
+        return ApiError(self.status, self.message, code=self.code, headers=self.headers)
+
+
+Report = Greeting | Load | Refused | Stepped | CacheChanged
+
+decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def split_hashes(joined: bytes) -> "array[int]":
+    """Hashes as integers, the same on every node."""
+    found = array("Q", joined)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
+
+
+def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    return hmac.new(secret, role + nonce, hashlib.sha256).digest()
+
+
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, is_front: bool) -> None:
+    """Prove to the other end that this one knows the secret, and check the same of it."""
+    own, other = (b"front", b"replica") if is_front else (b"replica", b"front")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    writer.write(nonce)
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            writer.write(_proof(secret, own, await reader.readexactly(NONCE_BYTES)))
+            answer = await reader.readexactly(NONCE_BYTES)
+    except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is an OSError
+        raise ChannelClosedError("the other end did not prove that it belongs to this service") from error
+    if not hmac.compare_digest(answer, _proof(secret, other, nonce)):
+        raise ChannelClosedError("the other end does not know this service's secret")
