@@ -11,6 +11,7 @@ import typer
 from infinilm import __version__
 from infinilm.cli.bench import bench, bench_serve
 from infinilm.cli.chat import chat
+from infinilm.cli.cluster import cluster_serve, cluster_status, cluster_stop
 from infinilm.cli.display import print_error
 from infinilm.cli.generate import generate
 from infinilm.cli.help import HelpCommand, help_of, make_app
@@ -40,6 +41,10 @@ _bench_app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(bench_serve)
 app.add_typer(_bench_app, name="bench")
+_cluster_app = typer.Typer(help="Serve a model on several machines, by Ray.")
+for _name, _command in (("serve", cluster_serve), ("status", cluster_status), ("stop", cluster_stop)):
+    _cluster_app.command(_name, help=help_of(_command))(_command)
+app.add_typer(_cluster_app, name="cluster")
 
 
 @dataclass

@@ -108,7 +108,7 @@ def serve(
     settings = ServerSettings(
         host=host,
         port=port,
-        api_keys=_collect_keys(api_key or [], api_key_file),
+        api_keys=collect_keys(api_key or [], api_key_file),
         model_name=model_name,
         log_requests=log_requests,
         parse_special_tokens=parse_special_tokens,
@@ -128,7 +128,7 @@ def _list_limits() -> "Table":
     return table
 
 
-def _collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
+def collect_keys(given: list[str], file: Path | None) -> tuple[str, ...]:
     keys = list(given)
     if file is not None:
         try:

@@ -292,13 +292,13 @@ class ClusterClient(EngineClient):
             if placement.deadline is None:
                 placement.deadline = now() + RETRY_S
 
-    def _choose(
-        self, request: EngineRequest, placement: Placement, addresses: Sequence[ReplicaAddress]
-    ) -> str | None:
+    def _choose(self, request: EngineRequest, placement: Placement, addresses: Sequence[ReplicaAddress]) -> str | None:
         allowed = [
             each.replica_id
             for each in addresses
-            if (link := self.links.get(each.replica_id)) and link.is_open and each.replica_id not in placement.refused_by
+            if (link := self.links.get(each.replica_id))
+            and link.is_open
+            and each.replica_id not in placement.refused_by
         ]
         if not allowed or request.is_ended:
             return None

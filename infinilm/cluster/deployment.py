@@ -130,7 +130,7 @@ def _scaling(options: ClusterOptions) -> dict[str, Any]:
 
 def to_yaml(options: ClusterOptions) -> str:
     """A configuration for `serve deploy`."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     application = {
         "name": options.app_name,
@@ -138,4 +138,5 @@ def to_yaml(options: ClusterOptions) -> str:
         "import_path": PATH,
         "args": asdict(options),
     }
-    return yaml.safe_dump({"proxy_location": "Disabled", "applications": [application]}, sort_keys=False)
+    text: str = yaml.safe_dump({"proxy_location": "Disabled", "applications": [application]}, sort_keys=False)
+    return text

@@ -75,7 +75,9 @@ class ReplicaCollector(Collector):
             "output_tokens": ("Tokens generated.", lambda link: link.load.stats.num_decode_tokens),
             "restarts": ("Restarts of its engine.", lambda link: link.load.num_restarts),
         }
-        for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        kinds: list[tuple[Callable[..., Any], dict[str, Any]]]
+        kinds = [(GaugeMetricFamily, gauges), (CounterMetricFamily, counters)]
+        for kind, table in kinds:
             for name, (text, read) in table.items():
                 family = kind(f"infinilm_replica_{name}", text, labels=["replica", "node"])
                 for link in self._client.links.values():
@@ -131,11 +133,14 @@ class Front:
         def make_handle() -> Handle:
             self._listens.set()  # the service has bound its socket
             engines._init(_run_router_in_separate_loop=False)  # the choice is made in the service's own loop
-            return engines
+            handle: Handle = engines
+            return handle
 
         self._service = ClusterService(
             config_from_wire(config),
-            ServerSettings(**{**settings, "limits": Limits(**settings["limits"]), "api_keys": tuple(settings["api_keys"])}),
+            ServerSettings(
+                **{**settings, "limits": Limits(**settings["limits"]), "api_keys": tuple(settings["api_keys"])}
+            ),
             tool_call_parser=tool_call_parser,
             make_handle=make_handle,
             secret=bytes.fromhex(secret),

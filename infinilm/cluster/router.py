@@ -7,7 +7,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from infinilm.cluster.client import ReplicaAddress, Ticket
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Asks the ticket of a request for the choice.
 
     Ray Serve knows which replicas run, drain and have died. What their caches hold is known to the front, whose

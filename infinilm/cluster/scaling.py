@@ -17,7 +17,7 @@ class QueuedTokens:
         self._target = target
 
     def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-        waiting = sum(context.aggregated_metrics.get("queued_tokens", {}).values())
+        waiting = sum((context.aggregated_metrics or {}).get("queued_tokens", {}).values())
         current = context.target_num_replicas
         wanted = math.ceil(waiting / self._target)
         if wanted <= current and waiting > self._target * (current - 1) / 2:

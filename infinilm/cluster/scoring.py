@@ -97,7 +97,7 @@ class Scoreboard:
             for replica_id in allowed
             if (count := views[replica_id].count_cached(hashes)) > 0
         }
-        home = max(allowed, key=lambda each: xxh3_64_intdigest(f"{session}/{each}")) if session else None
+        home = max(allowed, key=lambda each: xxh3_64_intdigest(f"{session}/{each}".encode())) if session else None
         drawn = self._random.sample(allowed, min(2, len(allowed)))
         best = min(
             {*num_cached, *drawn, home or drawn[0]},

@@ -189,7 +189,9 @@ class EngineClient:
     async def _launch(self) -> EngineHandle:
         """Start a process and let it load the model."""
         self._handle = await EngineHandle.start()
-        self._handle.send(messages.Start(messages.config_to_wire(self._config), self._timing, self.cache_listener is not None))
+        self._handle.send(
+            messages.Start(messages.config_to_wire(self._config), self._timing, self.cache_listener is not None)
+        )
         return self._handle
 
     async def _follow(self, handle: EngineHandle) -> tuple[str, bool]:

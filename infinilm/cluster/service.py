@@ -1,0 +1,118 @@
+"""Deploying the service, asking it how it is, and ending it: what `infinilm cluster` does."""
+
+import os
+import secrets
+import time
+from typing import Any
+
+from infinilm.cluster import connect
+from infinilm.cluster.deployment import ClusterOptions, build_application
+from infinilm.errors import InvalidValueError
+
+POLL_S = 0.25
+STATUS_TIMEOUT_S = 10.0
+NAME_PREFIX = "infinilm"
+
+
+class Keeper:
+    """An actor that lives as long as the driver. Fronts end the application when it is gone."""
+
+    async def wait(self) -> None:
+        import asyncio
+
+        await asyncio.Event().wait()
+
+
+def shared_secret(app_name: str) -> str:
+    """The secret of an application, the same for all its deployments: an update leaves fronts running."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+    key = f"{NAME_PREFIX}:{app_name}:secret".encode()
+    _internal_kv_put(key, secrets.token_hex(32).encode(), overwrite=False)
+    found = _internal_kv_get(key)
+    assert found is not None
+    return str(found.decode())
+
+
+def choose_resources(nodes: list[connect.Node], device: str, num_ranks: int, num_replicas: int) -> tuple[float, float]:
+    """CPUs and GPUs of a replica, by default: a GPU per rank if there are any, or an equal share of a node's CPUs."""
+    has_gpus = any(node.resources.get("GPU") for node in nodes)
+    if device.startswith("cuda") or (device == "auto" and has_gpus):
+        return 1.0, float(num_ranks)
+    per_node = -(-num_replicas // len(nodes))
+    smallest = min(node.resources.get("CPU", 1.0) for node in nodes)
+    return float(max(1, int(smallest // per_node))), 0.0
+
+
+def deploy(options: ClusterOptions, *, is_detached: bool) -> list[dict[str, Any]]:
+    """Deploy or update the application. Returns what its fronts say once all of them serve requests."""
+    import ray
+    from ray import serve
+
+    keeper = None if is_detached else ray.remote(num_cpus=0)(Keeper).remote()
+    serve.start(proxy_location="Disabled")
+    serve.run(build_application(options, keeper), name=options.app_name, route_prefix=None)
+    return wait_ready(options.app_name)
+
+
+def explain_failure(app_name: str) -> str:
+    """What Ray Serve says of deployments that are not healthy: the last line of each message."""
+    from ray import serve
+
+    application = serve.status().applications.get(app_name)
+    if application is None:
+        return "Ray Serve does not know it"
+    causes = [deployment.message for deployment in application.deployments.values() if deployment.message]
+    lines = [message.strip().splitlines()[-1] for message in causes or [application.message]]
+    return "; ".join(dict.fromkeys(lines))
+
+
+def wait_ready(app_name: str) -> list[dict[str, Any]]:
+    fronts = ask_fronts(app_name)
+    while not fronts or any(front["state"] != "ready" or front["address"] is None for front in fronts):
+        time.sleep(POLL_S)
+        fronts = ask_fronts(app_name)
+    return fronts
+
+
+def ask_fronts(app_name: str) -> list[dict[str, Any]]:
+    """What each front says of itself and of the replicas."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        handle = serve.get_app_handle(app_name)
+        found: list[dict[str, Any]] = handle.broadcast("describe").results(timeout_s=STATUS_TIMEOUT_S)
+    except RayServeException as error:
+        raise InvalidValueError(
+            f"there is no application {app_name!r} on this cluster; start it with: infinilm cluster serve"
+        ) from error
+    return found
+
+
+def stop(app_name: str) -> None:
+    """End the application: its requests finish first. Ray Serve itself ends if it has no other application."""
+    from ray import serve
+
+    applications = serve.status().applications
+    if app_name not in applications:
+        raise InvalidValueError(f"there is no application {app_name!r} on this cluster")
+    serve.delete(app_name)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def prepare(options: ClusterOptions, address: str | None, *, cpus: float | None, gpus: float | None) -> None:
+    """Connect, check the cluster, and complete the options by what was found there."""
+    connect.connect(address, may_start=True)
+    nodes = connect.live_nodes()
+    connect.check_authentication(nodes, dict(os.environ))
+    num_ranks = options.config.get("tensor_parallel_size", 1) * options.config.get("pipeline_parallel_size", 1)
+    num_cpus, num_gpus = choose_resources(nodes, str(options.config["device"]), num_ranks, options.max_replicas)
+    options.num_cpus = num_cpus if cpus is None else cpus
+    options.num_gpus = num_gpus if gpus is None else gpus
+    connect.check_resources(nodes, options.replica_resources, options.min_replicas)
+    if len(nodes) > 1:
+        connect.check_versions(nodes)
+    options.num_fronts = len(nodes)
+    options.secret = shared_secret(options.app_name)

@@ -1,0 +1,165 @@
+"""A Ray cluster of three raylets on this machine, the service on it, and clients."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from infinilm.cluster import connect, service
+from infinilm.cluster.deployment import ClusterOptions
+from infinilm.config import Config
+from infinilm.server.messages import config_to_wire
+from infinilm.server.settings import Limits, ServerSettings
+
+KEYS = ("first-tenants-key", "second-tenants-key")
+STORE = 80 << 20
+APP = "infinilm"
+TIMEOUT_S = 90.0
+
+
+class LocalCluster:
+    """The head has the driver and a front; two more raylets have an engine each."""
+
+    def __init__(self, model: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._model = model
+        config = {
+            "health_check_initial_delay_ms": 500,
+            "health_check_period_ms": 500,
+            "health_check_failure_threshold": 3,
+        }
+        head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False, "_system_config": config}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.workers = [self.add_worker(), self.add_worker()]
+        self.options: ClusterOptions | None = None
+
+    def add_worker(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources={"engine": 2})
+
+    def deploy(self, **settings: Any) -> list[dict[str, Any]]:
+        """Deploy, or update: `settings` are the engine's."""
+        config = Config.from_kwargs(model=self._model, **{"num_kvcache_blocks": 512, "max_num_seqs": 32, **settings})
+        limits = Limits(max_requests=12, drain_timeout=20)
+        options = ClusterOptions(
+            config=config_to_wire(config),
+            settings=asdict(ServerSettings(port=0, api_keys=KEYS, limits=limits)),
+            secret="",
+            app_name=APP,
+            min_replicas=2,
+            max_replicas=2,
+            resources={"engine": 1.0},
+        )
+        if self.options is None:
+            service.prepare(options, self.cluster.address, cpus=1, gpus=None)
+        else:
+            options.secret, options.num_fronts = self.options.secret, self.options.num_fronts
+        self.options = options
+        return service.deploy(options, is_detached=True)
+
+    def head_url(self) -> str:
+        """The front beside the driver: no test kills it."""
+        import ray
+
+        own = ray.get_runtime_context().get_node_id()
+        return next(str(front["address"]) for front in service.ask_fronts(APP) if front["node"] == own)
+
+    def close(self) -> None:
+        import ray
+        from ray import serve
+
+        serve.shutdown()
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+@contextmanager
+def local_cluster(model: Path) -> Iterator[LocalCluster]:
+    connect.require_ray()
+    from ray._private.authentication_test_utils import reset_auth_token_state
+
+    own = {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        reset_auth_token_state()  # this process may have imported Ray before
+        running = LocalCluster(model)
+        try:
+            yield running
+        finally:
+            running.close()
+    reset_auth_token_state()
+
+
+def post(url: str, key: str = KEYS[0], headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/completions",
+        json={"max_tokens": 4, "temperature": 0, **body},
+        headers={"Authorization": f"Bearer {key}", **(headers or {})},
+        timeout=60,
+    )
+
+
+def replica_of(response: httpx.Response) -> str:
+    return response.headers["x-infinilm-replica"].split(",")[0]
+
+
+@dataclass
+class StreamClient:
+    """A client that reads a stream in a thread, and notes when and how it ended."""
+
+    url: str
+    body: dict[str, Any]
+    status: int = 0
+    replica: str = ""
+    num_events: int = 0
+    error: str = ""
+    is_complete: bool = False
+    end_time: float = 0.0
+    thread: Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        headers = {"Authorization": f"Bearer {KEYS[0]}"}
+        body = {"temperature": 0, "ignore_eos": True, "stream": True, **self.body}
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+                self.status = response.status_code
+                self.replica = response.headers.get("x-infinilm-replica", "")
+                for line in response.iter_lines():
+                    self._take(line)
+        except httpx.HTTPError as error:
+            self.error = f"connection: {error}"
+        self.end_time = time.monotonic()
+
+    def _take(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.is_complete = True
+        elif line.startswith("data: ") and "error" in (event := json.loads(line[6:])):
+            self.error = event["error"]["message"]
+        elif line.startswith("data: "):
+            self.num_events += 1
+        elif line.startswith('{"error"'):
+            self.error = json.loads(line)["error"]["message"]
+
+
+def wait_until(condition: Any, seconds: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.1)
