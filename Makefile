@@ -13,7 +13,8 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
-.PHONY: run serve docs test format format-check lint types tests fuzz test-clients native sanitize screenshots clean
+.PHONY: run serve docs test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
+	clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -47,6 +48,10 @@ types: $(VENV)/.dev
 
 tests: native $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# The cluster's slower tests: updates, scaling, restarts, hit rates, the death of the driver.
+test-cluster: native $(VENV)/.dev
+	INFINILM_TEST_CLUSTER=1 $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --timeout 900 -q tests/cluster
 
 # Mixtures of requests against each request alone: tests/fuzz. `make fuzz FUZZ="--cases 5000 --seed 1"`
 FUZZ ?= --cases 600

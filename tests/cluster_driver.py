@@ -45,7 +45,7 @@ class LocalCluster:
     def add_worker(self) -> Any:
         return self.cluster.add_node(num_cpus=2, object_store_memory=STORE, resources={"engine": 2})
 
-    def deploy(self, **settings: Any) -> list[dict[str, Any]]:
+    def deploy(self, *, replicas: tuple[int, int] = (2, 2), **settings: Any) -> list[dict[str, Any]]:
         """Deploy, or update: `settings` are the engine's."""
         config = Config.from_kwargs(model=self._model, **{"num_kvcache_blocks": 512, "max_num_seqs": 32, **settings})
         limits = Limits(max_requests=12, drain_timeout=20)
@@ -54,8 +54,9 @@ class LocalCluster:
             settings=asdict(ServerSettings(port=0, api_keys=KEYS, limits=limits)),
             secret="",
             app_name=APP,
-            min_replicas=2,
-            max_replicas=2,
+            min_replicas=replicas[0],
+            max_replicas=replicas[1],
+            queued_tokens=256,
             resources={"engine": 1.0},
         )
         if self.options is None:
@@ -127,6 +128,8 @@ class StreamClient:
     num_events: int = 0
     error: str = ""
     is_complete: bool = False
+    is_left: bool = False
+    """Whether to hang up at the next event."""
     end_time: float = 0.0
     thread: Thread = field(init=False)
 
@@ -143,6 +146,8 @@ class StreamClient:
                 self.replica = response.headers.get("x-infinilm-replica", "")
                 for line in response.iter_lines():
                     self._take(line)
+                    if self.is_left:
+                        break
         except httpx.HTTPError as error:
             self.error = f"connection: {error}"
         self.end_time = time.monotonic()
@@ -163,3 +168,9 @@ def wait_until(condition: Any, seconds: float = TIMEOUT_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.1)
+
+
+def num_ready() -> int:
+    """Engines that all fronts see ready."""
+    fronts = service.ask_fronts(APP)
+    return min(sum(each["state"] == "ready" for each in front["replicas"]) for front in fronts)

@@ -24,7 +24,7 @@ for _number, _handler in ((signal.SIGHUP, lambda *_: None), (signal.SIGINT, sign
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
-SLOW_ROOMS = ("examples", "fuzz", "engine", "server", "structured", "cli")
+SLOW_ROOMS = ("cluster", "examples", "fuzz", "engine", "server", "structured", "cli")
 """Their files go first: one that begins last would keep one worker busy when the others are done."""
 
 

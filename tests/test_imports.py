@@ -56,7 +56,9 @@ ALLOWED = {
     | {"generation", "text", "engine"},
     "lib": LEAVES | {"cache", "distributed", "debug", "models", "lowlevel"},
     "server": LEAVES | {"", "config", "distributed", "engine", "executor", "loading", "text", "structured"},
-    "cli": LEAVES | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server"},
+    "cluster": LEAVES | {"", "config", "engine", "loading", "server"},
+    "cli": LEAVES
+    | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server", "cluster"},
     "bench": LEAVES | {"", "config", "distributed", "engine", "loading", "text"},
     "__main__": {"cli"},
     "": LEAVES | {"config", "engine", "lowlevel"},

@@ -63,7 +63,7 @@ def build_application(options: ClusterOptions, keeper: "ActorHandle[Any] | None"
         "secret": options.secret,
     }
     front_args = {
-        "config": options.config,
+        "model": options.config["model"],
         "settings": options.settings,
         "tool_call_parser": options.tool_call_parser,
         "secret": options.secret,

@@ -20,7 +20,7 @@ from infinilm.config import Config
 from infinilm.errors import EngineError
 from infinilm.server.admission import Admission
 from infinilm.server.logs import install_logging
-from infinilm.server.messages import Ready, config_from_wire
+from infinilm.server.messages import Ready
 from infinilm.server.run import loop_factory, serve
 from infinilm.server.service import Service
 from infinilm.server.settings import Limits, ServerSettings
@@ -89,7 +89,7 @@ class ReplicaCollector(Collector):
 def describe_link(link: ReplicaLink) -> dict[str, Any]:
     """A replica as `infinilm cluster status` shows it."""
     load, address = link.load, link.address
-    known = {"replica": address.replica_id, "node": address.node_id, "host": address.host}
+    known = {"replica": address.replica_id, "node": address.node_id, "host": address.host, "port": address.port}
     if load is None:
         return {**known, "state": "connecting"}
     stats = load.stats
@@ -112,7 +112,7 @@ class Front:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        model: str | None,
         settings: dict[str, Any],
         *,
         tool_call_parser: str | None,
@@ -137,7 +137,7 @@ class Front:
             return handle
 
         self._service = ClusterService(
-            config_from_wire(config),
+            Config(model=model),
             ServerSettings(
                 **{**settings, "limits": Limits(**settings["limits"]), "api_keys": tuple(settings["api_keys"])}
             ),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-RUNNING_TOKENS = 32
+RUNNING_TOKENS = 128
 """What an answer in progress counts, in prompt tokens that wait."""
 SESSION_TOKENS = 4096
 """A session leaves its replica when that has so many tokens more to compute than another."""

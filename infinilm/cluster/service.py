@@ -10,7 +10,7 @@ from infinilm.cluster.deployment import ClusterOptions, build_application
 from infinilm.errors import InvalidValueError
 
 POLL_S = 0.25
-STATUS_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 30.0
 NAME_PREFIX = "infinilm"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster_driver import APP, KEYS, LocalCluster, StreamClient, local_cluster, post, replica_of, wait_until
+from cluster_driver import APP, KEYS, LocalCluster, StreamClient, local_cluster, num_ready, post, replica_of, wait_until
 
 from infinilm import LLM, SamplingParams
 from infinilm.cluster import connect, service
@@ -25,11 +25,6 @@ def cluster(long_dir: Path) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def url(cluster: LocalCluster) -> str:
     return cluster.head_url()
-
-
-def num_ready() -> int:
-    fronts = service.ask_fronts(APP)
-    return min(sum(each["state"] == "ready" for each in front["replicas"]) for front in fronts)
 
 
 def test_every_node_has_a_front_and_every_engine_a_node(cluster: LocalCluster) -> None:
@@ -120,3 +115,5 @@ def test_a_raylet_is_killed_under_open_streams_and_the_service_mends_itself(clus
     cluster.workers.append(cluster.add_worker())
     wait_until(lambda: num_ready() == 2)
     assert not any(client.error for client in clients if client not in on_victim)
+    for client in clients:
+        client.is_left = True
