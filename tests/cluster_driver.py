@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -163,10 +163,12 @@ class StreamClient:
             self.error = json.loads(line)["error"]["message"]
 
 
-def wait_until(condition: Any, seconds: float = TIMEOUT_S) -> None:
+def wait_until(
+    condition: Callable[[], bool], seconds: float = TIMEOUT_S, describe: Callable[[], object] = lambda: ""
+) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it took too long"
+        assert time.monotonic() < deadline, f"it took too long: {describe()}"
         time.sleep(0.1)
 
 

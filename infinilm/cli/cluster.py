@@ -67,6 +67,9 @@ def cluster_serve(
     require_ray()
     from infinilm.cluster import service as cluster
 
+    if service["limit"] == ["help"]:
+        serve(**{**_defaults(serve), "limit": ["help"]})
+        return
     low, high = _bounds(replicas, min_replicas, max_replicas)
     settings = _make_settings(**service)
     options = _make_options(config.replace(model=model), settings, service["tool_call_parser"], name)
@@ -118,6 +121,10 @@ def cluster_stop(*, address: Address = None, name: AppName = "infinilm") -> None
     connect.connect(address, may_start=False)
     stop(name)
     note(f"{name} has ended.")
+
+
+def _defaults(command: Any) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
 
 
 def _bounds(replicas: int | None, low: int | None, high: int | None) -> tuple[int, int]:

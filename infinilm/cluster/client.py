@@ -186,8 +186,10 @@ class ClusterClient(EngineClient):
 
     async def stop(self) -> None:
         self.state = State.STOPPED
-        for task in [*self._tasks, *(link.task for link in self.links.values())]:
+        tasks = [*self._tasks, *(link.task for link in self.links.values())]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._end_all(shutting_down())
 
     # --- replicas ---------------------------------------------------------------------------------------
@@ -195,7 +197,10 @@ class ClusterClient(EngineClient):
     async def _discover(self) -> None:
         """Connect to the replicas that Ray Serve names."""
         while True:
-            await self._ask_router(self._connect)
+            try:
+                await self._ask_router(self._connect)
+            except Exception:  # the next try may find Ray Serve again; connected replicas go on
+                logger.exception("Ray Serve names no replicas")
             await asyncio.sleep(DISCOVERY_S)
 
     async def _ask_router(self, choose: Callable[[Sequence[ReplicaAddress]], str | None]) -> None:
@@ -285,7 +290,12 @@ class ClusterClient(EngineClient):
             if not open_ids - placement.refused_by:
                 self._end(request, placement.refusal or self.down_error())
                 return
-            await self._ask_router(lambda addresses: self._choose(request, placement, addresses))
+            try:
+                async with asyncio.timeout(RETRY_S):
+                    await self._ask_router(lambda addresses: self._choose(request, placement, addresses))
+            except Exception as error:  # whatever Ray Serve raises, the client gets an answer
+                logger.exception("request %s was not placed", request.request_id)
+                self._end(request, unavailable(f"Ray Serve names no replica: {type(error).__name__}"))
             if placement.link is not None:
                 return
             await asyncio.sleep(DISCOVERY_S / 5)  # Ray Serve does not name the replicas that are connected

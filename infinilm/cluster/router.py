@@ -18,7 +18,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         ticket = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if not isinstance(ticket, Ticket):  # a call of another kind, such as `describe`
+        if not isinstance(ticket, Ticket):  # not a request of ours
             return [candidate_replicas]
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         addresses = [_address(replica_id, replica.replica_metadata) for replica_id, replica in by_id.items()]

@@ -277,3 +277,17 @@ def test_a_peer_without_the_secret_is_refused() -> None:
             await client.stop()
 
     asyncio.run(run())
+
+
+def test_a_router_that_fails_fails_the_request_and_not_the_front() -> None:
+    async def scenario(client: ClusterClient, replicas: list[FakeReplica]) -> None:
+        handle = client._handle_of_engines
+        addresses, handle.addresses = handle.addresses, None  # type: ignore[union-attr, assignment]
+        request = make_request()
+        client.enter([request])
+        assert "Ray Serve names no replica" in (await error_of(request)).message
+        handle.addresses = addresses  # type: ignore[union-attr]
+        client.enter([make_request("later")])
+        await next_submit(*replicas)
+
+    play(scenario, "a")

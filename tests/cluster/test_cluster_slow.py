@@ -33,7 +33,7 @@ BLOCK = 16
 @pytest.fixture(scope="module")
 def cluster(long_dir: Path) -> Iterator[LocalCluster]:
     with local_cluster(long_dir) as running:
-        running.deploy(num_kvcache_blocks=256)
+        running.deploy(num_kvcache_blocks=128)
         wait_until(lambda: num_ready() == 2)
         yield running
 
@@ -266,13 +266,13 @@ def test_the_driver_is_killed_and_nothing_is_left(long_dir: Path) -> None:
     process = run_cli(str(long_dir), "--port", "0", "--num-kvcache-blocks", "64", **{name: value})
     read_until(process, "engines")
 
-    def left() -> list[int]:
-        return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _has(path, tag)]
+    def left() -> list[str]:
+        return [_command(path.parent) for path in Path("/proc").glob("[0-9]*/environ") if _has(path, tag)]
 
     assert len(left()) > 3
     process.kill()
     process.wait()
-    wait_until(lambda: not left(), 30)
+    wait_until(lambda: not left(), describe=left)
 
 
 def test_the_driver_is_killed_and_a_running_cluster_loses_the_application(
@@ -288,6 +288,10 @@ def test_the_driver_is_killed_and_a_running_cluster_loses_the_application(
     process.kill()
     process.wait()
     wait_until(lambda: "short-lived" not in serve.status().applications)
+
+
+def _command(process: Path) -> str:
+    return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def _has(path: Path, text: str) -> bool:
