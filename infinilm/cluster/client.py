@@ -321,7 +321,11 @@ class ClusterClient(EngineClient):
         placement.link = link = self.links[choice.replica_id]
         link.requests[request.request_id] = request
         params = messages.params_to_wire(request.params)
-        link.send(messages.Submit(request.request_id, request.prompt_token_ids, params, request.tenant or None))
+        link.send(
+            messages.Submit(
+                request.request_id, request.prompt_token_ids, params, request.tenant or None, choice.cached_tokens
+            )
+        )
         return choice.replica_id
 
     def take_deltas(self, link: ReplicaLink, deltas: Sequence[wire.AnswerDelta]) -> None:

@@ -40,8 +40,8 @@ class EngineServer:
         self.client = EngineClient(settings.replace(model=resolve(settings.model)), limits, self.admission)
         self.client.cache_listener = self._note_cache
         self.links: set[FrontLink] = set()
-        self.open: dict[str, EngineRequest] = {}
-        """Requests of all fronts, by id."""
+        self.open: dict[EngineRequest, int] = {}
+        """Requests of all fronts, and how many tokens of each prompt are to be computed."""
         self.port = 0
         self._cached: dict[bytes, None] = {}
         self._server: asyncio.Server | None = None
@@ -100,8 +100,8 @@ class EngineServer:
             raise EngineError(f"the engine generated no token within step_timeout={self.limits.step_timeout:g} s")
 
     def queued_tokens(self) -> int:
-        """Tokens of prompts that have no first token yet."""
-        return sum(len(each.prompt_token_ids) for each in self.open.values() if each.first_time is None)
+        """Tokens to compute of prompts that have no first token yet."""
+        return sum(num_tokens for request, num_tokens in self.open.items() if request.first_time is None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = FrontLink(self, reader, writer)
@@ -216,7 +216,8 @@ class FrontLink(DeltaQueue):
             tenant=command.cache_salt or "",
             arrival_time=now(),
         )
-        self._requests[command.request_id] = server.open[command.request_id] = request
+        self._requests[command.request_id] = request
+        server.open[request] = max(len(command.prompt_token_ids) - command.num_cached_tokens, 1)
         try:
             server.client.enter([request])
         except ApiError as error:
@@ -228,7 +229,7 @@ class FrontLink(DeltaQueue):
 
     def _forget(self, request: EngineRequest) -> None:
         self._requests.pop(request.request_id, None)
-        self._server.open.pop(request.request_id, None)
+        self._server.open.pop(request, None)
 
     def _flush(self) -> None:
         if self._deltas:

@@ -38,6 +38,8 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     params: dict[str, Any]
     """The sampling parameters that differ from their defaults."""
     cache_salt: str | None
+    num_cached_tokens: int = 0
+    """In a cluster: tokens that the sender expects in the prefix cache. They count as no work."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,11 +46,17 @@ def test_answers_equal_those_of_one_engine(url: str, long_dir: Path) -> None:
         assert post(url, prompt=prompt, max_tokens=12).json()["choices"][0]["text"] == expected.outputs[0].text
 
 
+def num_cached(front: dict[str, Any], replica_id: str) -> int:
+    """Blocks that a replica has in its cache, as far as a front has heard."""
+    return next(each.get("cached_blocks", 0) for each in front["replicas"] if each["replica"] == replica_id)
+
+
 def test_a_prompt_goes_where_its_beginning_is_cached_and_tenants_share_nothing(cluster: LocalCluster) -> None:
     urls = [front["address"] for front in service.ask_fronts(APP)]
     prompt = "a system prompt that all requests begin with " * 8
     first = post(urls[0], prompt=prompt)
-    time.sleep(0.5)  # for all fronts to hear of it
+    wait_until(lambda: all(num_cached(front, replica_of(first)) >= 20 for front in service.ask_fronts(APP)))
+    time.sleep(0.3)  # the hashes follow the number
     for number, url in enumerate(urls * 2):
         response = post(url, prompt=prompt + f"question {number}")
         assert replica_of(response) == replica_of(first)
