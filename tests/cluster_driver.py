@@ -36,6 +36,7 @@ class LocalCluster:
             "health_check_initial_delay_ms": 500,
             "health_check_period_ms": 500,
             "health_check_failure_threshold": 3,
+            "worker_niceness": 0,
         }
         head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False, "_system_config": config}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)

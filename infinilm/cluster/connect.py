@@ -49,7 +49,8 @@ def connect(address: str | None, *, may_start: bool) -> None:
     _check_reachable(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address == "local":
-        quiet["include_dashboard"] = False
+        # By default Ray's workers get the CPU last of all processes (nice 15).
+        quiet |= {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         ray.init(address=address, namespace="infinilm", **quiet)
