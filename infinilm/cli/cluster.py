@@ -4,12 +4,12 @@ import inspect
 import secrets
 import signal
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from infinilm.cli.display import console, make_facts, make_table, note
+from infinilm.cli.help import option
 from infinilm.cli.options import ModelArgument, expand, takes_config
 from infinilm.cli.serve import collect_keys, serve
 from infinilm.config import Config
@@ -19,15 +19,9 @@ if TYPE_CHECKING:
     from infinilm.cluster.deployment import ClusterOptions
     from infinilm.server.settings import ServerSettings
 
-Address = Annotated[
-    str | None,
-    typer.Option(help="The Ray cluster. Default: RAY_ADDRESS; without it, one on this machine.", show_default=False),
-]
-AppName = Annotated[str, typer.Option("--name", help="What Ray Serve calls the application.")]
-
-
-def _scale(kind: Any, help: str, *names: str) -> Any:
-    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel="Cluster", show_default=False)]
+Address = option("Cluster", str | None, "The Ray cluster. Default: RAY_ADDRESS; without it, one on this machine.")
+AppName = option("Cluster", str, "What Ray Serve calls the application.", "--name", show_default=True)
+_scale = partial(option, "Cluster")
 
 
 _SERVICE_OPTIONS = {
@@ -43,8 +37,8 @@ _SERVICE_OPTIONS = {
 def cluster_serve(
     model: ModelArgument = None,
     *,
-    address: Address = None,
-    name: AppName = "infinilm",
+    address: Address = None,  # type: ignore[valid-type]
+    name: AppName = "infinilm",  # type: ignore[valid-type]
     replicas: _scale(int | None, "Engines. Default: 1.") = None,  # type: ignore[valid-type]
     min_replicas: _scale(int | None, "With --max-replicas: as many as the waiting prompts need.") = None,  # type: ignore[valid-type]
     max_replicas: _scale(int | None, "The most engines.") = None,  # type: ignore[valid-type]
@@ -67,7 +61,7 @@ def cluster_serve(
     require_ray()
     from infinilm.cluster import service as cluster
 
-    if service["limit"] == ["help"]:
+    if "help" in (service["limit"] or []):
         serve(**{**_defaults(serve), "limit": ["help"]})
         return
     low, high = _bounds(replicas, min_replicas, max_replicas)
