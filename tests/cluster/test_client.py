@@ -22,7 +22,7 @@ from infinilm.server.engine_request import DeltaQueue, EngineRequest, now
 from infinilm.server.settings import Limits
 
 SECRET = b"s" * 32
-READY = messages.Ready(1024, 300, 8, 512, 64, 16, "cpu", "float32", 0.1, {})
+READY = messages.Ready(1024, 300, 8, 512, 64, 16, "cpu", "float32", 0.1, {}, "")
 
 
 class FakeReplica:
