@@ -13,7 +13,8 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
-.PHONY: run serve docs test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots clean
+.PHONY: run serve docs test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
+	clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \

@@ -5,31 +5,40 @@ import secrets
 import signal
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from infinilm.cli.answering import require_extra
 from infinilm.cli.display import console, make_facts, make_table, note
+from infinilm.cli.help import option
 from infinilm.cli.options import ModelArgument, expand, takes_config
 from infinilm.cli.serve import collect_keys, serve
 from infinilm.config import Config
-from infinilm.errors import EngineError, InvalidValueError
+from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from infinilm.cluster.deployment import ClusterOptions
     from infinilm.server.settings import ServerSettings
 
-Address = Annotated[
-    str | None,
-    typer.Option(help="The Ray cluster. Default: RAY_ADDRESS; without it, one on this machine.", show_default=False),
-]
-AppName = Annotated[str, typer.Option("--name", help="What Ray Serve calls the application.")]
-
-
-def _scale(kind: Any, help: str, *names: str) -> Any:
-    return Annotated[kind, typer.Option(*names, help=help, rich_help_panel="Cluster", show_default=False)]
-
-
+_WHERE_OPTIONS = {
+    "address": (
+        option("Cluster", str | None, "The Ray cluster. Default: RAY_ADDRESS; without it, one on this machine."),
+        None,
+    ),
+    "name": (option("Cluster", str, "What Ray Serve calls the application.", show_default=True), "infinilm"),
+}
+_SCALE_OPTIONS = {
+    "replicas": (option("Cluster", int | None, "Engines. Default: 1."), None),
+    "min_replicas": (option("Cluster", int | None, "With --max-replicas: as many as the waiting prompts need."), None),
+    "max_replicas": (option("Cluster", int | None, "The most engines."), None),
+    "queued_tokens": (
+        option("Cluster", int, "Waiting prompt tokens per engine that --max-replicas aims at.", show_default=True),
+        4096,
+    ),
+    "cpus": (option("Cluster", float | None, "CPUs of each engine. Default: an equal share of a node's."), None),
+    "gpus": (option("Cluster", float | None, "GPUs of each engine. Default: one per rank, where there are any."), None),
+    "detach": (option("Cluster", bool, "Leave the service running, until 'cluster stop'.", "--detach"), False),
+    "write_config": (option("Cluster", Path | None, "Write a YAML file for 'serve deploy' and end."), None),
+}
 _SERVICE_OPTIONS = {
     name: (parameter.annotation, parameter.default)
     for name, parameter in inspect.signature(inspect.unwrap(serve)).parameters.items()
@@ -40,19 +49,13 @@ _SERVICE_OPTIONS = {
 
 @takes_config(without=("model",))
 @expand("service", _SERVICE_OPTIONS, dict)
+@expand("scale", _SCALE_OPTIONS, dict)
+@expand("where", _WHERE_OPTIONS, dict)
 def cluster_serve(
     model: ModelArgument = None,
     *,
-    address: Address = None,
-    name: AppName = "infinilm",
-    replicas: _scale(int | None, "Engines. Default: 1.") = None,  # type: ignore[valid-type]
-    min_replicas: _scale(int | None, "With --max-replicas: as many as the waiting prompts need.") = None,  # type: ignore[valid-type]
-    max_replicas: _scale(int | None, "The most engines.") = None,  # type: ignore[valid-type]
-    queued_tokens: _scale(int, "Waiting prompt tokens per engine that --max-replicas aims at. Default: 4096.") = 4096,  # type: ignore[valid-type]
-    cpus: _scale(float | None, "CPUs of each engine. Default: an equal share of a node's.") = None,  # type: ignore[valid-type]
-    gpus: _scale(float | None, "GPUs of each engine. Default: one per rank, where there are any.") = None,  # type: ignore[valid-type]
-    detach: _scale(bool, "Leave the service running, until 'infinilm cluster stop'.", "--detach") = False,  # type: ignore[valid-type]
-    write_config: _scale(Path | None, "Write a YAML file for 'serve deploy' and end.") = None,  # type: ignore[valid-type]
+    where: dict[str, Any],
+    scale: dict[str, Any],
     service: dict[str, Any],
     config: Config,
 ) -> None:
@@ -62,48 +65,44 @@ def cluster_serve(
     the beginning of its prompt in its cache, or the least to do. Without a cluster, one is started on this machine, and
     ends with this command.
     """
-    from infinilm.cluster.connect import require_ray
-
-    require_ray()
+    require_extra("cluster", "a cluster", "ray")
+    require_extra("serve", "serving", "fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
     from infinilm.cluster import service as cluster
 
-    if service["limit"] == ["help"]:
+    if "help" in (service["limit"] or []):
         serve(**{**_defaults(serve), "limit": ["help"]})
         return
-    low, high = _bounds(replicas, min_replicas, max_replicas)
+    name, cpus, gpus = where["name"], scale["cpus"], scale["gpus"]
     settings = _make_settings(**service)
     options = _make_options(config.replace(model=model), settings, service["tool_call_parser"], name)
-    options.min_replicas, options.max_replicas, options.queued_tokens = low, high, queued_tokens
-    if write_config is not None:
+    options.min_replicas, options.max_replicas = _bounds(**{each: scale[each] for each in _BOUNDS})
+    options.queued_tokens = scale["queued_tokens"]
+    if scale["write_config"] is not None:
         options.num_cpus, options.num_gpus = 1.0 if cpus is None else cpus, gpus or 0.0
-        _write_config(options, write_config)
+        _write_config(options, scale["write_config"])
         return
-    cluster.prepare(options, address, cpus=cpus, gpus=gpus)
-    try:
-        fronts = cluster.deploy(options, is_detached=detach)
-    except RuntimeError as error:
-        cause = cluster.explain_failure(name)
-        cluster.stop(name)
-        raise EngineError(f"the service could not be started: {cause}") from error
+    cluster.prepare(options, where["address"], cpus=cpus, gpus=gpus)
+    fronts = cluster.deploy(options, is_detached=scale["detach"])
     _announce(fronts, settings)
-    if not detach:
+    if not scale["detach"]:
         _wait_for_signal()
         note("Ending: requests in progress finish first.")
         cluster.stop(name)
 
 
-def cluster_status(*, address: Address = None, name: AppName = "infinilm") -> None:
+@expand("where", _WHERE_OPTIONS, dict)
+def cluster_status(*, where: dict[str, Any]) -> None:
     """Show the nodes and engines of a cluster's service: what they hold, what waits, how fast they are."""
     from infinilm.cluster import connect
     from infinilm.cluster.service import ask_fronts
 
-    connect.connect(address, may_start=False)
-    fronts = ask_fronts(name)
+    connect.connect(where["address"], may_start=False)
+    fronts = ask_fronts(where["name"])
     table = make_table("node", "address", "state", "requests")
     for front in fronts:
         table.add_row(front["node"][:8], str(front["address"]), front["state"], str(front["requests"]))
     console().print(table)
-    table = make_table("replica", "node", "state", "cached blocks", "requests", "queued tokens", "tokens/s", "hit rate")
+    table = make_table("replica", "node", "state", "cached blocks", "open", "queued", "tok/s", "hits")
     seen = {each["replica"]: each for front in fronts for each in front["replicas"]}
     for each in seen.values():
         blocks = f"{each.get('cached_blocks', 0):,} of {each.get('blocks', 0):,}"
@@ -113,21 +112,26 @@ def cluster_status(*, address: Address = None, name: AppName = "infinilm") -> No
     console().print(table)
 
 
-def cluster_stop(*, address: Address = None, name: AppName = "infinilm") -> None:
+@expand("where", _WHERE_OPTIONS, dict)
+def cluster_stop(*, where: dict[str, Any]) -> None:
     """End a cluster's service. Its requests finish first."""
     from infinilm.cluster import connect
     from infinilm.cluster.service import stop
 
-    connect.connect(address, may_start=False)
-    stop(name)
-    note(f"{name} has ended.")
+    connect.connect(where["address"], may_start=False)
+    stop(where["name"])
+    note(f"{where['name']} has ended.")
 
 
 def _defaults(command: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
 
 
-def _bounds(replicas: int | None, low: int | None, high: int | None) -> tuple[int, int]:
+_BOUNDS = ("replicas", "min_replicas", "max_replicas")
+
+
+def _bounds(replicas: int | None, min_replicas: int | None, max_replicas: int | None) -> tuple[int, int]:
+    low, high = min_replicas, max_replicas
     if replicas is not None and (low is not None or high is not None):
         raise InvalidValueError(
             "--replicas is for a fixed number; give either it, or --min-replicas and --max-replicas"

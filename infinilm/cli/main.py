@@ -42,9 +42,9 @@ _bench_app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(bench_serve)
 app.add_typer(_bench_app, name="bench")
-_cluster_app = typer.Typer(help="Serve a model on several machines, by Ray.")
+_cluster_app = make_app(help="Serve a model on several machines, by Ray.")
 for _name, _command in (("serve", cluster_serve), ("status", cluster_status), ("stop", cluster_stop)):
-    _cluster_app.command(_name, help=help_of(_command))(_command)
+    _cluster_app.command(_name, cls=HelpCommand, help=help_of(_command))(_command)
 app.add_typer(_cluster_app, name="cluster")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from infinilm.cluster import connect
 from infinilm.cluster.deployment import ClusterOptions, build_application
-from infinilm.errors import InvalidValueError
+from infinilm.errors import EngineError, InvalidValueError
 
 POLL_S = 0.25
 STATUS_TIMEOUT_S = 30.0
@@ -51,7 +51,14 @@ def deploy(options: ClusterOptions, *, is_detached: bool) -> list[dict[str, Any]
 
     keeper = None if is_detached else ray.remote(num_cpus=0)(Keeper).remote()
     serve.start(proxy_location="Disabled")
-    serve.run(build_application(options, keeper), name=options.app_name, route_prefix=None)
+    is_update = options.app_name in serve.status().applications
+    try:
+        serve.run(build_application(options, keeper), name=options.app_name, route_prefix=None)
+    except RuntimeError as error:
+        cause = explain_failure(options.app_name)
+        if not is_update:  # after a failed update the old replicas may still serve
+            serve.delete(options.app_name)
+        raise EngineError(f"the service could not be started: {cause}") from error
     return wait_ready(options.app_name)
 
 
