@@ -205,7 +205,7 @@ def test_waiting_prompts_bring_another_replica(cluster: LocalCluster, url: str) 
     def is_grown() -> bool:
         clients[:] = [client for client in clients if client.thread.is_alive()]
         while len(clients) < 10:
-            clients.append(StreamClient(url, {"prompt": "wait " * 60 + str(time.time()), "max_tokens": 1000}))
+            clients.append(StreamClient(url, {"prompt": f"{time.time()} " + "wait " * 60, "max_tokens": 1000}))
         return len(running_replicas()) == 2
 
     wait_until(is_grown)
