@@ -56,7 +56,7 @@ ALLOWED = {
     | {"generation", "text", "engine"},
     "lib": LEAVES | {"cache", "distributed", "debug", "models", "lowlevel"},
     "server": LEAVES | {"", "config", "distributed", "engine", "executor", "loading", "text", "structured"},
-    "batch": LEAVES | {"", "config", "loading", "server"},
+    "batch": LEAVES | {"", "config", "distributed", "loading", "server"},
     "cluster": LEAVES | {"", "batch", "config", "engine", "loading", "server"},
     "cli": LEAVES
     | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server", "batch"}

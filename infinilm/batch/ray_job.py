@@ -22,6 +22,7 @@ from infinilm.batch.engine_host import EngineHost
 from infinilm.batch.job import Job, Progress, keep_in, missing_rows
 from infinilm.batch.manifest import Manifest
 from infinilm.batch.rows import Scan, Source
+from infinilm.distributed.config import DistConfig
 from infinilm.errors import EngineError, InvalidValueError
 
 MAX_PART_ROWS = 1000
@@ -121,7 +122,8 @@ class RayParts:
     def _check_resources(self, job: Job) -> dict[str, float]:
         """What each engine needs. Refuses more engines than fit."""
         ray, config = self._ray, job.config
-        ranks = config.distributed.tp_size if config.distributed else config.tensor_parallel_size
+        dist = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
+        ranks = dist.tp_size * dist.pp_size
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         kind = "CPU" if config.device == "cpu" or (config.device == "auto" and not has_gpus) else "GPU"
         nodes = [
