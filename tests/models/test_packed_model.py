@@ -100,7 +100,7 @@ def test_bytes_of_an_outline_are_those_of_the_model(tmp_path: Path) -> None:
     expected = sum(
         shard.matrix.num_bytes if isinstance(shard, PackedShard) else shard.tensor.nbytes for shard in shards.values()
     )
-    assert model.num_bytes() == expected + model.rotary.table.nbytes
+    assert model.num_bytes() == expected + model.rotaries[0].table.nbytes
 
 
 class DoubledMLP(MLP):
