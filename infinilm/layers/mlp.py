@@ -13,7 +13,6 @@ from infinilm.layers.linear import GateUpParallelLinear, RowParallelLinear, nati
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
 
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -36,6 +36,10 @@ class LayerNorms(NamedTuple):
     after_channels: str | None = None
 
 
+PRE_NORMS = LayerNorms()
+"""Llama's: one before each mixer."""
+
+
 class DecoderLayer(nn.Module):
     """A token mixer and a channel mixer, each between norms, scaled and added to its input."""
 
@@ -47,7 +51,7 @@ class DecoderLayer(nn.Module):
         channel_mixer: Mixer,
         options: LayerOptions,
         *,
-        norms: LayerNorms = LayerNorms(),
+        norms: LayerNorms = PRE_NORMS,
         norm_class: type[RMSNorm] = RMSNorm,
         residual_scale: float = 1.0,
     ) -> None:
@@ -62,7 +66,7 @@ class DecoderLayer(nn.Module):
         # Before and after each mixer.
         found = [None if name is None else self._norms[name] for name in norms]
         self._token_norms, self._channel_norms = tuple(found[:2]), tuple(found[2:])
-        self._is_plain = norm_class is RMSNorm and norms == LayerNorms() and residual_scale == 1
+        self._is_plain = norm_class is RMSNorm and norms == PRE_NORMS and residual_scale == 1
 
     def forward(self, hidden: Tensor, step: ForwardContext) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
@@ -116,7 +120,7 @@ class Decoder(nn.Module):
     has the embedding too, the last the final norm and the head.
     """
 
-    norms: ClassVar[LayerNorms] = LayerNorms()
+    norms: ClassVar[LayerNorms] = PRE_NORMS
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     body_prefix: ClassVar[str] = "model."
     """Of all weights in a checkpoint but the head's."""

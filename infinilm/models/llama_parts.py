@@ -195,7 +195,7 @@ class _LayerPart(_Part):
 
     def _rotary(self, options: LayerOptions) -> RotaryEmbedding:
         kind = {"dtype": options["dtype"], "device": options["device"]}
-        return build_rotaries(self.config, [self.layer], self.max_len, **kind)[self.layer]
+        return build_rotaries(self.config, [self.layer_idx], self.max_len, **kind)[self.layer_idx]
 
 
 class LlamaAttention(_LayerPart):
