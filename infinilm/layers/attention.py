@@ -54,7 +54,7 @@ class Attention(Mixer):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
-            kind = {"dtype": options["dtype"], "device": options["device"]}
+            kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
             if norms_all_heads:
                 q, k, _ = self.qkv.outputs.values()
                 kind["group"] = options.get("group", SINGLE)
@@ -115,7 +115,7 @@ class Attention(Mixer):
         qk = heads[:, : -self.num_kv_heads]
         normed = qk
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+            q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
             if isinstance(self.q_norm, ParallelRMSNorm):  # all heads as one
                 q, k = q.flatten(1), k.flatten(1)
             normed = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1).view(qk.shape)

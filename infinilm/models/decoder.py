@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.layer, self.token_mixer, self.channel_mixer = layer, token_mixer, channel_mixer
         self.residual_scale = residual_scale
-        kind = {"dtype": options["dtype"], "device": options["device"]}
+        kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
         self._norms = {name: norm_class(config.hidden_size, config.rms_norm_eps, **kind) for name in norms if name}
         for name, norm in self._norms.items():
             self.add_module(name, norm)
@@ -230,7 +230,11 @@ class Decoder(nn.Module):
         if library is None or self.norm is None or self.group.size > 1 or num_rotaries > 1:
             return None
         layers = [layer.to_native() for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return None if None in layers else library.Decoder(layers, next(iter(self.rotaries.values())).table, self.norm.weight)
+        return (
+            None
+            if None in layers
+            else library.Decoder(layers, next(iter(self.rotaries.values())).table, self.norm.weight)
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""

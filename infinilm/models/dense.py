@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen2 and Qwen3: attention, full or sliding, and a gated MLP in every layer."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from infinilm.checks import check_choice, check_flag
 from infinilm.errors import InvalidValueError
@@ -96,7 +96,7 @@ class CausalLM(Decoder):
     """Whether a query or key norm is over all heads as one."""
 
     def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        norms = {"norm_class": self.norm_class, "norms_all_heads": self.norms_all_heads}
+        norms: dict[str, Any] = {"norm_class": self.norm_class, "norms_all_heads": self.norms_all_heads}
         return build_attention(self.config, layer, self.rotaries[layer], **norms, **options)
 
     def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
@@ -108,6 +108,7 @@ def build_attention(
     layer: int,
     rotary: RotaryEmbedding,
     prefix: str = "self_attn.",
+    *,
     norm_class: type[RMSNorm] = RMSNorm,
     norms_all_heads: bool = False,
     **options: Unpack[LayerOptions],

@@ -1,5 +1,6 @@
 """Gemma 3: four norms per layer around Llama's mixers, sliding and full layers with a rotary embedding each."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,11 +72,15 @@ class Gemma3Config(LlamaConfig):
             check_real("final_logit_softcapping", self.final_logit_softcapping, low=0.0, high=1e9, above_low=True)
 
     def rope(self, layer: int) -> Mapping[str, Any]:
-        return self.rope_parameters[FULL_ATTENTION if self.window(layer) is None else SLIDING_ATTENTION]
+        rope: Mapping[str, Any] = self.rope_parameters[
+            FULL_ATTENTION if self.window(layer) is None else SLIDING_ATTENTION
+        ]
+        return rope
 
     @property
     def main_rope(self) -> Mapping[str, Any]:
-        return self.rope_parameters[FULL_ATTENTION]
+        rope: Mapping[str, Any] = self.rope_parameters[FULL_ATTENTION]
+        return rope
 
     @property
     def activation(self) -> str:
@@ -83,11 +88,11 @@ class Gemma3Config(LlamaConfig):
 
     @property
     def embedding_scale(self) -> float:
-        return self.hidden_size**0.5
+        return math.sqrt(self.hidden_size)
 
     @property
     def attention_scale(self) -> float | None:
-        return self.query_pre_attn_scalar**-0.5
+        return 1 / math.sqrt(self.query_pre_attn_scalar)
 
     @property
     def logit_cap(self) -> float | None:

@@ -194,7 +194,7 @@ class _LayerPart(_Part):
         return self.layer.weight_targets("")
 
     def _rotary(self, options: LayerOptions) -> RotaryEmbedding:
-        kind = {"dtype": options["dtype"], "device": options["device"]}
+        kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
         return build_rotaries(self.config, [self.layer_idx], self.max_len, **kind)[self.layer_idx]
 
 

@@ -79,7 +79,7 @@ def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
         values = rope.get(name)
         if not isinstance(values, (list, tuple)) or len(values) != head_dim // 2:
             raise InvalidValueError(
-                f"{label.format(name)} must be a list of {head_dim // 2} numbers, one for each rotated pair, not {values!r}"
+                f"{label.format(name)} must be a list of {head_dim // 2} numbers, one per rotated pair, not {values!r}"
             )
         for value in values:
             _check_number(label.format(name), value)

@@ -161,17 +161,14 @@ def test_gemma3_tensors_and_config_equal_transformers(tmp_path: Path) -> None:
     for layer in range(LAYERS):
         for name in ("post_attention_norm", "post_ffw_norm"):
             weights[f"blk.{layer}.{name}.weight"] = rng.normal(1, 0.1, HIDDEN).astype(np.float32)
-    path = write_gguf(
-        tmp_path / "tiny.gguf",
-        weights,
-        "gemma3",
-        change=lambda writer: (
-            writer.add_name("tiny"),
-            writer.add_sliding_window(24),
-            writer.add_key_length(HEAD_DIM),
-            writer.add_value_length(HEAD_DIM),
-        ),
-    )
+
+    def change(writer: GGUFWriter) -> None:
+        writer.add_name("tiny")
+        writer.add_sliding_window(24)
+        writer.add_key_length(HEAD_DIM)
+        writer.add_value_length(HEAD_DIM)
+
+    path = write_gguf(tmp_path / "tiny.gguf", weights, "gemma3", change=change)
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_dict(checkpoint.config)
     assert isinstance(config, Gemma3Config)
