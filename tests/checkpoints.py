@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.models import CausalLM, LlamaConfig
+from infinilm.models.registry import create_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 160,
@@ -35,6 +36,29 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
 }
 """Name → transformers' class prefix and the settings that differ from `SIZES`."""
 
@@ -42,7 +66,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
     prefix, own = ARCHITECTURES[kind]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **own, **settings})
+    text = "Text" if prefix == "Gemma3" else ""
+    config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
@@ -50,7 +75,7 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:
-                weight.copy_(1 + 0.2 * noise)
+                weight.copy_((prefix != "Gemma3") + 0.2 * noise)  # Gemma adds 1 itself
             elif name.endswith("bias"):
                 weight.copy_(0.3 * noise)
             else:
@@ -74,7 +99,8 @@ def load(
 ) -> CausalLM:
     """Our model, or the share of a group's rank, with the reference's configuration and weights."""
     config = LlamaConfig.from_dict(reference.config.to_dict())
-    model = CausalLM(config, max_len=max_len, dtype=dtype, device=device, group=group)
+    model = create_model(config, max_len=max_len, dtype=dtype, device=device, group=group)
+    assert isinstance(model, CausalLM)
     state = reference.state_dict()
     for name, shard in model.weight_targets().items():
         dense(shard).tensor.copy_(dense(shard).cut(state[name]))

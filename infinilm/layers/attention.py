@@ -1,25 +1,28 @@
 """Self-attention over the paged KV cache, full or within a sliding window."""
 
+from types import NoneType
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from infinilm.debug.taps import Taps
-from infinilm.distributed.shard import Shard, WeightShard
+from infinilm.distributed.group import SINGLE
+from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import QKVParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
-from infinilm.layers.norm import RMSNorm
+from infinilm.layers.norm import ParallelRMSNorm, RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 
 class Attention(Mixer):
     """A token mixer in which groups of query heads share a key and a value head.
 
-    A token sees the last `window` tokens, itself included; None: all. With `qk_norm_eps` the query and the key of each
-    head are normalised before they are rotated.
+    A token sees the last `window` tokens, itself included; None: all. Scores are multiplied by `scale`; None:
+    `head_dim**-0.5`. With `qk_norm_eps` queries and keys are normalised before they are rotated: each head by a
+    `norm_class`, or all heads as one with `norms_all_heads`.
     """
 
     def __init__(
@@ -34,22 +37,34 @@ class Attention(Mixer):
         window: int | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
+        scale: float | None = None,
         qk_norm_eps: float | None = None,
+        norm_class: type[RMSNorm] = RMSNorm,
+        norms_all_heads: bool = False,
         prefix: str = "self_attn.",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(layer, prefix)
         options = below(options, prefix)
-        self.head_dim, self.scale, self.window, self.rotary = head_dim, head_dim**-0.5, window, rotary
+        self.head_dim, self.window, self.rotary = head_dim, window, rotary
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.qkv = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, **options)
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
-        self.q_norm = self.k_norm = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
-            self.q_norm, self.k_norm = (
-                RMSNorm(head_dim, qk_norm_eps, dtype=options["dtype"], device=options["device"]) for _ in range(2)
-            )
-        self._has_kernels = has_kernels(options["device"])
+            kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
+            if norms_all_heads:
+                q, k, _ = self.qkv.outputs.values()
+                kind["group"] = options.get("group", SINGLE)
+                self.q_norm = ParallelRMSNorm(q, qk_norm_eps, num_copies=1, **kind)
+                self.k_norm = ParallelRMSNorm(k, qk_norm_eps, num_copies=self.qkv.num_copies, **kind)
+            else:
+                self.q_norm, self.k_norm = (norm_class(head_dim, qk_norm_eps, **kind) for _ in range(2))
+        # The kernels know norms of single heads, and rotate whole heads.
+        self._is_plain = rotary.dim == head_dim and type(self.q_norm) in (NoneType, RMSNorm)
+        self._has_kernels = has_kernels(options["device"]) and self._is_plain
 
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
@@ -100,7 +115,10 @@ class Attention(Mixer):
         qk = heads[:, : -self.num_kv_heads]
         normed = qk
         if self.q_norm is not None and self.k_norm is not None:
-            normed = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+            q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
+            if isinstance(self.q_norm, ParallelRMSNorm):  # all heads as one
+                q, k = q.flatten(1), k.flatten(1)
+            normed = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1).view(qk.shape)
         apply_rotary(normed, *step.angles(self.rotary), out=qk)
         if step.taps is not None:
             self._show(step.taps, heads, "after_rope")
@@ -127,13 +145,14 @@ class Attention(Mixer):
         own = prefix + self.prefix
         targets = self.qkv.weight_targets(own) | self.out.weight_targets(own)
         if self.q_norm is not None and self.k_norm is not None:
-            targets[f"{own}q_norm.weight"] = WeightShard.whole(self.q_norm.weight)
-            targets[f"{own}k_norm.weight"] = WeightShard.whole(self.k_norm.weight)
+            for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+                share = norm.share if isinstance(norm, ParallelRMSNorm) else ShardRange.whole(self.head_dim)
+                targets[f"{own}{name}.weight"] = WeightShard.of(norm.weight, share)
         return targets
 
     def to_native(self) -> dict[str, Any] | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
-        if linears is None or type(self) is not Attention:
+        if linears is None or type(self) is not Attention or not self._is_plain or self.scale != self.head_dim**-0.5:
             return None
         return linears | {
             "q_norm": None if self.q_norm is None else self.q_norm.weight,

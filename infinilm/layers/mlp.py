@@ -1,5 +1,7 @@
 """The dense channel mixer."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Unpack
 
 import torch.nn.functional as F
@@ -11,9 +13,16 @@ from infinilm.layers.linear import GateUpParallelLinear, RowParallelLinear, nati
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By Hugging Face's names."""
+
 
 class MLP(Mixer):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`."""
 
     def __init__(
         self,
@@ -22,11 +31,13 @@ class MLP(Mixer):
         intermediate_size: int,
         *,
         bias: bool = False,
+        activation: str = "silu",
         prefix: str = "mlp.",
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(layer, prefix)
         options = below(options, prefix)
+        self.activation = activation
         self.gate_up = GateUpParallelLinear(hidden_size, intermediate_size, bias=bias, **options)
         self.down = RowParallelLinear(intermediate_size, {"down_proj": hidden_size}, bias=bias, **options)
 
@@ -34,19 +45,23 @@ class MLP(Mixer):
         self, x: Tensor, step: ForwardContext | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
         taps = None if step is None else step.taps
-        if taps is None:
+        if taps is None and self.activation == "silu":
             mixed: Tensor = self.down(self.gate_up.activated(x, norm), residual)
             return mixed
         if norm is not None:
             x = norm(x)
-            taps.see("post_attention_layernorm", x, self.layer)
+            if taps is not None:
+                taps.see("post_attention_layernorm", x, self.layer)
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        taps.see("mlp_gate_proj", gate, self.layer, is_shared_out=True)
-        taps.see("mlp_up_proj", up, self.layer, is_shared_out=True)
-        inner = F.silu(gate).mul_(up)
-        taps.see("mlp_intermediate", inner, self.layer, is_shared_out=True)
+        if taps is not None:
+            taps.see("mlp_gate_proj", gate, self.layer, is_shared_out=True)
+            taps.see("mlp_up_proj", up, self.layer, is_shared_out=True)
+        inner = ACTIVATIONS[self.activation](gate).mul_(up)
+        if taps is not None:
+            taps.see("mlp_intermediate", inner, self.layer, is_shared_out=True)
         output: Tensor = self.down(inner)
-        taps.see("mlp_output", output, self.layer)
+        if taps is not None:
+            taps.see("mlp_output", output, self.layer)
         return output if residual is None else output.add_(residual)
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
@@ -54,4 +69,5 @@ class MLP(Mixer):
         return self.gate_up.weight_targets(own) | self.down.weight_targets(own)
 
     def to_native(self) -> dict[str, Any] | None:
-        return native_linears(gate_up=self.gate_up, down=self.down) if type(self) is MLP else None
+        is_plain = type(self) is MLP and self.activation == "silu"
+        return native_linears(gate_up=self.gate_up, down=self.down) if is_plain else None

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.distributed.shard import ShardRange
 from infinilm.kernels.support import has_kernels
 
 
@@ -30,4 +32,43 @@ class RMSNorm(nn.Module):
         # Not F.rms_norm: on a CPU its mean takes ten times as long for a few hundred rows.
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """`x / rms(x) * (1 + weight)`, computed in float32 and rounded at the end, as Gemma was trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` `[…, size]`."""
+        wide = x.float()
+        scale = (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt_()
+        return (wide * scale * (1 + self.weight.float())).to(x.dtype)
+
+
+class ParallelRMSNorm(RMSNorm):
+    """A norm over a width of which each rank has a share: the mean square is that of all ranks together.
+
+    `num_copies` ranks next to each other hold the same share.
+    """
+
+    def __init__(
+        self,
+        share: ShardRange,
+        eps: float,
+        *,
+        num_copies: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        group: CommunicationGroup = SINGLE,
+    ) -> None:
+        super().__init__(share.length, eps, dtype=dtype, device=device)
+        self.share, self.group, self._num_copies = share, group, num_copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise this rank's `x` `[T, share]`."""
+        if self.group.size == 1:
+            return super().forward(x)
+        wide = x.float()
+        squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True))
+        scale = (squares / (self._num_copies * self.share.full) + self._eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self.weight)

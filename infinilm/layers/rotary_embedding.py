@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 
 class RotaryEmbedding(nn.Module):
-    """The cosines and sines of positions 0 to `max_len` - 1, computed once."""
+    """The cosines and sines of positions 0 to `max_len` - 1, computed once.
 
-    table: Tensor  # [max_len, head_dim] float32: cosines, then sines, half a head each
+    With a `partial_rotary_factor` only the first `dim` of a head's numbers are rotated. The rope type `none` rotates by
+    no angle.
+    """
+
+    table: Tensor  # [max_len, dim] float32: cosines, then sines, half of them each
 
     def __init__(
         self,
@@ -29,24 +33,34 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.dim = dtype, rotary_dim(head_dim, rope)
         # Computed on the host, so that every device turns by the same angles.
-        frequencies = inverse_frequencies(head_dim, rope, max_len, max_position_embeddings)
+        frequencies = inverse_frequencies(self.dim, rope, max_len, max_position_embeddings)
         angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(-1) * frequencies
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `positions` `[T]` for `apply_rotary`, each `[T, 1, head_dim]`."""
+        """Cosines and sines of `positions` `[T]` for `apply_rotary`, each `[T, 1, dim]`."""
         cos, sin = self.table.index_select(0, positions).to(self.dtype).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotary_dim(head_dim: int, rope: Mapping[str, Any]) -> int:
+    """How many of a head's numbers are rotated."""
+    return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
     """Turn the heads of `x` `[T, heads, head_dim]` into `out`, which may be `x`.
 
-    Number i of a head is paired with number i + head_dim / 2.
+    Number i of a head is paired with number i + dim / 2, where the angles have `dim` numbers; the rest is copied.
     """
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        if out.data_ptr() != x.data_ptr():
+            out[..., dim:] = x[..., dim:]
+        x, out = x[..., :dim], out[..., :dim]
     first, second = x.chunk(2, dim=-1)
     torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin, out=out)
 
@@ -58,6 +72,8 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, ma
     plain = 1.0 / torch.pow(theta, exponents)
     divisors: Tensor | float = 1.0
     match rope["rope_type"]:
+        case "none":
+            return torch.zeros_like(plain)
         case "linear":
             divisors = rope["factor"]
         case "dynamic":

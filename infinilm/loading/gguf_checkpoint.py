@@ -36,6 +36,16 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Where an architecture's names differ from these.
+_OWN_LAYER_NAMES = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
+# Architectures whose files store norms as they are multiplied, 1 + weight.
+_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma3"}
 _SAMPLING_KEYS = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -56,7 +66,7 @@ class GGUFCheckpoint:
         try:
             metadata = GGUFMetadata(self._file)
             self.config: dict[str, Any] = make_config(metadata, self._file)
-            self._tensors = _name_tensors(self._file)
+            self._tensors = _name_tensors(self._file, _LAYER_NAMES | _OWN_LAYER_NAMES.get(metadata.architecture, {}))
         except BaseException:
             self._file.close()
             raise
@@ -65,6 +75,7 @@ class GGUFCheckpoint:
         self.generation_config = {key: value for key, value in given.items() if value is not None}
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
+        self._has_whole_norms = metadata.architecture in _ARCHITECTURES_WITH_WHOLE_NORMS
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -91,6 +102,8 @@ class GGUFCheckpoint:
         step = max(1, _SLICE_ELEMENTS // (row_elements * granule)) * granule
         for offset in range(0, len(target), step):
             self._fill(target[offset : offset + step], tensor, (starts[0] + offset, *starts[1:]), head_dim)
+        if self._has_whole_norms and name.endswith("norm.weight"):
+            target.sub_(1)
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         tensor = self._tensor(name)
@@ -173,24 +186,24 @@ def _unpermuted(rows: Tensor, head_dim: int) -> Tensor:
     return rows - rows % head_dim + half * (head_dim // 2) + pair
 
 
-def _name_tensors(file: GGUFFile) -> dict[str, GGUFTensorInfo]:
+def _name_tensors(file: GGUFFile, layer_names: Mapping[str, str]) -> dict[str, GGUFTensorInfo]:
     tensors: dict[str, GGUFTensorInfo] = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS:
             continue
-        hf_name = _hf_name(name)
+        hf_name = _hf_name(name, layer_names)
         if hf_name in tensors:
             raise CheckpointError(f"{file.path}: {tensors[hf_name].name!r} and {name!r} are both {hf_name!r}")
         tensors[hf_name] = tensor
     return tensors
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Hugging Face's name for a tensor. An unknown tensor keeps its name, so that strict loading reports it."""
     if match := LAYER_PATTERN.fullmatch(name):
         layer, part, kind = match.groups()
-        if part in _LAYER_NAMES:
-            return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
+        if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
     elif (match := _OUTER_PATTERN.fullmatch(name)) and match[1] in _OUTER_NAMES:
         return f"{_OUTER_NAMES[match[1]]}.{match[2]}"
     return name

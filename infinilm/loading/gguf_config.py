@@ -8,7 +8,14 @@ from typing import Any
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile, GGUFTensorInfo
 
-_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+_ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+"""By GGUF's name: Hugging Face's `model_type` and class."""
 ROPE_FACTORS = "rope_freqs.weight"
 LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
@@ -82,15 +89,16 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     num_heads = metadata.integer("attention.head_count")
     head_dim = metadata.integer("attention.key_length", hidden_size // num_heads)
     sliding_window = metadata.get("attention.sliding_window")
-    model_type = metadata.architecture
+    architecture = metadata.architecture
     if sliding_window is not None:
         sliding_window = metadata.integer("attention.sliding_window")
-        if model_type in ("qwen2", "qwen3"):
-            raise metadata.error(f"sliding window attention in {model_type} files is not supported")
-        model_type = "mistral"
+        if architecture in ("qwen2", "qwen3"):
+            raise metadata.error(f"sliding window attention in {architecture} files is not supported")
+        architecture = "mistral" if architecture == "llama" else architecture
+    model_type, class_name = _ARCHITECTURES[architecture]
     config: dict[str, Any] = {
         "model_type": model_type,
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
+        "architectures": [class_name],
         "hidden_size": hidden_size,
         "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": metadata.integer("block_count"),
@@ -115,12 +123,28 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         raise metadata.error(f"the head dimension {head_dim} is odd; rotary embedding needs an even one")
     config["vocab_size"] = vocab_size = _check_sizes(metadata, config, tensors)
     config["rope_scaling"] = _rope_scaling(metadata, config, file)
+    if model_type == "gemma3_text":
+        config |= _gemma3_settings(metadata, config)
+        del config["hidden_act"]
     ends = [metadata.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return config | {
         "bos_token_id": metadata.token_id("bos", vocab_size),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,  # a list where several tokens end an answer
         "pad_token_id": metadata.token_id("padding", vocab_size),
+    }
+
+
+def _gemma3_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows of Gemma 3 without metadata."""
+    is_27b = config["num_hidden_layers"] == 62
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_27b
+        else config["head_dim"],
     }
 
 

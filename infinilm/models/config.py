@@ -11,7 +11,7 @@ from infinilm.cache.config import DTYPES
 from infinilm.cache.specs import AttentionSpec, CacheSpec
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.models.rope_parameters import ROPE_SETTINGS, check_rope_parameters, read_rope_parameters
+from infinilm.models.rope_parameters import DEFAULT_THETA, ROPE_SETTINGS, check_rope_parameters, read_rope_parameters
 
 if TYPE_CHECKING:
     from infinilm.models.registry import ModelFamily
@@ -86,6 +86,9 @@ class ModelConfig:
     initializer_range: float = 0.02
     """The standard deviation of the weights of a model that is built without a checkpoint."""
 
+    default_theta: ClassVar[float] = DEFAULT_THETA
+    rotates_partially: ClassVar[bool] = False
+    """Whether `partial_rotary_factor` may be less than 1."""
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
     """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
     known_layer_types: ClassVar[tuple[str, ...]] = (FULL_ATTENTION, SLIDING_ATTENTION)
@@ -123,9 +126,14 @@ class ModelConfig:
             check_choice("dtype", values["dtype"], DTYPES)
         for name in _TOKEN_IDS:
             _check_token_ids(name, values[name])
-        values["rope_parameters"] = read_rope_parameters(settings, values["max_position_embeddings"])
+        values["rope_parameters"] = self.read_rope(settings, values["max_position_embeddings"])
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        """`rope_parameters`, from the settings in any of their forms."""
+        return read_rope_parameters(settings, max_position_embeddings, cls.default_theta)
 
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
@@ -228,6 +236,35 @@ class ModelConfig:
             return None
         return self.sliding_window
 
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by."""
+        return 1.0
+
+    @property
+    def residual_scale(self) -> float:
+        """What a mixer's result is multiplied by before it is added to its input."""
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """What logits are multiplied by."""
+        return 1.0
+
+    @property
+    def logit_cap(self) -> float | None:
+        """Logits are `cap * tanh(logits / cap)`; None: they are not bounded."""
+        return None
+
+    @property
+    def attention_scale(self) -> float | None:
+        """What attention scores are multiplied by; None: `head_dim**-0.5`."""
+        return None
+
+    def rope(self, layer: int) -> Mapping[str, Any]:  # noqa: ARG002 - a family's layers may differ
+        """The rotary embedding of a layer."""
+        return self.rope_parameters
+
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer keeps per token, over all ranks."""
         heads, head_dim = self.num_key_value_heads, self.head_dim
@@ -235,7 +272,7 @@ class ModelConfig:
 
     def max_context_len(self) -> int:
         """The longest text the model is made for: its positions, times what its rope scaling adds to them."""
-        rope = self.rope_parameters
+        rope = self.main_rope
         stretched = {
             "linear": self.max_position_embeddings,
             "dynamic": self.max_position_embeddings,
@@ -248,7 +285,12 @@ class ModelConfig:
     @property
     def rope_theta(self) -> float:
         """The base of the rotary embedding's frequencies."""
-        return float(self.rope_parameters["rope_theta"])
+        return float(self.main_rope["rope_theta"])
+
+    @property
+    def main_rope(self) -> Mapping[str, Any]:
+        """The rotary embedding of the layers that see whole texts."""
+        return self.rope_parameters
 
     @property
     def rope_scaling(self) -> dict[str, Any] | None:
@@ -289,7 +331,13 @@ class ModelConfig:
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
         check_real("initializer_range", self.initializer_range, low=0.0, high=1e3)
         self._validate_layer_types()
-        check_rope_parameters(self.rope_parameters, self.head_dim)
+        for rope in {id(rope): rope for rope in map(self.rope, range(self.num_hidden_layers))}.values():
+            if rope.get("partial_rotary_factor") not in (None, 1.0) and not self.rotates_partially:
+                raise InvalidValueError(
+                    f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not a setting of {self.model_type} "
+                    "models; they rotate whole heads (1.0)"
+                )
+            check_rope_parameters(rope, self.head_dim)
 
     def _validate_layer_types(self) -> None:
         if self.layer_types is None:

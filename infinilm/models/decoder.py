@@ -3,9 +3,10 @@
 A family's file (`dense.py`) says which mixers its layers have; the mixers are in `layers/`.
 """
 
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,34 +27,76 @@ from infinilm.models.config import ModelConfig
 from infinilm.models.stages import Stage
 
 
+class LayerNorms(NamedTuple):
+    """A layer's norms, by their names in a checkpoint; None where there is no norm."""
+
+    before_tokens: str | None = "input_layernorm"
+    after_tokens: str | None = None
+    before_channels: str | None = "post_attention_layernorm"
+    after_channels: str | None = None
+
+
+PRE_NORMS = LayerNorms()
+"""Llama's: one before each mixer."""
+
+
 class DecoderLayer(nn.Module):
-    """A token mixer and a channel mixer, each after a norm and added to its input."""
+    """A token mixer and a channel mixer, each between norms, scaled and added to its input."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, token_mixer: Mixer, channel_mixer: Mixer, options: LayerOptions
+        self,
+        config: ModelConfig,
+        layer: int,
+        token_mixer: Mixer,
+        channel_mixer: Mixer,
+        options: LayerOptions,
+        *,
+        norms: LayerNorms = PRE_NORMS,
+        norm_class: type[RMSNorm] = RMSNorm,
+        residual_scale: float = 1.0,
     ) -> None:
+        """`residual_scale` is what a mixer's result is multiplied by before it is added."""
         super().__init__()
         self.layer, self.token_mixer, self.channel_mixer = layer, token_mixer, channel_mixer
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=options["dtype"], device=options["device"])
-            for _ in range(2)
-        )
+        self.residual_scale = residual_scale
+        kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
+        self._norms = {name: norm_class(config.hidden_size, config.rms_norm_eps, **kind) for name in norms if name}
+        for name, norm in self._norms.items():
+            self.add_module(name, norm)
+        # Before and after each mixer.
+        found = [None if name is None else self._norms[name] for name in norms]
+        self._token_norms, self._channel_norms = tuple(found[:2]), tuple(found[2:])
+        self._is_plain = norm_class is RMSNorm and norms == PRE_NORMS and residual_scale == 1
 
     def forward(self, hidden: Tensor, step: ForwardContext) -> Tensor:
         """`[T, hidden]` to `[T, hidden]`."""
-        hidden = self.token_mixer(hidden, step, hidden, self.input_layernorm)
+        hidden = self._mix(self.token_mixer, hidden, step, *self._token_norms)
         if step.taps is not None:
             step.taps.see("after_attention_residual", hidden, self.layer)
-        hidden = self.channel_mixer(hidden, step, hidden, self.post_attention_layernorm)
+        hidden = self._mix(self.channel_mixer, hidden, step, *self._channel_norms)
         if step.taps is not None:
             step.taps.see("output", hidden, self.layer)
         return hidden
 
+    def _mix(
+        self, mixer: Mixer, hidden: Tensor, step: ForwardContext, before: RMSNorm | None, after: RMSNorm | None
+    ) -> Tensor:
+        if self._is_plain:
+            added: Tensor = mixer(hidden, step, hidden, before)  # which may fuse norm and residual
+            return added
+        x = hidden if before is None else before(hidden)
+        if before is not None and step.taps is not None:
+            point = "input_layernorm" if mixer is self.token_mixer else "post_attention_layernorm"
+            step.taps.see(point, x, self.layer)
+        mixed: Tensor = mixer(x, step)
+        if after is not None:
+            mixed = after(mixed)
+        return hidden + (mixed if self.residual_scale == 1 else mixed * self.residual_scale)
+
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by name."""
         return {
-            f"{prefix}input_layernorm.weight": WeightShard.whole(self.input_layernorm.weight),
-            f"{prefix}post_attention_layernorm.weight": WeightShard.whole(self.post_attention_layernorm.weight),
+            **{f"{prefix}{name}.weight": WeightShard.whole(norm.weight) for name, norm in self._norms.items()},
             **self.token_mixer.weight_targets(prefix),
             **self.channel_mixer.weight_targets(prefix),
         }
@@ -61,10 +104,12 @@ class DecoderLayer(nn.Module):
     def to_native(self) -> Any | None:
         """This layer as one of the native library's; None unless the library can compute both mixers."""
         library, parts = native.load(), (self.token_mixer.to_native(), self.channel_mixer.to_native())
-        if library is None or type(self) is not DecoderLayer or parts[0] is None or parts[1] is None:
+        is_plain = type(self) is DecoderLayer and self._is_plain
+        if library is None or not is_plain or parts[0] is None or parts[1] is None:
             return None
-        norms = {"input_norm": self.input_layernorm.weight, "post_norm": self.post_attention_layernorm.weight}
-        return library.Layer(**parts[0], **parts[1], **norms, eps=self.input_layernorm.eps)
+        first, second = self._norms.values()
+        norms = {"input_norm": first.weight, "post_norm": second.weight}
+        return library.Layer(**parts[0], **parts[1], **norms, eps=first.eps)
 
 
 class Decoder(nn.Module):
@@ -75,6 +120,8 @@ class Decoder(nn.Module):
     has the embedding too, the last the final norm and the head.
     """
 
+    norms: ClassVar[LayerNorms] = PRE_NORMS
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     body_prefix: ClassVar[str] = "model."
     """Of all weights in a checkpoint but the head's."""
     unused_weights: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
@@ -103,20 +150,23 @@ class Decoder(nn.Module):
         self.embed_tokens: VocabParallelEmbedding | None = None
         if stage.is_first or (stage.is_last and config.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(*sizes, **below(body, "embed_tokens."))
-        self.rotary = build_rotary(config, max_len, dtype=dtype, device=device)
+        self.rotaries = build_rotaries(config, stage.layers, max_len, dtype=dtype, device=device)
         self.layers = nn.ModuleList(self.build_layer(layer, below(body, f"layers.{layer}.")) for layer in stage.layers)
         self.norm: RMSNorm | None = None
         self.lm_head: ParallelLMHead | None = None
         if stage.is_last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+            self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         if stage.is_last and not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(*sizes, **below(options, "lm_head."))
         self._windows = {config.window(layer) for layer in stage.layers}
 
     def build_layer(self, layer: int, options: LayerOptions) -> DecoderLayer:
-        """Make a layer. A family with other norms overrides this."""
-        token_mixer, channel_mixer = self.token_mixer(layer, options), self.channel_mixer(layer, options)
-        return DecoderLayer(self.config, layer, token_mixer, channel_mixer, options)
+        """Make a layer."""
+        mixers = self.token_mixer(layer, options), self.channel_mixer(layer, options)
+        scale = self.config.residual_scale
+        return DecoderLayer(
+            self.config, layer, *mixers, options, norms=self.norms, norm_class=self.norm_class, residual_scale=scale
+        )
 
     def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
         """Make the token mixer of a layer."""
@@ -139,6 +189,8 @@ class Decoder(nn.Module):
         if hidden is None:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(batch.input_ids)
+            if (scale := self.config.embedding_scale) != 1:
+                hidden = hidden * torch.tensor(scale, dtype=hidden.dtype)  # the scale is rounded too
             if taps is not None:
                 taps.see("embed_tokens", hidden)
         is_whole = taps is None and backend.name == "native" and len(cache.groups) == 1 and cache.only_stores
@@ -174,16 +226,26 @@ class Decoder(nn.Module):
         Made when it is first needed, which is after the weights were loaded.
         """
         library = native.load()
-        if library is None or self.norm is None or self.group.size > 1 or len(self._rotaries()) > 1:
+        num_rotaries = len(set(self.rotaries.values()))
+        if library is None or self.norm is None or self.group.size > 1 or num_rotaries > 1:
             return None
         layers = [layer.to_native() for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return None if None in layers else library.Decoder(layers, self.rotary.table, self.norm.weight)
+        return (
+            None
+            if None in layers
+            else library.Decoder(layers, next(iter(self.rotaries.values())).table, self.norm.weight)
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None
-        return head.logits(hidden)
+        logits = head.logits(hidden)
+        if (scale := self.config.logit_scale) != 1:
+            logits = logits * scale
+        if (cap := self.config.logit_cap) is not None:
+            logits = (logits / cap).tanh_().mul_(cap)
+        return logits
 
     def weight_targets(self) -> dict[str, Shard]:
         """See `InfinilmModel`."""
@@ -210,21 +272,35 @@ class Decoder(nn.Module):
         kinds = Linear | VocabParallelEmbedding | ParallelLMHead
         matrix_bytes = sum(module.matrix.num_bytes for module in self.modules() if isinstance(module, kinds))
         others = sum(weight.nbytes for name, weight in self.named_parameters() if ".matrix." not in name)
-        return matrix_bytes + others + sum(rotary.table.nbytes for rotary in self._rotaries())
-
-    def _rotaries(self) -> list[RotaryEmbedding]:
-        return [module for module in self.modules() if isinstance(module, RotaryEmbedding)]
+        return matrix_bytes + others + sum(rotary.table.nbytes for rotary in set(self.rotaries.values()))
 
 
-def build_rotary(
-    config: ModelConfig, max_len: int | None, *, dtype: torch.dtype, device: torch.device | str
-) -> RotaryEmbedding:
-    """The rotary embedding of texts of up to `max_len` tokens; None: what the model was trained for."""
-    return RotaryEmbedding(
-        config.head_dim,
-        config.rope_parameters,
-        max_len=max_len or config.max_position_embeddings,
-        max_position_embeddings=config.max_position_embeddings,
-        dtype=dtype,
-        device=device,
-    )
+def build_rotaries(
+    config: ModelConfig,
+    layers: Iterable[int],
+    max_len: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> dict[int, RotaryEmbedding]:
+    """By layer: the rotary embedding of texts of up to `max_len` tokens (None: what the model was trained for).
+
+    Layers with equal settings share one.
+    """
+    found: list[tuple[Mapping[str, Any], RotaryEmbedding]] = []
+    rotaries: dict[int, RotaryEmbedding] = {}
+    for layer in layers:
+        rope = config.rope(layer)
+        rotary = next((each for settings, each in found if settings == rope), None)
+        if rotary is None:
+            rotary = RotaryEmbedding(
+                config.head_dim,
+                rope,
+                max_len=max_len or config.max_position_embeddings,
+                max_position_embeddings=config.max_position_embeddings,
+                dtype=dtype,
+                device=device,
+            )
+            found.append((rope, rotary))
+        rotaries[layer] = rotary
+    return rotaries

@@ -1,14 +1,15 @@
 """Llama, Mistral, Qwen2 and Qwen3: attention, full or sliding, and a gated MLP in every layer."""
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, ClassVar, Unpack
 
-from infinilm.checks import check_flag
+from infinilm.checks import check_choice, check_flag
 from infinilm.errors import InvalidValueError
 from infinilm.layers.attention import Attention
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
-from infinilm.layers.mlp import MLP
+from infinilm.layers.mlp import ACTIVATIONS, MLP
+from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.config import ModelConfig
 from infinilm.models.decoder import Decoder
@@ -30,10 +31,14 @@ class LlamaConfig(ModelConfig):
     qk_norm: bool = False
     """Whether the query and key of each head are normalised."""
 
+    @property
+    def activation(self) -> str:
+        """The activation function of the MLP."""
+        return self.hidden_act
+
     def validate(self) -> None:
         super().validate()
-        if self.hidden_act != "silu":
-            raise InvalidValueError(f"hidden_act={self.hidden_act!r} is not supported; supported is silu")
+        check_choice("hidden_act", self.activation, tuple(ACTIVATIONS))
         for name in ("attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
             check_flag(name, getattr(self, name))
             if getattr(self, name) and name in self._family.config.ignored_settings:
@@ -84,12 +89,15 @@ class Qwen3Config(Qwen2Config):
 
 
 class CausalLM(Decoder):
-    """The model of all four."""
+    """The model of all four, and the base of their relatives."""
 
     config: LlamaConfig
+    norms_all_heads: ClassVar[bool] = False
+    """Whether a query or key norm is over all heads as one."""
 
     def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        return build_attention(self.config, layer, self.rotary, **options)
+        norms: dict[str, Any] = {"norm_class": self.norm_class, "norms_all_heads": self.norms_all_heads}
+        return build_attention(self.config, layer, self.rotaries[layer], **norms, **options)
 
     def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
         return build_mlp(self.config, layer, **options)
@@ -100,6 +108,9 @@ def build_attention(
     layer: int,
     rotary: RotaryEmbedding,
     prefix: str = "self_attn.",
+    *,
+    norm_class: type[RMSNorm] = RMSNorm,
+    norms_all_heads: bool = False,
     **options: Unpack[LayerOptions],
 ) -> Attention:
     return Attention(
@@ -110,13 +121,17 @@ def build_attention(
         head_dim=config.head_dim,
         rotary=rotary,
         window=config.window(layer),
+        scale=config.attention_scale,
         qkv_bias=config.attention_bias or config.qkv_bias,
         out_bias=config.attention_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        norm_class=norm_class,
+        norms_all_heads=norms_all_heads,
         prefix=prefix,
         **options,
     )
 
 
 def build_mlp(config: LlamaConfig, layer: int, prefix: str = "mlp.", **options: Unpack[LayerOptions]) -> MLP:
-    return MLP(layer, config.hidden_size, config.intermediate_size, bias=config.mlp_bias, prefix=prefix, **options)
+    sizes = (config.hidden_size, config.intermediate_size)
+    return MLP(layer, *sizes, bias=config.mlp_bias, activation=config.activation, prefix=prefix, **options)

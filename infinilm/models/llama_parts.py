@@ -20,7 +20,7 @@ from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import ForwardContext
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.auto import choose_device, choose_dtype
-from infinilm.models.decoder import Decoder, DecoderLayer, build_rotary
+from infinilm.models.decoder import Decoder, DecoderLayer, build_rotaries
 from infinilm.models.dense import CausalLM, LlamaConfig, build_attention, build_mlp
 from infinilm.models.random_weights import fill_randomly
 
@@ -194,7 +194,8 @@ class _LayerPart(_Part):
         return self.layer.weight_targets("")
 
     def _rotary(self, options: LayerOptions) -> RotaryEmbedding:
-        return build_rotary(self.config, self.max_len, dtype=options["dtype"], device=options["device"])
+        kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
+        return build_rotaries(self.config, [self.layer_idx], self.max_len, **kind)[self.layer_idx]
 
 
 class LlamaAttention(_LayerPart):

@@ -16,6 +16,8 @@ from infinilm.layers.linear import check_heads
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from infinilm.models.gemma import Gemma3Config, Gemma3ForCausalLM
+from infinilm.models.relatives import GraniteConfig, Olmo2Config, Olmo2ForCausalLM, SmolLM3Config
 from infinilm.models.rope_parameters import ROPE_SETTINGS
 from infinilm.models.stages import divide_layers
 
@@ -43,6 +45,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "mistral": ModelFamily("MistralForCausalLM", MistralConfig, CausalLM),
     "qwen2": ModelFamily("Qwen2ForCausalLM", Qwen2Config, CausalLM),
     "qwen3": ModelFamily("Qwen3ForCausalLM", Qwen3Config, CausalLM),
+    "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, Gemma3ForCausalLM),
+    "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),
+    "olmo2": ModelFamily("Olmo2ForCausalLM", Olmo2Config, Olmo2ForCausalLM),
+    "smollm3": ModelFamily("SmolLM3ForCausalLM", SmolLM3Config, CausalLM),
 }
 """By `model_type`. `register_model` adds to them."""
 _BUILT_IN = frozenset(FAMILIES)

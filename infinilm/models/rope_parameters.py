@@ -14,6 +14,7 @@ ROPE_SETTINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "origina
 # What each type needs besides `rope_theta`: numbers, and lists with one number per pair of a head.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
+    "none": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -25,7 +26,9 @@ _OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "ms
 _OLD_NAMES = {"su": "longrope"}
 
 
-def read_rope_parameters(settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+def read_rope_parameters(
+    settings: Mapping[str, Any], max_position_embeddings: int, default_theta: float = DEFAULT_THETA
+) -> dict[str, Any]:
     """Bring the rope settings of a config into one form: `rope_type`, `rope_theta` and what the type needs.
 
     Transformers 5 writes them as `rope_parameters`; 4 wrote `rope_theta` and, with `type` or `rope_type` in
@@ -40,7 +43,7 @@ def read_rope_parameters(settings: Mapping[str, Any], max_position_embeddings: i
     rope_type = str(given.get("rope_type") or given.get("type") or "default")
     rope["rope_type"] = _OLD_NAMES.get(rope_type, rope_type)
     if rope.get("rope_theta") is None:
-        rope["rope_theta"] = settings.get("rope_theta") or DEFAULT_THETA
+        rope["rope_theta"] = settings.get("rope_theta") or default_theta
     if "partial_rotary_factor" in settings:
         rope.setdefault("partial_rotary_factor", settings["partial_rotary_factor"])
     if "original_max_position_embeddings" in _NUMBERS.get(rope["rope_type"], ()):
@@ -57,10 +60,15 @@ def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
     rope_type = rope["rope_type"]
     if rope_type not in _NUMBERS:
         raise InvalidValueError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(_NUMBERS)}")
-    if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise InvalidValueError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; whole heads are rotated (1.0)"
-        )
+    factor = rope.get("partial_rotary_factor")
+    if factor is not None:
+        _check_number("partial_rotary_factor", factor)
+        if factor > 1 or int(head_dim * factor) % 2 or int(head_dim * factor) == 0:
+            raise InvalidValueError(
+                f"partial_rotary_factor={factor!r} must make an even part of head_dim={head_dim}, not "
+                f"{int(head_dim * factor)}"
+            )
+        head_dim = int(head_dim * factor)
     label = f"rope_parameters[{{!r}}] of rope_type={rope_type!r}"
     for name in ("rope_theta", *_NUMBERS[rope_type]):
         _check_number(label.format(name), rope.get(name))
@@ -71,7 +79,7 @@ def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
         values = rope.get(name)
         if not isinstance(values, (list, tuple)) or len(values) != head_dim // 2:
             raise InvalidValueError(
-                f"{label.format(name)} must be a list of head_dim / 2 = {head_dim // 2} numbers, not {values!r}"
+                f"{label.format(name)} must be a list of {head_dim // 2} numbers, one per rotated pair, not {values!r}"
             )
         for value in values:
             _check_number(label.format(name), value)

@@ -180,6 +180,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases of q, k, v": ("qwen2", {"num_key_value_heads": 12}),
     "norms of q and k": ("qwen3", {"num_key_value_heads": 12}),
     "a window": ("mistral", {"num_key_value_heads": 1}),
+    "norms around the mixers": ("gemma3", {"num_key_value_heads": 1}),
+    "scales": ("granite", {"num_key_value_heads": 12}),
+    "norms of all heads": ("olmo2", {"num_key_value_heads": 12}),
+    "norms of all heads, one kv head": ("olmo2", {"num_key_value_heads": 1}),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from infinilm.errors import CheckpointError
@@ -19,6 +19,8 @@ from infinilm.loading import gguf_checkpoint
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.loading.gguf import GGML_TYPES, GGUFFile
 from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+from infinilm.models.config import ModelConfig
+from infinilm.models.gemma import Gemma3Config
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 64, 96, 4, 2, 16, 48, 2
 Weights = dict[str, np.ndarray]
@@ -151,6 +153,34 @@ def test_qwen_keeps_the_order_of_rows(architecture: str, tmp_path: Path) -> None
     assert checkpoint.config["architectures"] == [f"{architecture.capitalize()}ForCausalLM"]
     assert checkpoint.config["tie_word_embeddings"] is True
     assert "lm_head.weight" not in checkpoint.shapes()
+
+
+def test_gemma3_tensors_and_config_equal_transformers(tmp_path: Path) -> None:
+    weights = tiny_weights(has_head=False, has_qk_norm=True)
+    rng = np.random.default_rng(1)
+    for layer in range(LAYERS):
+        for name in ("post_attention_norm", "post_ffw_norm"):
+            weights[f"blk.{layer}.{name}.weight"] = rng.normal(1, 0.1, HIDDEN).astype(np.float32)
+
+    def change(writer: GGUFWriter) -> None:
+        writer.add_name("tiny")
+        writer.add_sliding_window(24)
+        writer.add_key_length(HEAD_DIM)
+        writer.add_value_length(HEAD_DIM)
+
+    path = write_gguf(tmp_path / "tiny.gguf", weights, "gemma3", change=change)
+    checkpoint = open_checkpoint(path)
+    config = ModelConfig.from_dict(checkpoint.config)
+    assert isinstance(config, Gemma3Config)
+    assert (config.sliding_window, config.query_pre_attn_scalar) == (24, HEAD_DIM)
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 5000.0
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10000.0
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**load_gguf_checkpoint(path)["config"]))
+    theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    assert checkpoint.shapes() == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(checkpoint.read(name).float(), torch.as_tensor(tensor).float(), atol=1e-7, rtol=0)
+    checkpoint.close()
 
 
 def test_config_from_metadata(tmp_path: Path) -> None:
@@ -307,7 +337,7 @@ FEW_FACTORS = tiny_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}
     [
         (
             {"architecture": "gpt2"},
-            "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3",
+            "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3, gemma3",
         ),
         ({"without": "general.architecture"}, "architecture None is not supported"),
         (

@@ -108,7 +108,7 @@ def test_a_directory_is_read(tmp_path) -> None:
         ({"hidden_size": 0}, InvalidValueError, "hidden_size=0"),
         ({"num_attention_heads": 5, "num_key_value_heads": 2}, InvalidValueError, "num_attention_heads=5"),
         ({"hidden_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}, InvalidValueError, "hidden_size=30"),
-        ({"hidden_act": "gelu"}, InvalidValueError, "gelu"),
+        ({"hidden_act": "relu"}, InvalidValueError, "relu"),
         ({"dtype": "int8"}, InvalidValueError, "int8"),
         ({"rope_scaling": {"rope_type": "spiral"}}, InvalidValueError, "spiral"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, InvalidValueError, "factor"),

@@ -1,0 +1,109 @@
+"""Granite, SmolLM3 and OLMo 2: Llama with other scales, without rotation in some layers, with other norms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from infinilm.checks import check_integer, check_real
+from infinilm.errors import InvalidValueError
+from infinilm.models.decoder import LayerNorms
+from infinilm.models.dense import CausalLM, LlamaConfig
+
+_NO_ROPE = {"rope_type": "none", "rope_theta": 10000.0}
+
+
+@dataclass(init=False, frozen=True)
+class GraniteConfig(LlamaConfig):
+    """Llama with four multipliers."""
+
+    model_type: str = "granite"
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    """What attention scores are multiplied by."""
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    """What logits are divided by."""
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
+            check_real(name, getattr(self, name), low=0.0, high=1e6, above_low=True)
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.embedding_multiplier
+
+    @property
+    def residual_scale(self) -> float:
+        return self.residual_multiplier
+
+    @property
+    def attention_scale(self) -> float | None:
+        return self.attention_multiplier
+
+    @property
+    def logit_scale(self) -> float:
+        return 1 / self.logits_scaling
+
+
+@dataclass(init=False, frozen=True)
+class SmolLM3Config(LlamaConfig):
+    """Llama without rotation in every fourth layer."""
+
+    model_type: str = "smollm3"
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 32768
+    pad_token_id: int | None = 128004
+    bos_token_id: int | list[int] | None = 128000
+    eos_token_id: int | list[int] | None = 128001
+    tie_word_embeddings: bool = True
+    no_rope_layers: list[int] | None = None
+    """For each layer 1 if it rotates, 0 if not. None: every `no_rope_layer_interval`-th does not."""
+    no_rope_layer_interval: int = 4
+
+    default_theta = 2_000_000.0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates queries and keys."""
+        if self.no_rope_layers is None:
+            return (layer + 1) % self.no_rope_layer_interval != 0
+        return bool(self.no_rope_layers[layer])
+
+    def rope(self, layer: int) -> Mapping[str, Any]:
+        return self.rope_parameters if self.rotates(layer) else _NO_ROPE
+
+    def validate(self) -> None:
+        flags = self.no_rope_layers
+        if flags is not None and (not isinstance(flags, list) or len(flags) < self.num_hidden_layers):
+            raise InvalidValueError(
+                f"no_rope_layers={flags!r} must be a list with 0 or 1 for each of the "
+                f"num_hidden_layers={self.num_hidden_layers} layers"
+            )
+        check_integer("no_rope_layer_interval", self.no_rope_layer_interval, low=1)
+        for flag in flags or ():
+            check_integer("no_rope_layers", flag, low=0, high=1)
+        super().validate()
+
+
+@dataclass(init=False, frozen=True)
+class Olmo2Config(LlamaConfig):
+    """Llama with norms after the mixers instead of before, and one norm over all heads of the queries and the keys."""
+
+    model_type: str = "olmo2"
+    vocab_size: int = 50304
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = 50279
+    qk_norm: bool = True
+
+    ignored_settings = frozenset({"mlp_bias"})
+
+
+class Olmo2ForCausalLM(CausalLM):
+    norms = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    norms_all_heads: ClassVar[bool] = True
