@@ -51,7 +51,7 @@ tests: native $(VENV)/.dev
 
 # The cluster's slower tests: updates, scaling, restarts, hit rates, the death of the driver.
 test-cluster: native $(VENV)/.dev
-	INFINILM_TEST_CLUSTER=1 $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --timeout 900 -q tests/cluster
+	INFINILM_TEST_CLUSTER=1 $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --timeout 900 -q tests/cluster tests/batch
 
 # Mixtures of requests against each request alone: tests/fuzz. `make fuzz FUZZ="--cases 5000 --seed 1"`
 FUZZ ?= --cases 600

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="The capital of France is")
     options = parser.parse_args()
 
-    engine = InferEngine(options.model)
+    engine = InferEngine(options.model, quantization="none")  # weights that can be read
     tokenizer = engine.tokenizer
     assert tokenizer is not None, f"{options.model} has no tokenizer"
     hidden, answer = capture(engine, tokenizer.encode(options.prompt))

@@ -25,7 +25,7 @@ def main() -> None:
     answers = {}
     shapes = {}
     for tp_size in (1, 3):
-        with InferEngine(MODEL, DistConfig(tp_size), device_type="cpu") as engine:
+        with InferEngine(MODEL, DistConfig(tp_size), device_type="cpu", quantization="none") as engine:
             assert engine.tokenizer is not None  # the checkpoint has one
             prompt = engine.tokenizer.encode(PROMPT)
             output = engine.generate(prompt, max_new_tokens=5, temperature=0)

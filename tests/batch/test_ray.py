@@ -77,6 +77,7 @@ def kill_an_actor(mark: str) -> int:
     return parent
 
 
+@pytest.mark.skipif("INFINILM_TEST_CLUSTER" not in os.environ, reason="slow: make test-cluster")
 def test_a_job_outlives_its_driver_and_an_engine(
     cluster: str, expected: tuple[Path, list[bytes]], batch_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

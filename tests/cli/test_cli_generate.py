@@ -63,7 +63,7 @@ def test_ranks_share_the_model(cli: Cli, tiny_dir: Path, llm: LLM) -> None:
     refused = cli("generate", "-m", tiny_dir, "--tensor-parallel-size", "3", "hello there")
     assert refused.code != 0
     assert "use a tensor parallel size of 1, 2, 4" in refused.err
-    assert cli("generate", "-m", tiny_dir, "-p", "2", "-n", "12", "hello there").out == expected + "\n"
+    assert cli("generate", "-t", "0", "-m", tiny_dir, "-p", "2", "-n", "12", "hello there").out == expected + "\n"
     refused = cli("generate", "-m", tiny_dir, "--pipeline-parallel-size", "3", "hello there")
     assert refused.code != 0
     assert "pipeline_parallel_size=3 is more than the model's 2 layers; use 2 or less" in refused.err

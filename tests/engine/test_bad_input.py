@@ -229,7 +229,7 @@ def test_lying_safetensors_header(broken_dir) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "gpt2"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "unexpected"),

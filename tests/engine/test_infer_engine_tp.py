@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -310,7 +311,8 @@ def test_smollm2_on_three_ranks_is_smollm2(smollm2: Path) -> None:
     prompts = [list(range(1000, 1024)), list(range(5000, 5024))]
     results = []
     for num_ranks in (1, 3):
-        with InferEngine(smollm2, DistConfig(num_ranks), cache_config=StaticKVCacheConfig(2, 64)) as engine:
+        settings: dict[str, Any] = {"cache_config": StaticKVCacheConfig(2, 64), "quantization": "none"}
+        with InferEngine(smollm2, DistConfig(num_ranks), **settings) as engine:
             logits = engine(input_ids=prompts, return_logits=True).logits
             results.append((logits, engine.generate(prompts, 10, temperature=0).token_ids))
     (alone, answers), (shared, shared_answers) = results
