@@ -97,7 +97,7 @@ sanitize: $(VENV)/.dev
 	$(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --quiet --capture=sys tests/native
 
 $(VENV)/.run: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 or 3.12; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 12) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
 	$(PIP) scikit-build-core nanobind cmake ninja
