@@ -2,8 +2,8 @@
 
 Run it: `python examples/logit_lens.py --prompt "The capital of France is"`
 
-A hook keeps what comes out of every layer; the final norm and the output head, made for the last layer's output, are
-put on all of them.
+A hook keeps the output of every layer. The final norm and the output head, made for the last layer's output, are
+applied to each of them.
 """
 
 import argparse

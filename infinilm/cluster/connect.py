@@ -86,7 +86,7 @@ def live_nodes() -> list[Node]:
 
 
 def check_authentication(nodes: list[Node], environment: dict[str, str]) -> None:
-    """Refuse a cluster that others can reach if Ray asks nobody for a token: whoever reaches Ray can run code."""
+    """Refuse a cluster that other machines can reach without a token: a client of Ray can run any code."""
     is_reachable = any(node.host not in LOOPBACK for node in nodes)
     if is_reachable and environment.get("RAY_AUTH_MODE", "").lower() != "token":
         raise InvalidValueError(

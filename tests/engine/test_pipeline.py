@@ -114,7 +114,7 @@ def test_requests_of_all_kinds_side_by_side(engines: tuple[LLM, LLM]) -> None:
 
 
 def test_histories_with_arrivals_aborts_and_preemption(engines: tuple[LLM, LLM]) -> None:
-    """Whoever finishes has the answer that it has alone; whoever is aborted has the beginning of it."""
+    """A finished request has the answer that it has alone; an aborted one has the beginning of it."""
     alone, staged = engines
     rng = random.Random(11)
     kinds = [
