@@ -77,9 +77,10 @@ screenshots: native $(VENV)/.dev
 	SCREENSHOTS=docs $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= -k test_screenshots tests/server/test_page.py
 
 # The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
+# Ninja would otherwise try to share the jobs of a parallel make, which doesn't pass them on to a recipe like this.
 native: $(VENV)/.run
 	@mkdir -p build
-	@if $(CONFIGURE) -B build/native >build/native.log 2>&1; then \
+	@unset MAKEFLAGS; if $(CONFIGURE) -B build/native >build/native.log 2>&1; then \
 		$(CMAKE) --build build/native -- --quiet && $(CMAKE) --install build/native >/dev/null; \
 	else \
 		rm -rf build/native infinilm/_native.*.so; \
