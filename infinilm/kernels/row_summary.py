@@ -1,26 +1,23 @@
-"""The sums, ranks and maxima that log-probabilities need, in one pass over the logits."""
+"""Log-probabilities of one token and of the likeliest tokens of each row, in one pass over the logits.
 
-from dataclasses import dataclass
+The first kernel reads the logits once, in spans: it sums, counts what is above the token asked for, and keeps the
+greatest logit of each small block. The second finds the likeliest tokens through these: a row's k greatest logits lie
+in the k blocks with the greatest maxima.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 32  # tokens whose greatest logit is kept; see `sampling.truncation`
-_BLOCK = tl.constexpr(BLOCK)
+MAX_TOP = 32
+"""Likeliest tokens that the kernel can find."""
+_BLOCK = tl.constexpr(32)  # tokens whose greatest logit is kept
 _NUM_BLOCKS = tl.constexpr(64)  # of a tile
 _NUM_TILES = tl.constexpr(4)  # of a program
-_SPAN = BLOCK * _NUM_BLOCKS.value * _NUM_TILES.value
+_SPAN = _BLOCK.value * _NUM_BLOCKS.value * _NUM_TILES.value
 _INF = tl.constexpr(float("inf"))
-
-
-@dataclass(frozen=True, slots=True)
-class RowSummary:
-    log_totals: Tensor  # [n, 1] float32: logarithms of the sums of exp(logit)
-    targets: Tensor  # [n, 1] float32: the logits of the tokens asked for
-    num_above: Tensor  # [n] int64: logits greater than those
-    maxima: Tensor  # [n, ceil(vocab / BLOCK)] float32: the greatest logits of blocks
+_LOWEST = tl.constexpr(-(2**31))  # less than the key of any logit
 
 
 @triton.jit
@@ -52,17 +49,97 @@ def _summarize_kernel(
     tl.store(num_above + row * num_spans + span, above)
 
 
-def summarize(logits: Tensor, target_ids: Tensor) -> RowSummary:
-    """Summarise rows of `logits` [n, vocab], each with one token of `target_ids` [n] int64."""
+@triton.jit
+def _keys_of(values):
+    """Integers in the order of float32 `values`. None of them is `_LOWEST`."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _finish_kernel(
+    logits,
+    logits_stride,
+    vocab_size,
+    target_ids,
+    num_blocks,
+    num_spans,
+    maxima,
+    span_maxima,
+    totals,
+    num_above,
+    ids_out,
+    values_out,
+    NUM_TOP: tl.constexpr,
+    TOP_WIDTH: tl.constexpr,
+    BLOCKS_WIDTH: tl.constexpr,
+    SPANS_WIDTH: tl.constexpr,
+):
+    """Program (row). The widths are powers of two, from the counts up."""
+    row = tl.program_id(0)
+    own = logits + row.to(tl.int64) * logits_stride
+    ids_out += row * (2 + NUM_TOP)
+    values_out += row * (1 + NUM_TOP)
+
+    spans = row * num_spans + tl.arange(0, SPANS_WIDTH)
+    is_span = tl.arange(0, SPANS_WIDTH) < num_spans
+    greatest_of_spans = tl.load(span_maxima + spans, mask=is_span, other=-_INF)
+    greatest = tl.max(greatest_of_spans)
+    total = tl.sum(tl.load(totals + spans, mask=is_span, other=0.0) * tl.exp(greatest_of_spans - greatest))
+    log_total = greatest + tl.log(total)
+    target = tl.load(target_ids + row)
+    tl.store(ids_out, target)
+    tl.store(ids_out + 1, tl.sum(tl.load(num_above + spans, mask=is_span, other=0)).to(tl.int64) + 1)
+    tl.store(values_out, tl.load(own + target).to(tl.float32) - log_total)
+
+    if NUM_TOP > 0:
+        places = tl.arange(0, BLOCKS_WIDTH)
+        block_values = tl.load(maxima + row * num_blocks + places, mask=places < num_blocks, other=-_INF)
+        block_keys = tl.where(places < num_blocks, _keys_of(block_values), _LOWEST)
+        tops = tl.arange(0, TOP_WIDTH)
+        chosen = tl.zeros([TOP_WIDTH], tl.int32) + num_blocks
+        for i in tl.static_range(NUM_TOP):
+            key, place = tl.max(block_keys, 0, return_indices=True)
+            chosen = tl.where((tops == i) & (key != _LOWEST), place, chosen)
+            block_keys = tl.where(places == place, _LOWEST, block_keys)
+        ids = chosen[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        values = tl.load(own + ids, mask=ids < vocab_size, other=-_INF).to(tl.float32)
+        keys = tl.where(ids < vocab_size, _keys_of(values), _LOWEST).to(tl.int64)
+        # Of equal logits the first is the greatest.
+        keys = tl.reshape((keys << 32) + (0x7FFFFFFF - ids), [TOP_WIDTH * _BLOCK])
+        for i in tl.static_range(NUM_TOP):
+            best = tl.max(keys, 0)
+            keys = tl.where(keys == best, -(2**63), keys)
+            found = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+            tl.store(ids_out + 2 + i, found)
+            tl.store(values_out + 1 + i, tl.load(own + found).to(tl.float32) - log_total)
+
+
+def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """What `Logprobs` holds, of rows of `logits` [n, vocab], each with one token of `target_ids` [n] int64.
+
+    Returns `ids` [n, 2 + num_top] int64 and `values` [n, 1 + num_top] float32. `num_top` is at most `MAX_TOP` and the
+    vocabulary's size.
+    """
     num_rows, vocab_size = logits.shape
-    num_blocks, num_spans = triton.cdiv(vocab_size, BLOCK), triton.cdiv(vocab_size, _SPAN)
+    num_blocks, num_spans = triton.cdiv(vocab_size, _BLOCK.value), triton.cdiv(vocab_size, _SPAN)
     maxima = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     span_maxima, totals = torch.empty(2, num_rows, num_spans, dtype=torch.float32, device=logits.device)
     num_above = torch.empty(num_rows, num_spans, dtype=torch.int32, device=logits.device)
-    _summarize_kernel[num_rows, num_spans](
-        logits, logits.stride(0), vocab_size, target_ids, num_blocks, num_spans, maxima, span_maxima, totals, num_above
+    ids = torch.empty(num_rows, 2 + num_top, dtype=torch.int64, device=logits.device)
+    values = torch.empty(num_rows, 1 + num_top, dtype=torch.float32, device=logits.device)
+    rows = (logits, logits.stride(0), vocab_size, target_ids, num_blocks, num_spans)
+    parts = (maxima, span_maxima, totals, num_above)
+    _summarize_kernel[num_rows, num_spans](*rows, *parts)
+    _finish_kernel[num_rows,](
+        *rows,
+        *parts,
+        ids,
+        values,
+        NUM_TOP=num_top,
+        TOP_WIDTH=triton.next_power_of_2(max(num_top, 1)),
+        BLOCKS_WIDTH=triton.next_power_of_2(num_blocks),
+        SPANS_WIDTH=triton.next_power_of_2(num_spans),
+        num_warps=8,
     )
-    greatest = span_maxima.amax(dim=1, keepdim=True)
-    total = (totals * (span_maxima - greatest).exp()).sum(dim=1, keepdim=True)
-    targets = logits.gather(1, target_ids.unsqueeze(1)).float()
-    return RowSummary(greatest + total.log(), targets, num_above.sum(dim=1), maxima)
+    return ids, values

@@ -13,26 +13,20 @@ from infinilm.sampling.truncation import block_topk
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at n positions, on the device."""
+    """Log-probabilities at n positions, of a token and of the k likeliest ones, on the device."""
 
-    token_ids: torch.Tensor  # [n] int64
-    logprobs: torch.Tensor  # [n] float32
-    ranks: torch.Tensor  # [n] int64, 1 for the most likely token
-    top_ids: torch.Tensor  # [n, k] int64, best first
-    top_logprobs: torch.Tensor  # [n, k] float32
+    ids: torch.Tensor  # [n, 2 + k] int64: the token, its rank (1 for the likeliest), the likeliest tokens, best first
+    values: torch.Tensor  # [n, 1 + k] float32: the token's, those of the likeliest
 
     def to_pinned(self) -> "Logprobs":
-        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        return Logprobs(*map(to_pinned, columns))
+        return Logprobs(to_pinned(self.ids), to_pinned(self.values))
 
     def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
         """One entry per position, with its `num_top` most likely tokens (None: all k). Waits for the device."""
-        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
-        entries = zip(*(column.tolist() for column in columns), strict=True)
-        limits = [self.top_ids.shape[1]] * len(self.token_ids) if num_top is None else num_top
+        limits = [self.ids.shape[1] - 2] * len(self.ids) if num_top is None else num_top
         return [
-            TokenLogprobs(token_id, logprob, rank, dict(zip(ids[:limit], values[:limit], strict=True)))
-            for (token_id, logprob, rank, ids, values), limit in zip(entries, limits, strict=True)
+            TokenLogprobs(ids[0], values[0], ids[1], dict(zip(ids[2 : 2 + limit], values[1 : 1 + limit], strict=True)))
+            for ids, values, limit in zip(self.ids.tolist(), self.values.tolist(), limits, strict=True)
         ]
 
 
@@ -43,30 +37,16 @@ def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Lo
     """
     num_top = min(num_top, logits.shape[1])
     if has_kernels(logits.device):
-        return _logprobs_by_kernel(logits, targets, num_top)
+        from infinilm.kernels.row_summary import MAX_TOP, top_logprobs  # which needs Triton
+
+        if num_top <= MAX_TOP:
+            return Logprobs(*top_logprobs(logits, targets, num_top))
     logits = logits.float()
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)
+    ranks = (logits > logits.gather(1, columns)).sum(dim=-1, keepdim=True) + 1
     _, top_ids = block_topk(logits, num_top)
     return Logprobs(
-        token_ids=targets,
-        logprobs=logprobs.gather(1, columns).squeeze(1),
-        ranks=(logits > logits.gather(1, columns)).sum(dim=-1) + 1,
-        top_ids=top_ids,
-        top_logprobs=logprobs.gather(1, top_ids),
-    )
-
-
-def _logprobs_by_kernel(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:
-    """The same in one pass over the logits."""
-    from infinilm.kernels.row_summary import summarize  # which needs Triton
-
-    summary = summarize(logits, targets)
-    top_logits, top_ids = block_topk(logits, num_top, summary.maxima)
-    return Logprobs(
-        token_ids=targets,
-        logprobs=(summary.targets - summary.log_totals).squeeze(1),
-        ranks=summary.num_above + 1,
-        top_ids=top_ids,
-        top_logprobs=top_logits.float() - summary.log_totals,
+        torch.cat((columns, ranks, top_ids), dim=1),
+        logprobs.gather(1, torch.cat((columns, top_ids), dim=1)),
     )

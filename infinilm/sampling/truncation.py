@@ -31,23 +31,17 @@ def first_max(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return best.values, best_block * BLOCK + best.indices
 
 
-def block_topk(
-    values: torch.Tensor, count: int, maxima: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab].
-
-    `maxima` [n, vocab / BLOCK] are the blocks' greatest values, if known already.
-    """
+def block_topk(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` greatest values, best first, and their indices, both [n, count], of `values` [n, vocab]."""
     num_rows, vocab_size = values.shape
     if vocab_size % BLOCK or vocab_size <= 2 * count * BLOCK:
         best = values.topk(count)
         return best.values, best.indices
-    if maxima is None:
-        maxima = values.view(num_rows, -1, BLOCK).amax(dim=-1)
+    maxima = values.view(num_rows, -1, BLOCK).amax(dim=-1)
     blocks = maxima.topk(count, sorted=False).indices  # [n, count]
     within = torch.arange(BLOCK, device=values.device)
     indices = (blocks.unsqueeze(-1) * BLOCK + within).flatten(1)  # [n, count * BLOCK]
-    best = values.gather(1, indices).float().topk(count)
+    best = values.gather(1, indices).topk(count)
     return best.values, indices.gather(1, best.indices)
 
 
