@@ -276,12 +276,19 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Names of an answer's reasoning. Most templates read the first, those of GPT-OSS the second."""
+
+
 def _checked_message(message: Any, path: str) -> dict[str, Any]:
     _require(message, Mapping, path, "a dict with 'role' and 'content'")
     if "role" not in message:
         raise InvalidValueError(f"{path} has no 'role'")
     _require(message["role"], str, f"{path}['role']", "a string")
     checked: dict[str, Any] = _plain(message, path)
+    reasoning = next((checked[name] for name in _REASONING_NAMES if checked.get(name) is not None), None)
+    if reasoning is not None:
+        checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
     content = checked.get("content")
     if isinstance(content, list):
         parts = [_part_text(part, f"{path}['content'][{index}]") for index, part in enumerate(content)]

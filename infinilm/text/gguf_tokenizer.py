@@ -1,8 +1,9 @@
 """Build a `tokenizers.Tokenizer` from the vocabulary in a GGUF file's metadata.
 
 A GGUF file has no tokenizer.json. It lists the tokens with their types, and either merges (byte-level BPE,
-`tokenizer.ggml.model = "gpt2"`) or scores (SentencePiece BPE, `"llama"`). How text is split before merging
-is only named (`tokenizer.ggml.pre`); `PRE_TOKENIZERS` holds what the names stand for.
+`tokenizer.ggml.model = "gpt2"`) or scores (SentencePiece BPE, `"llama"`); Gemma 4's (`"gemma4"`) is SentencePiece with
+merges. How text is split before merging is only named (`tokenizer.ggml.pre`); `PRE_TOKENIZERS` holds what the names
+stand for.
 
 The ids are those of llama.cpp, whose format it is. Two consequences: text is never Unicode-normalised, also where the
 model's own tokenizer.json asks for NFC (Qwen); and a SentencePiece vocabulary with a space prefix puts a space before
@@ -27,47 +28,74 @@ _NO_TOKEN = 2**32 - 1  # the format's -1
 # Deriving merges is quadratic in a token's length; SentencePiece's own tokens have a few dozen characters.
 _MAX_PIECE_CHARS = 512
 
+# --- how families split text. The patterns are those of the models' own tokenizers. ---------------------------------
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN35_SPLIT = _QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+# Words of capitals, then small letters.
+_CASED_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+~"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*~"
 )
+_PUNCTUATION_AND_SPACES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_TEKKEN_SPLIT = rf"{_CASED_WORDS.replace('~', '')}|\p{{N}}|{_PUNCTUATION_AND_SPACES}"
+_GPT4O_SPLIT = rf"{_CASED_WORDS.replace('~', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SPACES}"
+_DEEPSEEK3_SPLIT = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+# Letters that have a case, without those that Unicode got late.
+_DEEPSEEK_LETTERS = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}"
+    r"\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
+)
+_DEEPSEEK_PUNCTUATION = r"[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]"
+_CJK = r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
+_HAN_AND_KANA = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
     """How a family of byte-level vocabularies splits text before merging."""
 
-    split: str | None = None  # None: GPT-2's own pattern
-    splits_digits: bool = False  # each digit alone, before the pattern
+    splits: tuple[str, ...]
+    """Patterns. Each divides the parts that those before it have left into matches and what is between them."""
     ignores_merges: bool = False  # a word that is a token is not split, even if merges would
     adds_bos: bool = False  # unless the file specifies it
 
 
-_GPT2 = PreTokenizer()
-_DIGITS = PreTokenizer(splits_digits=True)
-_LLAMA3 = PreTokenizer(split=_LLAMA3_SPLIT, ignores_merges=True, adds_bos=True)
-_QWEN2 = PreTokenizer(split=_QWEN2_SPLIT)
-_TEKKEN = PreTokenizer(split=_TEKKEN_SPLIT, ignores_merges=True, adds_bos=True)
+_GPT2 = PreTokenizer((_GPT2_SPLIT,))
+_DIGITS = PreTokenizer((r"\p{N}", _GPT2_SPLIT))
+_LLAMA3 = PreTokenizer((_LLAMA3_SPLIT,), ignores_merges=True, adds_bos=True)
+_DBRX = PreTokenizer((_LLAMA3_SPLIT,))
+_GLM4 = PreTokenizer((_LLAMA3_SPLIT,), ignores_merges=True)
+_QWEN2 = PreTokenizer((_QWEN2_SPLIT,))
+_GPT4O = PreTokenizer((_GPT4O_SPLIT,))
+_DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK3_SPLIT))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
+    **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "jais", "phi-2", "gigachat", "exaone4", "trillion"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _DBRX),
+    **dict.fromkeys(("glm4", "glm5"), _GLM4),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
+    "qwen35": PreTokenizer((_QWEN35_SPLIT,)),
+    "tekken": PreTokenizer((_TEKKEN_SPLIT,), ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    "deepseek-llm": PreTokenizer(
+        (r"[\r\n]", rf"\s?{_DEEPSEEK_LETTERS}+", rf"\s?{_DEEPSEEK_PUNCTUATION}+", r"\s+$", _CJK, r"\p{N}+")
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2_SPLIT, "[0-9]{3}")),
+    "seed-coder": PreTokenizer((_QWEN2_SPLIT.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"),)),
 }
 
 
@@ -75,7 +103,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 class GGUFVocabulary:
     """The checked `tokenizer.ggml.*` metadata of one file."""
 
-    kind: str  # "gpt2" or "llama"
+    kind: str  # "gpt2", "llama" or "gemma4"
     pre: str
     tokens: Sequence[str]
     token_types: Sequence[int]  # one per token
@@ -92,10 +120,10 @@ class GGUFVocabulary:
         kind = _value(metadata, "tokenizer.ggml.model", str)
         if kind in (None, "none", "no_vocab"):
             return None
-        if kind not in ("gpt2", "llama"):
+        if kind not in ("gpt2", "llama", "gemma4"):
             raise CheckpointError(
-                f"GGUF metadata tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and "
-                f"'llama' (SentencePiece)"
+                f"GGUF metadata tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE), 'llama' "
+                f"(SentencePiece) and 'gemma4'"
             )
         pre = _value(metadata, "tokenizer.ggml.pre", str) or "default"
         if kind == "gpt2" and pre not in PRE_TOKENIZERS:
@@ -117,7 +145,7 @@ class GGUFVocabulary:
         is_sentencepiece = kind == "llama"
         adds_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool)
         token_ids = _token_ids(metadata, len(tokens))
-        adds_bos = is_sentencepiece or PRE_TOKENIZERS[pre].adds_bos
+        adds_bos = PRE_TOKENIZERS[pre].adds_bos if kind == "gpt2" else True
         return cls(
             kind=kind,
             pre=pre,
@@ -179,12 +207,11 @@ def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
             ignore_merges=pre.ignores_merges,
         )
     )
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if pre.splits_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.split is not None:
-        steps.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=vocabulary.adds_space_prefix, use_regex=pre.split is None))
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.splits
+    ]
+    # The format's add_space_prefix is for SentencePiece only.
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -9,18 +9,14 @@ from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile
 from infinilm.text.tokenizer import Tokenizer
 
-LOADED = ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "refact", "starcoder"]
+LOADED = [
+    *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt"),
+    *("phi-3", "qwen2", "qwen35", "refact", "starcoder"),
+]
 WITHOUT_GOLDENS = ["aquila", "baichuan", "gpt-neox"]
 REFUSED = {
     "bert-bge": "tokenizer.ggml.model is 'bert'",
-    "command-r": "tokenizer.ggml.pre is 'command-r'",
-    "deepseek-coder": "tokenizer.ggml.pre is 'deepseek-coder'",
-    "deepseek-llm": "tokenizer.ggml.pre is 'deepseek-llm'",
-    "falcon": "tokenizer.ggml.pre is 'falcon'",
-    "gemma-4": "tokenizer.ggml.model is 'gemma4'",
-    "mpt": "tokenizer.ggml.pre is 'mpt'",
     "nomic-bert-moe": "tokenizer.ggml.model is 't5'",
-    "qwen35": "tokenizer.ggml.pre is 'qwen35'",
 }
 
 
@@ -45,11 +41,11 @@ def test_every_vocabulary_is_accounted_for(folder: Path) -> None:
 @pytest.mark.parametrize("name", LOADED)
 def test_ids_equal_the_goldens(name: str, folder: Path) -> None:
     tokenizer = load(folder, name)
-    texts = (folder / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    file = folder / f"ggml-vocab-{name}.gguf.inp"
+    texts = file.read_bytes().decode().removesuffix("\n__ggml_vocab_test__\n").split("\n__ggml_vocab_test__\n")
     lines = (folder / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
     goldens = [[int(token_id) for token_id in line.split()] for line in lines]
-    assert len(goldens) == 46
-    assert texts.pop() == ""
+    assert len(goldens) >= 46
     for text, golden in zip(texts, goldens, strict=True):
         assert tokenizer.encode(text, add_special_tokens=False) == golden, text
         assert tokenizer.decode(golden) == text
