@@ -14,7 +14,7 @@ from infinilm.config import Config
 from infinilm.outputs import CompletionOutput, RequestOutput
 from infinilm.platforms import DeviceType
 from infinilm.sampling_params import SamplingParams
-from infinilm.structured_output import StructuredOutput
+from infinilm.structured_output import Reasoning, StructuredOutput
 
 if TYPE_CHECKING:
     from infinilm.engine.async_engine import AsyncLLM
@@ -30,6 +30,7 @@ __all__ = [
     "DeviceType",
     "InferEngine",
     "LLMEngine",
+    "Reasoning",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutput",

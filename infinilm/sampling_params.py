@@ -15,7 +15,7 @@ from infinilm.checks import (
     plain_number,
 )
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.structured_output import Grammar, StructuredOutput
+from infinilm.structured_output import Grammar, Reasoning, StructuredOutput
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,8 @@ class SamplingParams:
     """The structure that the answer must have. Only tokens that keep it can be drawn, regardless of other settings. An
     answer ends where it is complete and nothing may follow, even before `min_tokens`.
     """
+    reasoning: Reasoning | None = None
+    """The model reasons before it answers: `structured` begins behind the reasoning, and that can be limited."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -137,6 +139,8 @@ class SamplingParams:
             check_real(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
 
     def _check_structured(self) -> None:
+        if self.reasoning is not None and not isinstance(self.reasoning, Reasoning):
+            raise InvalidTypeError(f"reasoning={self.reasoning!r} must be a Reasoning")
         if self.structured is None:
             return
         if not isinstance(self.structured, StructuredOutput):
@@ -162,7 +166,8 @@ class SamplingParams:
     @property
     def allows_drafts(self) -> bool:
         """Whether several tokens can be drawn at once: what may be drawn must not depend on the tokens before."""
-        return not (self.has_penalties or self.logits_processors or self.structured)
+        is_limited = self.reasoning is not None and self.reasoning.max_tokens is not None
+        return not (self.has_penalties or self.logits_processors or self.structured or is_limited)
 
     def model_defaults(self) -> dict[str, int | float]:
         """The values of the parameters for which models have defaults."""
@@ -190,7 +195,7 @@ class RowStart:
     output_token_ids: Sequence[int] = ()
     """The answer so far, when the sequence resumes."""
     grammar: Grammar | None = None
-    """The compiled `params.structured`."""
+    """The compiled `params.structured` and `params.reasoning`."""
 
     @property
     def samples_on_host(self) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from infinilm.checks import check_flag, check_text
+from infinilm.checks import check_flag, check_integer, check_text
 from infinilm.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ MAX_SCHEMA_DEPTH = 96
 MAX_REGEX_CHARS = 16 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CHOICES = 10_000
+MAX_MARKER_CHARS = 256
 MAX_CHOICE_CHARS = 256 * 1024
 """Of all choices together."""
 
@@ -67,6 +68,38 @@ class StructuredOutput:
     def kind(self) -> str:
         """The way in which it is given, one of `KINDS`."""
         return next(filter(self._is_given, KINDS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """The reasoning in front of an answer. It need not have the structure of `structured`, and it can be limited."""
+
+    opening: str = ""
+    """The text that begins it; empty if the prompt has begun it."""
+    closing: str = "</think>"
+    """The text that ends it."""
+    max_tokens: int | None = None
+    """When it has so many tokens, `forced_closing` is written, whatever the model would write. None: no limit."""
+    forced_closing: str | None = None
+    """None: `closing`. With `structured` it is `closing`, too."""
+    header: str = ""
+    """The text between the reasoning and the structured part."""
+    repeats: bool = False
+    """Whether there may be more reasoning behind it."""
+
+    def __post_init__(self) -> None:
+        for name in ("opening", "closing", "forced_closing", "header"):
+            if (text := getattr(self, name)) is not None:
+                _check_text(f"reasoning.{name}", text, MAX_MARKER_CHARS)
+        if not self.closing:
+            raise InvalidValueError("reasoning.closing is empty; give the text that ends the reasoning")
+        if self.closing not in (self.forced_closing or self.closing):
+            raise InvalidValueError(
+                f"reasoning.forced_closing={self.forced_closing!r} must hold reasoning.closing={self.closing!r}"
+            )
+        check_flag("reasoning.repeats", self.repeats)
+        if self.max_tokens is not None:
+            check_integer("reasoning.max_tokens", self.max_tokens, low=0)
 
 
 class TokenMatcher(Protocol):

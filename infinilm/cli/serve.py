@@ -75,6 +75,14 @@ def serve(
             metavar="NAME", help="How the model writes tool calls. Default: found by its template.", show_default=False
         ),
     ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model marks its reasoning; none: leave it in the text. Default: found by its template.",
+            show_default=False,
+        ),
+    ] = None,
     limit: LimitPairs = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False,
     parse_special_tokens: Annotated[
@@ -112,6 +120,7 @@ def serve(
         model_name=model_name,
         log_requests=log_requests,
         parse_special_tokens=parse_special_tokens,
+        reasoning_parser=reasoning_parser,
         limits=Limits.from_pairs(limit or []),
     )
     service = Service(config.replace(model=model), settings, tool_call_parser=tool_call_parser)

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from infinilm import __version__
 from infinilm.server import protocol
 from infinilm.server.api_errors import ApiError, bad_request, install_handlers
-from infinilm.server.chat import ToolPlan, chat, encode_chat
+from infinilm.server.chat import AnswerPlan, chat, encode_chat
 from infinilm.server.completions import complete
 from infinilm.server.engine_client import State
 from infinilm.server.guard import Guard
@@ -118,7 +118,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         if body.messages is not None:
             if body.add_special_tokens is not None:
                 raise bad_request("add_special_tokens is for a prompt; templates add their own", "add_special_tokens")
-            token_ids = await encode_chat(service, body.messages, ToolPlan(service), None)
+            token_ids = await encode_chat(service, body.messages, AnswerPlan(service), None)
         else:
             token_ids = await service.prompts.encode(
                 body.prompt or "", add_special_tokens=body.add_special_tokens is not False

@@ -8,13 +8,24 @@ from starlette.responses import Response
 
 from infinilm.errors import InfinilmError
 from infinilm.server import protocol
+from infinilm.server.answer_events import (
+    ArgumentsDelta,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallStart,
+    add_up,
+)
+from infinilm.server.answer_parser import AnswerParser
 from infinilm.server.api_errors import bad_request
+from infinilm.server.harmony import HarmonyParser
 from infinilm.server.replies import Reply, chat_logprobs, encode, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
 from infinilm.server.service import Service
-from infinilm.server.tool_parser import ArgumentsDelta, ContentDelta, Event, ToolCallParser, ToolCallStart, add_up
 from infinilm.server.tool_request import ToolRequest, call_grammar, check_tool_request, prepare_messages
+from infinilm.structured_output import Reasoning, StructuredOutput
 from infinilm.text.answer import Answer
+from infinilm.text.reasoning import HARMONY, PromptEnd, ReasoningTracker, end_of_prompt
 
 _OWN_NAMES = {
     *("self", "messages", "tools", "add_generation_prompt", "special_tokens"),
@@ -30,11 +41,13 @@ async def chat(service: Service, body: protocol.ChatRequest, request: Request) -
 
 async def open_chat(
     service: Service, body: protocol.ChatRequest, request: Request
-) -> "tuple[ResponseStream, ToolPlan]":
+) -> "tuple[ResponseStream, AnswerPlan]":
     """Check a request, encode its messages, and make an engine request of it."""
     _check(service, body)
-    plan = ToolPlan(service, body)
+    plan = AnswerPlan(service, body)
     token_ids = await encode_chat(service, body.messages, plan, _template_variables(service, body))
+    plan.note_prompt(token_ids)
+    structured = protocol.find_structure(body, plan.grammar)
     max_tokens = service.max_model_len - len(token_ids)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = protocol.make_params(
@@ -42,7 +55,8 @@ async def open_chat(
         min(asked or max_tokens, max_tokens),
         service.ready.default_params,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured=protocol.find_structure(body, plan.grammar),
+        structured=structured,
+        reasoning=plan.reasoning_of(structured),
     )
     return service.open_stream(request, body, [token_ids], [params], kept_ids=plan.kept_ids), plan
 
@@ -56,6 +70,13 @@ def _check(service: Service, body: protocol.ChatRequest) -> None:
     protocol.check_size("tools", len(body.tools or ()), "max_tools", service.limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.thinking_token_budget is not None and service.reasoning is None:
+        raise bad_request(
+            "thinking_token_budget needs a model that reasons, and this one's chat template shows no reasoning; "
+            "leave it out, or start the server with --reasoning-parser",
+            "thinking_token_budget",
+            protocol.UNSUPPORTED,
+        )
     if body.max_tokens == 0:
         raise bad_request("max_tokens=0 leaves nothing to answer; use 1 or more", "max_tokens")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -81,7 +102,7 @@ def _template_variables(service: Service, body: protocol.ChatRequest) -> dict[st
 
 
 async def encode_chat(
-    service: Service, messages: list[protocol.Message], plan: "ToolPlan", variables: dict[str, Any] | None
+    service: Service, messages: list[protocol.Message], plan: "AnswerPlan", variables: dict[str, Any] | None
 ) -> list[int]:
     if service.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
@@ -99,8 +120,8 @@ def _plain(message: protocol.Message) -> dict[str, Any]:
     return plain
 
 
-class ToolPlan:
-    """What a request's tools mean for its prompt, its grammar and its answers."""
+class AnswerPlan:
+    """What a request's tools, and the model's reasoning, mean for its prompt, its grammar and its answers."""
 
     def __init__(self, service: Service, body: protocol.ChatRequest | None = None) -> None:
         self._service = service
@@ -109,10 +130,8 @@ class ToolPlan:
         self._tools = tools
         self._choice = choice if choice is None or isinstance(choice, str) else choice.model_dump()
         self._is_parallel = body.parallel_tool_calls if body else None
-        tokenizer = service.tokenizer
-        markers = service.tool_format.markers
-        ids = {marker: tokenizer.backend.token_to_id(marker) for marker in markers}
-        self._special = {marker: i for marker, i in ids.items() if i in tokenizer.special_ids}
+        self._reasoning_budget = body.thinking_token_budget if body else None
+        self._prompt_end: PromptEnd = "neither"
         try:
             self.request: ToolRequest = check_tool_request(tools, self._choice, self._is_parallel)
             self.grammar = call_grammar(
@@ -120,18 +139,39 @@ class ToolPlan:
                 tools,
                 self._choice,
                 self._is_parallel,
-                special_tokens=self._special,
+                special_tokens=service.tool_marker_ids,
                 answer_schema=protocol.schema_of(body.response_format) if body else None,
+                answer_header=service.reasoning.answer_header if service.reasoning else "",
             )
         except InfinilmError as error:
             raise bad_request(str(error), "tools") from error
 
     @property
     def kept_ids(self) -> Collection[int]:
-        """Special tokens that stay in the text: the markers of calls, or all if the client parses calls itself."""
-        if not self.request.names:
-            return ()
-        return self._special.values() if self._service.tool_format.is_parsed else self._service.tokenizer.special_ids
+        """Special tokens that stay in the text: markers, or all if the client parses calls itself."""
+        service = self._service
+        if self.request.names and not service.tool_format.is_parsed:
+            return service.tokenizer.special_ids
+        tool_ids = service.tool_marker_ids.values() if self.request.names else ()
+        return {*service.reasoning_marker_ids.values(), *tool_ids}
+
+    def note_prompt(self, token_ids: list[int]) -> None:
+        if self._service.reasoning is not None:
+            self._prompt_end = end_of_prompt(self._service.tokenizer, token_ids, self._service.reasoning)
+
+    def reasoning_of(self, structured: StructuredOutput | None) -> Reasoning | None:
+        """What the engine must know about the reasoning, if it limits it or has a grammar begin behind it."""
+        found, budget = self._service.reasoning, self._reasoning_budget
+        if found is None or self._prompt_end == "closed" or (structured is None and budget is None):
+            return None
+        return Reasoning(
+            opening="" if self._prompt_end == "open" else found.opening,
+            closing=found.closing,
+            max_tokens=budget,
+            forced_closing=found.closing + ("" if self.request.names else found.answer_header),
+            header="" if self.grammar else found.answer_header,
+            repeats=found.repeats,
+        )
 
     def prepare(self, messages: list[dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
         """The messages and keywords for the chat template."""
@@ -147,27 +187,49 @@ class ToolPlan:
         except InfinilmError as error:
             raise protocol.as_bad_request(error, "messages") from error
 
-    def make_parser(self) -> ToolCallParser | None:
-        """A parser for one answer; None if it can't have calls."""
-        if not self.request.names:
+    def make_parser(self) -> AnswerParser | None:
+        """A parser for one answer; None if all of it is content."""
+        tool_format, reasoning, names = self._service.tool_format, self._service.reasoning, self.request.names
+        if not names and reasoning is None:
             return None
-        return ToolCallParser(self._service.tool_format, self.request.names, is_parallel=self.request.is_parallel)
+        is_parsed = bool(names) and tool_format.is_parsed
+        kind = HarmonyParser if reasoning is HARMONY else AnswerParser
+        return kind(
+            tool_format if is_parsed else None,
+            names if is_parsed else (),
+            is_parallel=self.request.is_parallel,
+            schemas={tool.name: tool.parameters for tool in self.request.tools},
+            reasoning=reasoning,
+            is_reasoning=self._prompt_end == "open",
+        )
+
+    def make_tracker(self) -> ReasoningTracker | None:
+        """Counts the tokens of one answer's reasoning."""
+        found = self._service.reasoning
+        if found is None:
+            return None
+        opening = "" if self._prompt_end == "open" else found.opening
+        return ReasoningTracker(self._service.tokenizer.token_bytes, opening, found.closing, repeats=found.repeats)
 
 
 class ChatReply(Reply):
     content_key = "delta"
     no_content: dict[str, Any] = {}  # noqa: RUF012 (read only)
 
-    def __init__(self, service: Service, body: protocol.ChatRequest, stream: ResponseStream, plan: ToolPlan) -> None:
+    def __init__(self, service: Service, body: protocol.ChatRequest, stream: ResponseStream, plan: AnswerPlan) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, stream, prefix="chatcmpl", kind=kind, text_key='"delta":{"content":')
         self._wants_logprobs = bool(body.logprobs)
         self._parsers = [plan.make_parser() for _ in stream.answers]
+        self._trackers = [plan.make_tracker() for _ in stream.answers]
         self._found: list[list[Event]] = [[] for _ in stream.answers]
 
     def _parse(self, chunk: Chunk) -> list[Event]:
-        """Split new text into content and calls. After a call that must be the only one, the answer ends."""
-        parser = self._parsers[chunk.answer.index]
+        """Split new text into reasoning, content and calls. After a call that must be the only one, the answer ends."""
+        parser, tracker = self._parsers[chunk.answer.index], self._trackers[chunk.answer.index]
+        if tracker is not None:
+            for token_id in chunk.delta.token_ids:
+                tracker.advance(token_id)
         if parser is None:
             return [ContentDelta(chunk.text)] if chunk.text else []
         was_done = parser.is_done
@@ -181,6 +243,11 @@ class ChatReply(Reply):
         if chunk.is_end:
             found += parser.finish()
         return found
+
+    def _usage(self) -> dict[str, Any]:
+        counts = [tracker.num_tokens for tracker in self._trackers if tracker is not None]
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
+        return {**super()._usage(), **details}
 
     def _finish_reason(self, answer: Answer) -> str | None:
         parser = self._parsers[answer.index]
@@ -202,8 +269,11 @@ class ChatReply(Reply):
     def _whole_choice(self, answer: Answer) -> dict[str, Any]:
         parsed = add_up(self._found[answer.index])
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if parsed.calls:
+        if parsed.calls or parsed.reasoning:
             message["content"] = parsed.content or None
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in parsed.calls
@@ -247,6 +317,8 @@ def _delta_of(event: Event) -> dict[str, Any]:
     match event:
         case ContentDelta():
             return {"content": event.text}
+        case ReasoningDelta():
+            return {"reasoning_content": event.text}
         case ToolCallStart():
             function = {"name": event.name, "arguments": ""}
             return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}

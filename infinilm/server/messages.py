@@ -10,7 +10,7 @@ from infinilm.distributed.config import DistConfig
 from infinilm.engine.stats import EngineStats
 from infinilm.outputs import AnswerDelta
 from infinilm.sampling_params import SamplingParams
-from infinilm.structured_output import StructuredOutput
+from infinilm.structured_output import Reasoning, StructuredOutput
 
 
 class Timing(msgspec.Struct, array_like=True, frozen=True):
@@ -149,4 +149,6 @@ def params_from_wire(values: dict[str, Any]) -> SamplingParams:
     """The sampling parameters that `params_to_wire` wrote, checked again."""
     if structured := values.get("structured"):
         values["structured"] = StructuredOutput(**structured)
+    if reasoning := values.get("reasoning"):
+        values["reasoning"] = Reasoning(**reasoning)
     return SamplingParams.from_kwargs(**values)

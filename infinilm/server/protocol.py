@@ -116,6 +116,8 @@ class Message(Strict):
     name: str | None = None
     tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """The reasoning of an earlier answer, for chat templates that repeat it."""
     refusal: None = None
     """The `openai` client sends an assistant's message back with it."""
 
@@ -204,6 +206,8 @@ class ChatRequest(SamplingFields, NeutralFields):
     modalities: ListOf[Literal["text"]] | None = None
     reasoning_effort: Effort | None = None
     """For chat templates that know it, and for models that do not reason."""
+    thinking_token_budget: Count | None = None
+    """The most tokens of reasoning; then it is closed, and the answer begins."""
     verbosity: Literal["medium"] | None = None
 
 

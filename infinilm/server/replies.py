@@ -68,10 +68,13 @@ class Reply(ABC):
     @abstractmethod
     def _finish_reason(self, answer: Answer) -> str | None: ...
 
+    def _usage(self) -> dict[str, Any]:
+        return self._stream.usage()
+
     def whole(self) -> dict[str, Any]:
         """The body, once all answers have ended."""
         choices = [self._whole_choice(answer) for answer in self._stream.answers]
-        return {**self._base, "choices": choices, "usage": self._stream.usage(), "timings": self._stream.timings()}
+        return {**self._base, "choices": choices, "usage": self._usage(), "timings": self._stream.timings()}
 
     def end(self) -> bytes:
         """The last events: the end of the last answer, with the timings; then the usage, if it was asked for."""
@@ -80,7 +83,7 @@ class Reply(ABC):
         last = self._event(self._choice(self._last, self.no_content, is_end=True), timings)
         if not self._has_usage:
             return last + DONE
-        usage = {**self._base, "choices": [], "usage": self._stream.usage(), "timings": timings}
+        usage = {**self._base, "choices": [], "usage": self._usage(), "timings": timings}
         return last + b"data: " + encode(usage) + b"\n\n" + DONE
 
     def fail(self, error: ApiError) -> bytes:

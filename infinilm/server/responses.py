@@ -3,19 +3,20 @@
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from infinilm.server.answer_events import ContentDelta, ReasoningDelta, ToolCallStart
 from infinilm.server.api_errors import ApiError, bad_request
-from infinilm.server.chat import ChatReply, ToolPlan, open_chat
+from infinilm.server.chat import AnswerPlan, ChatReply, open_chat
 from infinilm.server.protocol import ChatRequest
 from infinilm.server.replies import encode, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
 from infinilm.server.responses_request import ResponsesRequest, to_chat
 from infinilm.server.service import Service
-from infinilm.server.tool_parser import ContentDelta, ToolCallStart
 from infinilm.text.answer import Answer
 
 _NAMES = {
@@ -60,10 +61,10 @@ def no_such_response(response_id: str) -> ApiError:
 
 
 class ResponsesReply(ChatReply):
-    """Turns an answer into output items: a message for each run of text, and an item for each call."""
+    """Turns an answer into output items: one for each run of reasoning or text, and one for each call."""
 
     def __init__(
-        self, service: Service, chat_body: ChatRequest, stream: ResponseStream, plan: ToolPlan, body: ResponsesRequest
+        self, service: Service, chat_body: ChatRequest, stream: ResponseStream, plan: AnswerPlan, body: ResponsesRequest
     ) -> None:
         super().__init__(service, chat_body, stream, plan)
         self.response = _describe(body, stream, service.model_name)
@@ -88,7 +89,7 @@ class ResponsesReply(ChatReply):
     def whole(self) -> dict[str, Any]:
         (answer,) = self._stream.answers
         status, reason = ("incomplete", "max_output_tokens") if _is_cut(answer) else ("completed", None)
-        usage = self._stream.usage()
+        usage = self._usage()
         return {
             **self.response,
             "status": status,
@@ -98,7 +99,7 @@ class ResponsesReply(ChatReply):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
                 "total_tokens": usage["total_tokens"],
             },
             "timings": self._stream.timings(),
@@ -144,6 +145,8 @@ class ResponsesReply(ChatReply):
             for event in self._parse(chunk):
                 if isinstance(event, ContentDelta):
                     self._add_text(event.text)
+                elif isinstance(event, ReasoningDelta):
+                    self._add_reasoning(event.text)
                 elif isinstance(event, ToolCallStart):
                     self._open({"id": _new_id("fc"), "type": "function_call", "call_id": event.id, "name": event.name})
                 else:
@@ -161,9 +164,8 @@ class ResponsesReply(ChatReply):
         """Begin an item; the one before is complete."""
         self._close("completed")
         self._held_logprobs = []
-        empty = {"role": "assistant", "content": []} if item["type"] == "message" else {"arguments": ""}
         self._output.append(item)
-        started = {**item, "status": "in_progress", **empty}
+        started = {**item, "status": "in_progress", **_EMPTY[item["type"]]}
         self._emit("response.output_item.added", output_index=len(self._output) - 1, item=started)
 
     def _add_text(self, text: str) -> None:
@@ -177,6 +179,12 @@ class ResponsesReply(ChatReply):
         self._logprobs += logprobs
         self._emit_in_item("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
+    def _add_reasoning(self, text: str) -> None:
+        if not self._is_open("reasoning"):
+            self._open({"id": _new_id("rs"), "type": "reasoning"})
+        self._texts.append(text)
+        self._emit_in_item("reasoning_text.delta", content_index=0, delta=text)
+
     def _close(self, status: str) -> None:
         if not self._output:
             return
@@ -188,10 +196,21 @@ class ResponsesReply(ChatReply):
             item |= {"role": "assistant", "content": [part]}
             self._emit_in_item("output_text.done", content_index=0, text=text, logprobs=logprobs)
             self._emit_in_item("content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            item |= {"summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+            self._emit_in_item("reasoning_text.done", content_index=0, text=text)
         else:
             item["arguments"] = text
             self._emit_in_item("function_call_arguments.done", name=item["name"], arguments=text)
         self._emit("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+
+_EMPTY: Mapping[str, dict[str, Any]] = {
+    "message": {"role": "assistant", "content": []},
+    "reasoning": {"summary": [], "content": []},
+    "function_call": {"arguments": ""},
+}
+"""What an item of each type has before it has text."""
 
 
 def _is_cut(answer: Answer) -> bool:

@@ -81,6 +81,26 @@ class CallOutputItem(Strict):
     status: Status | None = None
 
 
+class ReasoningText(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """The reasoning of an earlier answer, before its message or calls."""
+
+    type: Literal["reasoning"]
+    summary: ListOf[ReasoningText] | None = None
+    content: ListOf[ReasoningText] | None = None
+    encrypted_content: None = None
+    id: str | None = None
+    status: Status | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or ())
+
+
 def _type_of(item: Any) -> str | None:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if isinstance(kind, str) else None
@@ -89,12 +109,14 @@ def _type_of(item: Any) -> str | None:
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
         _type_of,
         custom_error_type="unknown_item",
-        custom_error_message="an item's type must be message, function_call or function_call_output. Nothing is stored "
-        "here, so send items whole; leave out reasoning and calls of built-in tools, which this server does not have",
+        custom_error_message="an item's type must be message, function_call, function_call_output or reasoning. "
+        "Nothing is stored here, so send items whole; leave out calls of built-in tools, which this server does not "
+        "have",
     ),
 ]
 
@@ -131,7 +153,7 @@ class TextSettings(Strict):
 class Reasoning(Strict):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Empty in any case: answers have no reasoning apart from their text."""
+    """Accepted, and none is made: reasoning items hold the reasoning itself."""
 
 
 class EventOptions(Strict):
@@ -154,6 +176,7 @@ class ResponsesRequest(SamplingFields, NeutralFields):
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Count | None = None
     stream_options: EventOptions | None = None  # type: ignore[assignment]
     background: bool | None = None
     """Not supported."""
@@ -200,6 +223,7 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
+        thinking_token_budget=body.thinking_token_budget,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
 
@@ -220,6 +244,7 @@ def _to_messages(body: ResponsesRequest) -> list[Message]:
     """The input as messages.
 
     Templates expect one system message, and the calls of an answer beside its text: such items become one message.
+    Reasoning belongs to the answer behind it; without one it is left out.
     """
     items = body.input
     if isinstance(items, str):
@@ -228,15 +253,19 @@ def _to_messages(body: ResponsesRequest) -> list[Message]:
     if body.instructions is not None:
         messages.append(Message(role="system", content=_to_parts(body.instructions)))
     call_ids: set[str] = set()
+    reasoning: str | None = None
     for index, item in enumerate(items):
         last = messages[-1] if messages else None
-        if isinstance(item, CallItem):
+        if isinstance(item, ReasoningItem):
+            reasoning = item.text or None
+        elif isinstance(item, CallItem):
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
             call_ids.add(item.call_id)
             if last is None or last.role != "assistant":
                 last = Message(role="assistant")
                 messages.append(last)
             last.tool_calls = [*(last.tool_calls or ()), call]
+            last.reasoning_content, reasoning = last.reasoning_content or reasoning, None
         elif isinstance(item, CallOutputItem):
             if item.call_id not in call_ids:
                 raise bad_request(
@@ -250,6 +279,10 @@ def _to_messages(body: ResponsesRequest) -> list[Message]:
         else:
             role = "system" if item.role == "developer" else item.role
             messages.append(Message(role=role, content=_to_parts(item.content)))
+            if role == "assistant":
+                messages[-1].reasoning_content, reasoning = reasoning, None
+    if not messages:
+        raise bad_request("input has only reasoning; send the conversation around it", "input")
     return messages
 
 

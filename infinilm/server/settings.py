@@ -92,6 +92,8 @@ class ServerSettings:
     log_requests: bool = False
     parse_special_tokens: bool = False
     """Whether special tokens in the messages of a chat become control tokens."""
+    reasoning_parser: str | None = None
+    """How the model marks its reasoning, or "none". None: as its chat template says."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

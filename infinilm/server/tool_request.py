@@ -8,12 +8,16 @@ from typing import Any
 
 from infinilm.checks import check_choice
 from infinilm.errors import InvalidValueError
+from infinilm.server.call_syntax import GemmaCall, JsonCall, NamedCall, PythonCall, TaggedCall
 from infinilm.server.tool_formats import HERMES, ToolFormat
 
 _CHOICES = ("none", "auto", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 # JSON as `json.dumps` and the templates' `tojson` write it. With free white space a model may write nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+_TEXT = r"TEXT: /(.|\n)*/"
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ def prepare_messages(
 
     Arguments of earlier calls become objects, as templates expect, and results are given their function's name.
     Tools are left out of the prompt if `tool_choice` is "none"; otherwise the prompt is the same for every choice, so
-    that requests share their cached beginning; `call_grammar` and `ToolCallParser` enforce the choice.
+    that requests share their cached beginning; `call_grammar` and `AnswerParser` enforce the choice.
 
     For a template without tools everything is written as text: a section of the system message describes the tools
     and, in `tool_format`, how to call them; calls are part of the assistant's text; results are the user's text
@@ -206,7 +210,10 @@ def _add_to_system_message(messages: list[dict[str, Any]], section: str) -> None
 
 
 def _describe_tools(tools: Sequence[FunctionTool], tool_format: ToolFormat, may_repeat: bool) -> str:
-    example = tool_format.write_call("<function name>", "<object with the arguments>")
+    has_json = isinstance(tool_format.syntax, JsonCall | NamedCall)
+    example = tool_format.write_call(
+        "<function name>", "<object with the arguments>" if has_json else '{"<argument>": "<value>"}'
+    )
     return "\n".join(
         [
             "# Tools",
@@ -245,32 +252,37 @@ def call_grammar(
     *,
     special_tokens: Mapping[str, int] | None = None,
     answer_schema: Mapping[str, Any] | None = None,
+    answer_header: str = "",
 ) -> str | None:
     """Return the Lark grammar (in llguidance's dialect) that an answer must follow; None if there is none.
 
     "required" and a named function: the answer is calls only. "auto": it is calls, or JSON that follows
     `answer_schema`. Without that schema there is no grammar, unless a function is `strict`; then the answer is any text
     in which every call is valid. `special_tokens` are the ids of those markers of the format that are special tokens,
-    which a grammar must name by id.
+    which a grammar must name by id. `answer_header` comes before an answer that is no call.
     """
     request = check_tool_request(tools, tool_choice, parallel_tool_calls)
     is_free = not request.is_required and answer_schema is None and not any(tool.is_strict for tool in request.tools)
     if not request.tools or is_free:
         return None
-    if not tool_format.is_parsed:
+    if not tool_format.is_parsed or isinstance(tool_format.syntax, PythonCall | GemmaCall):
+        reason = "can't be enforced" if tool_format.is_parsed else "leaves calls in the text"
         raise InvalidValueError(
-            f"tool_call_parser={tool_format.name!r} leaves calls in the text, so they cannot be required, strict or an "
+            f"tool_call_parser={tool_format.name!r} {reason}, so they cannot be required, strict or an "
             f"alternative to response_format; start the server with another one, or ask for none of these"
         )
     ids = special_tokens or {}
     before, between, after = (_literal(text, ids) for text in tool_format.layout)
+    header = _literal(answer_header, ids)
     is_parallel = request.is_parallel and tool_format.is_parallel
     calls = f"call ({between} call)*" if is_parallel else "call"
     if request.is_required:
         rules = [f"start: {before} {calls} {after}"]
     elif answer_schema is not None:
         schema = to_json({**answer_schema, "x-guidance": _SPACING}, "response_format", ensure_ascii=True)
-        rules = [f"start: {before} {calls} {after} | answer", f"answer: %json {schema}"]
+        rules = [f"start: {before} {calls} {after} | answer", f"answer: {header} %json {schema}"]
+    elif header:
+        rules = [f"start: {before} {calls} {after} | {header} TEXT", _TEXT]
     else:
         opening = tool_format.opening
         behind_opening = _literal(tool_format.layout[0].removeprefix(opening), ids)
@@ -279,21 +291,52 @@ def call_grammar(
             # A marker counts even if the model spells it out; lazy: from its first occurrence.
             f"opening: spelled_out{f' | TEXT <[{ids[opening]}]>' if opening in ids else ''}",
             f'spelled_out[lazy]: TEXT "{opening}"',
-            r"TEXT: /(.|\n)*/",
+            _TEXT,
         ]
         if tool_format.may_be_bare:
             rules[0] += f" | {calls}"
             rules[-1] = r"TEXT: /[ \t\n\r]*([^{ \t\n\r](.|\n)*)?/"
-    rules.append("call: " + " | ".join(_call(tool, tool_format) for tool in request.callable_tools))
+    syntax = tool_format.syntax
+    if isinstance(syntax, TaggedCall):
+        bodies = [_tagged_call(tool, syntax, ids) for tool in request.callable_tools]
+        rules.append(f"tagged_text[lazy]: /(.|\\n)*/ {_quote(syntax.pad + syntax.after_value)}")
+    else:
+        bodies = [_call(tool, tool_format, ids) for tool in request.callable_tools]
+    rules.append("call: " + " | ".join(bodies))
     return "\n".join(rules) + "\n"
 
 
-def _call(tool: FunctionTool, tool_format: ToolFormat) -> str:
+def _call(tool: FunctionTool, tool_format: ToolFormat, ids: Mapping[str, int]) -> str:
+    head, tail = (_literal(text, ids) for text in tool_format.write_call(tool.name, "\0").split("\0"))
+    return f"{head} {_json(tool.parameters, is_lenient=not tool.is_strict)} {tail}"
+
+
+def _json(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     # The schema is complete by itself, so that its references resolve. If llguidance can't enforce part of it, that is
     # an error only for a strict function.
-    head, tail = tool_format.write_call(tool.name, "\0").split("\0")
-    schema = {**tool.parameters, "x-guidance": {**_SPACING, "lenient": not tool.is_strict}}
-    return f"{_quote(head)} %json {to_json(schema, 'tools', ensure_ascii=True)} {_quote(tail)}"
+    guidance = {**_SPACING, "lenient": is_lenient}
+    return f"%json {to_json({**schema, 'x-guidance': guidance}, 'tools', ensure_ascii=True)}"
+
+
+def _tagged_call(tool: FunctionTool, syntax: TaggedCall, ids: Mapping[str, int]) -> str:
+    """A call whose arguments come in the schema's order. Texts end with their closing tag, other values are JSON."""
+    parts = [_literal(f"{syntax.head}{tool.name}{syntax.after_name}\n", ids)]
+    required = tool.parameters.get("required", [])
+    definitions = {key: value for key, value in tool.parameters.items() if key in ("$defs", "definitions")}
+    for key, schema in tool.parameters.get("properties", {}).items():
+        schema = schema if isinstance(schema, dict) else {}  # noqa: PLW2901
+        is_text = schema.get("type") == "string"
+        attribute = f'" string="{"true" if is_text else "false"}' if "DSML" in syntax.parameter else ""
+        head = _literal(f"{syntax.parameter}{key}{attribute}{syntax.after_key}{syntax.pad}", ids)
+        tail = _literal(f"{syntax.pad}{syntax.after_value}", ids)
+        if is_text and isinstance(choices := schema.get("enum"), list):
+            value = f"({' | '.join(_literal(str(choice), ids) for choice in choices)}) {tail}"
+        elif is_text:
+            value = f"/(.|\\n)*/ {tail}" if "<[" in tail else "tagged_text"
+        else:
+            value = f"{_json({**definitions, **schema}, is_lenient=not tool.is_strict)} {tail}"
+        parts.append(f'({head} {value} "\\n"){"" if key in required else "?"}')
+    return " ".join([*parts, _literal(syntax.tail, ids)])
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:

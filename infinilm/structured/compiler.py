@@ -15,9 +15,10 @@ from infinilm.errors import InvalidValueError
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured.grammar_sandbox import Cancellation, Trials, TrialTimeoutError
 from infinilm.structured.matcher import CompiledGrammar, Mask, readable, token_mask
+from infinilm.structured.reasoning import ReasoningGrammar
 from infinilm.structured.trial_process import TRIAL_S, Verdict, parser_limits
 from infinilm.structured.vocabulary import Vocabulary
-from infinilm.structured_output import StructuredOutput
+from infinilm.structured_output import Grammar, StructuredOutput
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -94,8 +95,16 @@ class GrammarCompiler:
         self._lock = Lock()
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # in order of last use
 
-    def grammar_of(self, params: SamplingParams, stop_ids: Sequence[int]) -> CompiledGrammar | None:
-        """The grammar for one request's answers, which `stop_ids` end; None if it asks for no structure."""
+    def grammar_of(self, params: SamplingParams, stop_ids: Sequence[int]) -> Grammar | None:
+        """The grammar for one request's answers, which `stop_ids` end; None if all tokens are allowed everywhere."""
+        grammar, reasoning = self._structure_of(params, stop_ids), params.reasoning
+        if reasoning is None or (grammar is None and reasoning.max_tokens is None):
+            return grammar
+        if self._tokenizer is None:
+            raise InvalidValueError("reasoning needs text, and the checkpoint has no tokenizer")
+        return ReasoningGrammar(reasoning, grammar, self._tokenizer, self._vocab_size)
+
+    def _structure_of(self, params: SamplingParams, stop_ids: Sequence[int]) -> CompiledGrammar | None:
         if params.structured is None:
             return None
         if not any(token_id < self._vocab_size for token_id in stop_ids):

@@ -98,6 +98,7 @@ def test_bad_completions(server: Server, body: dict[str, Any], param: str | None
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
         ({"prompt": "a"}, "prompt", "not known"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "needs a model that reasons"),
     ],
 )
 def test_bad_chats(server: Server, body: dict[str, Any], param: str, words: str) -> None:

@@ -241,7 +241,7 @@ def test_structured_output(server: Server) -> None:
         ({"wishes": 3}, "wishes", "not known"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": "x " * 20000}, "input", "input has"),
-        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "input", "leave out reasoning"),
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "input", "only reasoning"),
         ({"input": [{"type": "item_reference", "id": "r"}]}, "input", "send items whole"),
         ({"input": [{"type": ["message"]}]}, "input", "type must be message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "'input_text'"),

@@ -6,11 +6,13 @@ import sys
 import pytest
 
 from infinilm.errors import InvalidValueError
+from infinilm.server import tool_formats
 from infinilm.server.tool_formats import (
     FORMATS,
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_ARGS,
     PLAIN,
     SMOLLM,
     ToolFormat,
@@ -40,13 +42,14 @@ LLAMA_3 = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
 NEMO = """{%- if tools is not none %}{{- "[AVAILABLE_TOOLS][" }}{% for tool in tools %}{{ tool }}{% endfor %}{% endif %}
 {{- "[TOOL_CALLS][" }}"""
 MISTRAL_7B = """{%- for tool in tools %}{{ tool }}{%- endfor %}{{- "[TOOL_CALLS] [" }}"""
-# Ways to write calls that are not known here.
 MISTRAL_3_2 = (
     """{%- for tool in tools %}{{ tool }}{% endfor %}{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments }}"""
 )
 QWEN_CODER = """{%- for tool in tools %}{% endfor %}{{ '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}
 {% for name, value in tool_call.arguments|items %}{{ '<parameter=' + name }}{% endfor %}{{ '</tool_call>' }}"""
 GLM = """{% for tool in tools %}{{ tool|tojson }}{% endfor %}<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>"""
+# A way to write calls that is not known here.
+HY3 = "{% for tool in tools %}{{ tool }}{% endfor %}<tool_call:x>{{ call.name }}<tool_sep:x>{{ call.arguments }}"
 CHATML = "{% for message in messages %}{{ message.role + ': ' + message.content }}{% endfor %} No tools here."
 
 
@@ -60,9 +63,10 @@ CHATML = "{% for message in messages %}{{ message.role + ': ' + message.content 
         (LLAMA_3, LLAMA, True),
         (NEMO, MISTRAL, True),
         (MISTRAL_7B, MISTRAL, True),
-        (MISTRAL_3_2, HERMES, False),
-        (QWEN_CODER, HERMES, False),
-        (GLM, HERMES, False),
+        (MISTRAL_3_2, MISTRAL_ARGS, True),
+        (QWEN_CODER, tool_formats.QWEN_CODER, True),
+        (GLM, tool_formats.GLM, True),
+        (HY3, HERMES, False),
         (CHATML, HERMES, False),
         (QWEN.replace("tools", "xml_tools"), HERMES, False),
         (None, HERMES, False),
@@ -79,7 +83,8 @@ def test_the_format_can_be_named() -> None:
     assert not supports_tools(QWEN, MISTRAL)
     assert supports_tools(QWEN, SMOLLM)
     assert supports_tools(GLM, PLAIN)
-    with pytest.raises(InvalidValueError, match=r"tool_call_parser='qwen' is unknown.*hermes, smollm, llama, mistral"):
+    assert not supports_tools(QWEN_CODER, HERMES)
+    with pytest.raises(InvalidValueError, match=r"tool_call_parser='qwen' is unknown.*hermes, smollm, .*mistral"):
         detect_format(QWEN, "qwen")
 
 
@@ -95,7 +100,7 @@ def test_markers() -> None:
 
 def test_it_is_text_logic_that_needs_no_torch() -> None:
     code = (
-        "import sys, infinilm.server.tool_parser, infinilm.server.tool_request; "
+        "import sys, infinilm.server.answer_parser, infinilm.server.tool_request; "
         "print('torch' in sys.modules or 'fastapi' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -13,8 +13,8 @@ from narrow import present
 from tiny_tokenizer import build_tokenizer
 
 from infinilm.errors import InvalidValueError
+from infinilm.server.answer_parser import parse_answer
 from infinilm.server.tool_formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
-from infinilm.server.tool_parser import parse_answer
 from infinilm.server.tool_request import call_grammar
 
 FORMATS = [HERMES, SMOLLM, LLAMA, MISTRAL]

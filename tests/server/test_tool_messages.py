@@ -8,8 +8,9 @@ import pytest
 
 from infinilm.errors import InvalidValueError
 from infinilm.loading.checkpoint import open_checkpoint
-from infinilm.server.tool_formats import HERMES, LLAMA, MISTRAL, SMOLLM, detect_format, supports_tools
-from infinilm.server.tool_parser import parse_answer
+from infinilm.server.answer_parser import parse_answer
+from infinilm.server.call_syntax import JsonCall
+from infinilm.server.tool_formats import FORMATS, HARMONY, PLAIN, SMOLLM, detect_format, supports_tools
 from infinilm.server.tool_request import prepare_messages
 from infinilm.text.chat_template import ChatTemplate
 
@@ -130,11 +131,15 @@ def test_history_is_written_out_even_if_this_request_has_no_tools() -> None:
     assert SIMPLE_TEMPLATE.render(messages).startswith('<user>Weather?<assistant>Hm.\n<tool_call>\n{"name": "get_')
 
 
-@pytest.mark.parametrize("tool_format", [HERMES, SMOLLM, LLAMA, MISTRAL], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "tool_format", [each for each in FORMATS.values() if each not in (PLAIN, HARMONY)], ids=lambda each: each.name
+)
 def test_the_section_shows_the_format_and_history_follows_it(tool_format: Any) -> None:
     one_call = {**CALLING, "tool_calls": CALLING["tool_calls"][:1]}  # type: ignore[index]
     messages, _ = prepare_messages([USER, one_call], [WEATHER], "auto", False, tool_format=tool_format)
-    assert f'"{tool_format.arguments_key}": <object' in messages[0]["content"]
+    if isinstance(tool_format.syntax, JsonCall):
+        assert f'"{tool_format.syntax.arguments_key}": <object' in messages[0]["content"]
+    assert tool_format.opening in messages[0]["content"] or tool_format.may_be_bare
     assert ("several" in messages[0]["content"]) is tool_format.is_parallel
     answer = parse_answer(messages[2]["content"][0]["text"], tool_format, ["get_weather"])
     assert [(each.name, json.loads(each.arguments)) for each in answer.calls] == [("get_weather", {"city": "Köln"})]

@@ -1,0 +1,113 @@
+"""How models mark the reasoning in front of an answer, which markers a chat template uses, and where reasoning ends."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from infinilm.checks import check_choice
+from infinilm.text.tokenizer import Tokenizer
+
+NO_REASONING = "none"
+_NUM_TAIL_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The markers of reasoning."""
+
+    name: str
+    opening: str
+    closing: str
+    sign: str
+    """What gives the format away in a template's text."""
+    answer_header: str = ""
+    """What comes before the rest of the answer."""
+    repeats: bool = False
+    """Whether there may be more reasoning behind the closing marker."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that must reach the parser, even if they hold special tokens."""
+        return self.opening, self.closing, self.answer_header
+
+
+def _pair(name: str, opening: str, closing: str) -> ReasoningFormat:
+    return ReasoningFormat(name, opening, closing, sign=closing)
+
+
+HARMONY = ReasoningFormat(
+    "harmony",
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant",
+    sign="<|channel|>analysis<|message|>",
+    answer_header="<|channel|>final<|message|>",
+    repeats=True,
+)
+"""GPT-OSS: messages in channels."""
+
+FORMATS: Mapping[str, ReasoningFormat] = {
+    each.name: each
+    for each in (
+        HARMONY,
+        _pair("seed", "<seed:think>", "</seed:think>"),
+        _pair("minimax", "<mm:think>", "</mm:think>"),
+        _pair("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+        _pair("mistral", "[THINK]", "[/THINK]"),
+        _pair("apriel", "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+        ReasoningFormat("gemma", "<|channel>thought", "<channel|>", sign="<|channel>thought"),
+        _pair("think", "<think>", "</think>"),
+    )
+}
+"""In the order in which templates are searched for them."""
+
+
+def detect_reasoning(chat_template: str | None, override: str | None = None) -> ReasoningFormat | None:
+    """The format for a model with this chat template, or the one that `override` names; None: there is none."""
+    if override is not None:
+        check_choice("reasoning_parser", override, (*FORMATS, NO_REASONING))
+        return FORMATS.get(override)
+    return next((each for each in FORMATS.values() if each.sign in (chat_template or "")), None)
+
+
+PromptEnd = Literal["open", "closed", "neither"]
+
+
+def end_of_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int], reasoning: ReasoningFormat) -> PromptEnd:
+    """Whether the prompt has opened the reasoning of the answer, or closed it, which means that there is to be none."""
+    tail = tokenizer.decode(prompt_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    if tail.endswith(reasoning.opening):
+        return "open"
+    return "closed" if tail.endswith(reasoning.closing) else "neither"
+
+
+class ReasoningTracker:
+    """Follows an answer token by token through its reasoning."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], opening: str, closing: str, *, repeats: bool) -> None:
+        """Reasoning begins with `opening`, or at once if that is empty, and ends with `closing`."""
+        self._token_bytes = token_bytes
+        self._opening = opening.encode()
+        self._closing = closing.encode()
+        self._repeats = repeats
+        self._text = b""
+        """What may be part of a marker."""
+        self.state: Literal["before", "within", "behind"] = "before" if opening else "within"
+        self.num_tokens = 0
+        """Tokens of reasoning, without markers of one token."""
+
+    def advance(self, token_id: int) -> None:
+        if self.state == "behind":
+            return
+        self._text += self._token_bytes(token_id)
+        if self.state == "before":
+            text = self._text.lstrip()
+            if text.startswith(self._opening):
+                self.state, self._text = "within", b""
+            elif not self._opening.startswith(text):
+                self.state = "behind"
+        elif self._closing in self._text:
+            self.state = "before" if self._repeats and self._opening else "behind"
+            self._text = b""
+        else:
+            self.num_tokens += 1
+            self._text = self._text[1 - len(self._closing) :] if len(self._closing) > 1 else b""
