@@ -44,6 +44,20 @@ KeyFile = Annotated[
         show_default=False,
     ),
 ]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="How the model writes tool calls. Default: found by its template.", show_default=False
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="How the model marks its reasoning; none: leave it in the text. Default: found by its template.",
+        show_default=False,
+    ),
+]
 LimitPairs = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,20 +83,8 @@ def serve(
             metavar="NAME", help="The model's name in requests. Default: its file's name.", show_default=False
         ),
     ] = None,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="How the model writes tool calls. Default: found by its template.", show_default=False
-        ),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="How the model marks its reasoning; none: leave it in the text. Default: found by its template.",
-            show_default=False,
-        ),
-    ] = None,
+    tool_call_parser: ToolCallParser = None,
+    reasoning_parser: ReasoningParser = None,
     limit: LimitPairs = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False,
     parse_special_tokens: Annotated[

@@ -31,7 +31,16 @@ from infinilm.server.answer_events import (
     ToolCallStart,
     add_up,
 )
-from infinilm.server.call_syntax import GemmaCall, JsonCall, NamedCall, PythonCall, TaggedCall, dump, value_in_json
+from infinilm.server.call_syntax import (
+    GemmaCall,
+    JsonCall,
+    NamedCall,
+    PythonCall,
+    TaggedCall,
+    dump,
+    parameter_schema,
+    value_in_json,
+)
 from infinilm.server.text_reader import TextReader, end_of_match
 from infinilm.server.tool_formats import PLAIN, ToolFormat
 from infinilm.text.reasoning import ReasoningFormat
@@ -222,14 +231,14 @@ class AnswerParser(TextReader):
         name = yield from self._read_name(syntax.after_name)
         if name is None:
             return False
-        properties = self._schemas.get(name, {}).get("properties", {})
+        parameters = self._schemas.get(name, {})
         num_arguments = 0
         while True:
             yield from self._skip_space()
             found = yield from self._accept_any(syntax.parameter, syntax.tail)
             argument = None
             if found == syntax.parameter:
-                argument = yield from self._read_argument(syntax, properties)
+                argument = yield from self._read_argument(syntax, parameters)
             if not num_arguments and (argument or found == syntax.tail):
                 self._start_call(name)
             if argument is None:
@@ -241,7 +250,7 @@ class AnswerParser(TextReader):
         self._source.rewind()
         return num_arguments > 0 or found == syntax.tail
 
-    def _read_argument(self, syntax: TaggedCall, properties: Mapping[str, Any]) -> Generator[None, None, str | None]:
+    def _read_argument(self, syntax: TaggedCall, parameters: Mapping[str, Any]) -> Generator[None, None, str | None]:
         """Read a key and a value; return them as a member of a JSON object."""
         before, _, after = syntax.after_key.partition("\n")
         key = yield from self._read_until(before, _MAX_HEAD_CHARS)
@@ -253,8 +262,7 @@ class AnswerParser(TextReader):
             return None
         key, _, attributes = key.partition('"')
         is_string = {"true": True, "false": False}.get(attributes.removeprefix(' string="'))
-        schema = properties.get(key)
-        return f"{dump(key)}: {value_in_json(value, schema if isinstance(schema, Mapping) else None, is_string)}"
+        return f"{dump(key)}: {value_in_json(value, parameter_schema(parameters, key), is_string)}"
 
     def _read_whole_call(self, syntax: PythonCall | GemmaCall) -> Generator[None, None, bool]:
         name = yield from self._read_name(syntax.opening)

@@ -110,21 +110,47 @@ CallSyntax = JsonCall | NamedCall | TaggedCall | PythonCall | GemmaCall
 _CDATA = re.compile(r"<!\[CDATA\[(?s:(.*))\]\]>")
 
 
-def value_in_json(text: str, schema: Mapping[str, Any] | None, is_string: bool | None = None) -> str:
+def value_in_json(text: str, schema: Mapping[str, Any], is_string: bool | None = None) -> str:
     """An argument that was written between tags, as JSON.
 
-    A parameter's schema says whether it is a string; otherwise it is read as JSON, then as a Python literal.
+    A parameter's schema says whether it may be a string; otherwise it is read as JSON, then as a Python literal.
     """
     if text.startswith("\n") and text.endswith("\n") and len(text) > 1:
         text = text[1:-1]
     if cdata := _CDATA.fullmatch(text):
         return dump(cdata[1])
-    if is_string is None and schema is not None:
-        kinds = schema.get("type")
-        kinds = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
-        is_null = "null" in kinds and text in ("null", "None")
-        is_string = "string" in kinds and not is_null
+    kinds = kinds_of(schema)
+    if is_string is None:
+        is_string = "string" in kinds and not ("null" in kinds and text in ("null", "None"))
     return dump(text if is_string else _guessed(text))
+
+
+def parameter_schema(parameters: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The schema of a function's parameter, with the definitions that it refers to; empty if there is none."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if not isinstance(schema, Mapping):
+        return {}
+    definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and (match := re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", reference)):
+        group = definitions.get(match[1])
+        target = group.get(match[2]) if isinstance(group, Mapping) else None
+        schema = target if isinstance(target, Mapping) else schema
+    return {**definitions, **schema}
+
+
+def kinds_of(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names, its alternatives included; "string" if one of its values is a text."""
+    kinds: set[str] = set()
+    for each in (schema, *(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        if isinstance(each, Mapping):
+            found = each.get("type")
+            kinds |= {found} if isinstance(found, str) else {kind for kind in found or () if isinstance(kind, str)}
+            values = each.get("enum")
+            if isinstance(values, list) and any(isinstance(value, str) for value in values):
+                kinds.add("string")
+    return kinds
 
 
 def _guessed(text: str) -> Any:

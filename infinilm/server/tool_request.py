@@ -8,7 +8,15 @@ from typing import Any
 
 from infinilm.checks import check_choice
 from infinilm.errors import InvalidValueError
-from infinilm.server.call_syntax import GemmaCall, JsonCall, NamedCall, PythonCall, TaggedCall
+from infinilm.server.call_syntax import (
+    GemmaCall,
+    JsonCall,
+    NamedCall,
+    PythonCall,
+    TaggedCall,
+    kinds_of,
+    parameter_schema,
+)
 from infinilm.server.tool_formats import HERMES, ToolFormat
 
 _CHOICES = ("none", "auto", "required")
@@ -276,6 +284,9 @@ def call_grammar(
     header = _literal(answer_header, ids)
     is_parallel = request.is_parallel and tool_format.is_parallel
     calls = f"call ({between} call)*" if is_parallel else "call"
+    if tool_format.layout[2].startswith(tool_format.layout[1] or "\0"):  # the library does not look ahead
+        calls = f"(call {between})+" if is_parallel else f"call {between}"
+        after = _literal(tool_format.layout[2].removeprefix(tool_format.layout[1]), ids)
     if request.is_required:
         rules = [f"start: {before} {calls} {after}"]
     elif answer_schema is not None:
@@ -322,21 +333,27 @@ def _tagged_call(tool: FunctionTool, syntax: TaggedCall, ids: Mapping[str, int])
     """A call whose arguments come in the schema's order. Texts end with their closing tag, other values are JSON."""
     parts = [_literal(f"{syntax.head}{tool.name}{syntax.after_name}\n", ids)]
     required = tool.parameters.get("required", [])
-    definitions = {key: value for key, value in tool.parameters.items() if key in ("$defs", "definitions")}
-    for key, schema in tool.parameters.get("properties", {}).items():
-        schema = schema if isinstance(schema, dict) else {}  # noqa: PLW2901
-        is_text = schema.get("type") == "string"
+    for key in tool.parameters.get("properties", {}):
+        schema = parameter_schema(tool.parameters, key)
+        is_text = "string" in kinds_of(schema)
         attribute = f'" string="{"true" if is_text else "false"}' if "DSML" in syntax.parameter else ""
         head = _literal(f"{syntax.parameter}{key}{attribute}{syntax.after_key}{syntax.pad}", ids)
         tail = _literal(f"{syntax.pad}{syntax.after_value}", ids)
         if is_text and isinstance(choices := schema.get("enum"), list):
             value = f"({' | '.join(_literal(str(choice), ids) for choice in choices)}) {tail}"
         elif is_text:
-            value = f"/(.|\\n)*/ {tail}" if "<[" in tail else "tagged_text"
+            value = _text_before(syntax.after_value, ids) if "<[" in tail else "tagged_text"
         else:
-            value = f"{_json({**definitions, **schema}, is_lenient=not tool.is_strict)} {tail}"
+            value = f"{_json(schema, is_lenient=not tool.is_strict)} {tail}"
         parts.append(f'({head} {value} "\\n"){"" if key in required else "?"}')
     return " ".join([*parts, _literal(syntax.tail, ids)])
+
+
+def _text_before(end: str, ids: Mapping[str, int]) -> str:
+    """Any text, and `end`, which holds a special token: no text can be taken for that."""
+    start = min(end.index(marker) for marker in ids if marker in end)
+    pattern = "".join(f"\\x{{{ord(char):X}}}" for char in end[:start])
+    return f"/(.|\\n)*{pattern}/ {_literal(end[start:], ids)}"
 
 
 def _literal(text: str, special_tokens: Mapping[str, int]) -> str:

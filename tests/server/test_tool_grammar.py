@@ -13,11 +13,15 @@ from narrow import present
 from tiny_tokenizer import build_tokenizer
 
 from infinilm.errors import InvalidValueError
+from infinilm.server import tool_formats
 from infinilm.server.answer_parser import parse_answer
-from infinilm.server.tool_formats import HERMES, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
+from infinilm.server.call_syntax import JsonCall, NamedCall, TaggedCall
+from infinilm.server.tool_formats import GEMMA, HARMONY, HERMES, LFM, LLAMA, MISTRAL, PLAIN, SMOLLM, ToolFormat
 from infinilm.server.tool_request import call_grammar
 
-FORMATS = [HERMES, SMOLLM, LLAMA, MISTRAL]
+ALL = [each for each in tool_formats.FORMATS.values() if each not in (PLAIN, HARMONY)]
+FORMATS = [each for each in ALL if isinstance(each.syntax, JsonCall | NamedCall)]
+TAGGED = [each for each in ALL if isinstance(each.syntax, TaggedCall)]
 EOS = 1
 WEATHER = {
     "type": "function",
@@ -132,7 +136,7 @@ def test_a_strict_function_binds_even_a_model_that_is_free_to_call(tool_format: 
         assert not allows(grammar, f"Yes: {tool_format.opening}{bad}")
     else:
         assert allows(grammar, f"Yes: {good} and\n{good}.")
-        assert not allows(grammar, f"Yes: {good} and\n{bad}.")
+        assert allows(grammar, f"Yes: {good} and\n{bad}.") is not tool_format.is_parallel  # then the first one ends it
         only_one = call_grammar(tool_format, STRICT, "auto", False)
         assert allows(only_one, f"Yes: {good}")
 
@@ -147,6 +151,9 @@ def test_a_model_that_is_free_needs_no_grammar(tool_format: ToolFormat, tools: A
 
 def test_calls_that_are_not_parsed_cannot_be_required() -> None:
     for tools, choice in ((TOOLS, "required"), (STRICT, None)):
+        for tool_format in (GEMMA, LFM):
+            with pytest.raises(InvalidValueError, match="can't be enforced, so they cannot be required"):
+                call_grammar(tool_format, tools, choice)
         with pytest.raises(InvalidValueError, match="tool_call_parser='plain' leaves calls in the text"):
             call_grammar(PLAIN, tools, choice)
 
@@ -176,12 +183,90 @@ def test_a_schema_beyond_the_library_binds_only_where_it_is_strict() -> None:
     assert not validate(is_strict=True)
 
 
-@pytest.mark.parametrize("tool_format", FORMATS, ids=lambda each: each.name)
+TEXTS = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "properties": {
+                "text": {"type": "string"},
+                "to": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+            },
+            "required": ["text"],
+        },
+    },
+}
+NOTE = ("note", '{"text": "12 <b>\\n\\"x\\"", "tags": ["a"]}')
+
+
+@pytest.mark.parametrize("tool_format", TAGGED, ids=lambda each: each.name)
+def test_arguments_in_tags_follow_the_schema(tool_format: ToolFormat) -> None:
+    grammar = call_grammar(tool_format, [*TOOLS, TEXTS], "required")
+    is_dsml = "DSML" in tool_format.opening
+
+    def allowed(*calls: tuple[str, str]) -> bool:
+        text = write(tool_format, *calls)
+        if is_dsml:  # each argument says whether it is a text
+            for key, is_text in (("city", "true"), ("text", "true"), ("days", "false"), ("tags", "false")):
+                text = text.replace(f'name="{key}"', f'name="{key}" string="{is_text}"')
+        return allows(grammar, text)
+
+    for good in (COLOGNE, CHECK, NOTE):
+        assert allowed(good)
+    assert allowed(CHECK, COLOGNE)
+    for bad in (
+        ("nobody", "{}"),
+        ("get_weather", "{}"),
+        ("get_weather", '{"city": "Bonn"}'),
+        ("get_weather", '{"city": "Köln", "days": 10}'),
+        ("get", '{"city": "Köln"}'),
+        ("note", '{"text": "x", "tags": ["c"]}'),
+    ):
+        assert not allowed(bad)
+    strict = call_grammar(tool_format, STRICT, "auto")
+    assert allows(strict, "Hello <you")
+    assert allows(strict, f"Yes: {write(tool_format, CHECK)} and\n{write(tool_format, CHECK)}.")
+    assert not allows(strict, write(tool_format, ("get_weather", '{"city": "Bonn"}')))
+
+
+@pytest.mark.parametrize("marker", ["</parameter>", "parameter>", "<｜tool▁sep｜>"])
+def test_tags_may_be_special_tokens(marker: str) -> None:
+    tool_format = tool_formats.DEEPSEEK if "sep" in marker else tool_formats.QWEN_CODER
+    tokenizer, _ = make_tokenizer((marker,))
+    ids = {marker: present(tokenizer.token_to_id(marker))}
+    grammar = call_grammar(tool_format, [*TOOLS, TEXTS], "required", special_tokens=ids)
+    for call in (CHECK, NOTE):
+        assert allows(grammar, write(tool_format, call), (marker,))
+    assert not allows(grammar, write(tool_format, ("get_weather", "{}")), (marker,))
+
+
+def test_messages_to_functions() -> None:
+    """GPT-OSS: the model answers in its final channel, or calls."""
+    markers = ("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>")
+    tokenizer, _ = make_tokenizer(markers)
+    ids = {marker: present(tokenizer.token_to_id(marker)) for marker in markers}
+    header = "<|channel|>final<|message|>"
+    call, bad = write(HARMONY, COLOGNE), write(HARMONY, ("get_weather", "{}"))
+    required = call_grammar(HARMONY, TOOLS, "required", special_tokens=ids, answer_header=header)
+    free = call_grammar(HARMONY, STRICT, "auto", special_tokens=ids, answer_header=header)
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    either = call_grammar(HARMONY, TOOLS, "auto", special_tokens=ids, answer_schema=schema, answer_header=header)
+    for grammar in (required, free, either):
+        assert allows(grammar, call, markers)
+        assert not allows(grammar, bad, markers)
+    assert not allows(required, f"{header}Hello", markers)
+    assert allows(free, f"{header}Hello", markers)
+    assert allows(either, header + "{}", markers)
+    assert not allows(either, f"{header}Hello", markers)
+
+
+@pytest.mark.parametrize("tool_format", [*FORMATS, *TAGGED], ids=lambda each: each.name)
 def test_whatever_the_grammar_lets_a_model_write_is_parsed(tool_format: ToolFormat) -> None:
     tokenizer, guide = make_tokenizer(())
     generator = random.Random(0)
     num_calls = 0
-    for _ in range(20):
+    for _ in range(12):
         matcher = make_matcher(call_grammar(tool_format, TOOLS, "required"), guide)
         token_ids: list[int] = []
         while len(token_ids) < 2000:
@@ -191,10 +276,11 @@ def test_whatever_the_grammar_lets_a_model_write_is_parsed(tool_format: ToolForm
                 break
             assert matcher.consume_token(token_id)
             token_ids.append(token_id)
-        answer = parse_answer(tokenizer.decode(token_ids), tool_format, ["get_weather", "get"])
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}  # type: ignore[index]
+        answer = parse_answer(tokenizer.decode(token_ids), tool_format, list(schemas), schemas=schemas)
         assert answer.content == ""
         assert answer.calls
         num_calls += len(answer.calls)
         for call in answer.calls:
             assert json.loads(call.arguments).keys() <= ({"city", "days"} if call.name == "get_weather" else set())
-    assert num_calls > 20 or not tool_format.is_parallel
+    assert num_calls > 12 or not tool_format.is_parallel
