@@ -15,6 +15,8 @@ from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from infinilm import LLM
+    from infinilm.server.answer_parser import AnswerParser
+    from infinilm.text.tokenizer import Tokenizer
 
 
 LOCAL_FLAGS = 3
@@ -81,3 +83,32 @@ def stream_answer(engine: "LLM", prompt: str | Sequence[int], sampling: Sampling
                             return
         finally:
             engine.abort(request_id)
+
+
+class AnswerSplitter:
+    """Splits an answer into its reasoning, marked as the model's chat template does it, and the rest."""
+
+    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int], sampling: SamplingParams) -> None:
+        from infinilm.server.harmony import make_parser
+        from infinilm.text.answer import Answer
+        from infinilm.text.reasoning import detect_reasoning, end_of_prompt
+
+        self._parser: AnswerParser | None = None
+        if (reasoning := detect_reasoning(tokenizer.chat_template)) is not None:
+            is_open = end_of_prompt(tokenizer, prompt, reasoning) == "open"
+            self._parser = make_parser(reasoning=reasoning, is_reasoning=is_open)
+            kept_ids = tokenizer.special_tokens_in(reasoning.markers).values()
+            self._answer = Answer(tokenizer, stops=sampling.stop, min_tokens=sampling.min_tokens, kept_ids=kept_ids)
+
+    def split(self, output: RequestOutput) -> tuple[str, str]:
+        """The reasoning and the other text that are new in `output`."""
+        from infinilm.server.answer_events import add_up
+
+        answer = output.outputs[0]
+        if self._parser is None:
+            return "", answer.new_text
+        is_stop_string = isinstance(answer.stop_reason, str)
+        text = self._answer.append(answer.new_token_ids, None if is_stop_string else answer.finish_reason)
+        events = self._parser.feed(text) + (self._parser.finish() if output.finished else [])
+        found = add_up(events)
+        return found.reasoning, found.content

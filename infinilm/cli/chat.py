@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from infinilm.cli.answering import open_engine, stream_answer
-from infinilm.cli.display import AnswerWriter, console, format_count, format_rate, format_seconds, make_facts, note
+from infinilm.cli.answering import AnswerSplitter, open_engine, stream_answer
+from infinilm.cli.display import (
+    AnswerWriter,
+    ReasoningWriter,
+    console,
+    format_count,
+    format_rate,
+    format_seconds,
+    make_facts,
+    note,
+)
 from infinilm.cli.options import takes_config, takes_sampling
 from infinilm.config import Config
 from infinilm.errors import EngineError, InfinilmError, InvalidValueError
@@ -169,15 +178,24 @@ class Chat:
         """Answer a message. A message that gets no answer is removed from the conversation."""
         self.conversation.say("user", message)
         output: RequestOutput | None = None
+        content = ""
         try:
             prompt = self._make_prompt()
-            writer = AnswerWriter()
-            for output in stream_answer(self.engine, prompt, self.sampling):
-                writer.write(output.outputs[0].new_text)
+            assert self.engine.tokenizer is not None
+            splitter = AnswerSplitter(self.engine.tokenizer, prompt, self.sampling)
+            with ReasoningWriter() as thoughts:
+                writer = AnswerWriter()
+                for output in stream_answer(self.engine, prompt, self.sampling):
+                    reasoning, text = splitter.split(output)
+                    thoughts.write(reasoning)
+                    if text:
+                        thoughts.end()
+                        content += text
+                        writer.write(text)
             writer.end()
         finally:
-            if output is not None and output.text:
-                self.conversation.say("assistant", output.text)
+            if content:
+                self.conversation.say("assistant", content)
             else:
                 self.conversation.turns.pop()
         self.last_output = output

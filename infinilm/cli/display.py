@@ -4,7 +4,7 @@ import re
 import sys
 from functools import partial
 from shutil import get_terminal_size
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Self
 
 import typer
 
@@ -105,6 +105,38 @@ class AnswerWriter:
         self._column = size if is_next_line else self._column + len(self._spaces) + size
         self._spaces = self._word = ""
         return text
+
+
+class ReasoningWriter:
+    """Writes a model's reasoning to stderr, faint on a terminal; nothing, if there is none."""
+
+    def __init__(self) -> None:
+        self._writer: AnswerWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def write(self, text: str) -> None:
+        if text and self._writer is None:
+            self._writer = AnswerWriter(sys.stderr)
+            self._style("\033[2m")
+        if self._writer is not None:
+            self._writer.write(text)
+
+    def end(self) -> None:
+        """The reasoning is over."""
+        if self._writer is not None:
+            self._writer.end()
+            self._style("\033[0m\n")
+        self._writer = None
+
+    def _style(self, code: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(code)
+            sys.stderr.flush()
 
 
 visible = partial(_CONTROL_CHARACTERS.sub, "\N{REPLACEMENT CHARACTER}")

@@ -18,14 +18,14 @@ from infinilm.server.answer_events import (
 )
 from infinilm.server.answer_parser import AnswerParser
 from infinilm.server.api_errors import bad_request
-from infinilm.server.harmony import HarmonyParser
+from infinilm.server.harmony import make_parser
 from infinilm.server.replies import Reply, chat_logprobs, encode, respond
 from infinilm.server.response_stream import Chunk, ResponseStream
 from infinilm.server.service import Service
 from infinilm.server.tool_request import ToolRequest, call_grammar, check_tool_request, prepare_messages
 from infinilm.structured_output import Reasoning, StructuredOutput
 from infinilm.text.answer import Answer
-from infinilm.text.reasoning import HARMONY, PromptEnd, ReasoningTracker, end_of_prompt
+from infinilm.text.reasoning import PromptEnd, ReasoningTracker, end_of_prompt
 
 _OWN_NAMES = {
     *("self", "messages", "tools", "add_generation_prompt", "special_tokens"),
@@ -193,8 +193,7 @@ class AnswerPlan:
         if not names and reasoning is None:
             return None
         is_parsed = bool(names) and tool_format.is_parsed
-        kind = HarmonyParser if reasoning is HARMONY else AnswerParser
-        return kind(
+        return make_parser(
             tool_format if is_parsed else None,
             names if is_parsed else (),
             is_parallel=self.request.is_parallel,
@@ -307,7 +306,9 @@ class ChatReply(Reply):
         logprobs = self._new_logprobs(chunk)
         events = self._parse(chunk)
         if not events and logprobs and logprobs["content"]:
-            events = [ContentDelta("")]  # tokens whose text is held back
+            tracker = self._trackers[chunk.answer.index]  # tokens whose text is held back
+            is_within = tracker is not None and tracker.state == "within"
+            events = [ReasoningDelta("") if is_within else ContentDelta("")]
         for event in events:
             written.append(self._event(self._choice(chunk.answer, _delta_of(event), logprobs)))
             logprobs = None

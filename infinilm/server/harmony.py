@@ -10,9 +10,12 @@ content; so is a message to a function that is not known, with its header. A hea
 """
 
 import re
-from collections.abc import Generator
+from collections.abc import Collection, Generator
+from typing import Any
 
 from infinilm.server.answer_parser import AnswerParser
+from infinilm.server.tool_formats import ToolFormat
+from infinilm.text.reasoning import HARMONY
 
 _BEGINNINGS = ("<|start|>", "<|channel|>", "assistant", " to=", "to=")
 _ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
@@ -62,3 +65,9 @@ class HarmonyParser(AnswerParser):
 
     def _add_content(self, text: str) -> None:
         self._content.append(text)
+
+
+def make_parser(tool_format: ToolFormat | None = None, names: Collection[str] = (), **settings: Any) -> AnswerParser:
+    """The parser for answers with this format of reasoning; `settings` are those of `AnswerParser`."""
+    kind = HarmonyParser if settings.get("reasoning") is HARMONY else AnswerParser
+    return kind(tool_format, names, **settings)

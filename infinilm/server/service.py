@@ -147,8 +147,8 @@ class Service:
         }
         """Whether the chat template itself writes tools, calls and results. Requests with tools may use another one."""
         self.reasoning = detect_reasoning(tokenizer.chat_template, settings.reasoning_parser)
-        self.tool_marker_ids = _special_tokens_in(tokenizer, self.tool_format.markers)
-        self.reasoning_marker_ids = _special_tokens_in(tokenizer, self.reasoning.markers if self.reasoning else ())
+        self.tool_marker_ids = tokenizer.special_tokens_in(self.tool_format.markers)
+        self.reasoning_marker_ids = tokenizer.special_tokens_in(self.reasoning.markers if self.reasoning else ())
         """The ids of special tokens in the markers, by text."""
         self.admission = Admission(settings.limits, has_tenants=len(settings.api_keys) > 1)
         self.client = EngineClient(config.replace(model=path), settings.limits, self.admission)
@@ -248,11 +248,6 @@ class Service:
         return ResponseStream(
             self.client, self.metrics, requests=requests, answers=answers, output=output, log_as=log_as
         )
-
-
-def _special_tokens_in(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[str, int]:
-    texts = {tokenizer.content(token_id): token_id for token_id in tokenizer.special_ids}
-    return {text: token_id for text, token_id in texts.items() if text and any(text in marker for marker in markers)}
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

@@ -167,6 +167,11 @@ class Tokenizer:
         """Whether the token is one byte (`<0xE2>`), whose text depends on the byte tokens around it."""
         return token_id in self._byte_token_ids
 
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[str, int]:
+        """The special tokens that are part of one of `texts`, with their ids."""
+        found = {self.content(token_id): token_id for token_id in self.special_ids}
+        return {token: token_id for token, token_id in found.items() if token and any(token in text for text in texts)}
+
     @property
     def chat_template(self) -> str | None:
         return self._chat_templates.get("default")

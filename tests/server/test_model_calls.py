@@ -9,8 +9,7 @@ from llama_cpp_data import llama_cpp_models
 
 from infinilm.errors import InvalidValueError
 from infinilm.server.answer_events import add_up
-from infinilm.server.answer_parser import AnswerParser
-from infinilm.server.harmony import HarmonyParser
+from infinilm.server.harmony import make_parser
 from infinilm.server.tool_formats import ToolFormat, detect_format, supports_tools
 from infinilm.text.chat_template import ChatTemplate
 from infinilm.text.reasoning import HARMONY, detect_reasoning
@@ -88,8 +87,7 @@ def answer_of(source: str, message: dict[str, Any], **variables: Any) -> tuple[s
 
 def parse(text: str, source: str, tool_format: ToolFormat, *, is_open: bool = False) -> Any:
     reasoning = detect_reasoning(source)
-    kind = HarmonyParser if reasoning is HARMONY else AnswerParser
-    parser = kind(
+    parser = make_parser(
         tool_format,
         ["get_weather"],
         schemas={"get_weather": PARAMETERS},

@@ -15,6 +15,8 @@ export class AnswerWriter {
   #note = make("p", "note", "waiting for the first token");
   #grow;
   #text = "";
+  #thought = ""; // reasoning that is not shown yet
+  #thoughts = null; // the element with the reasoning
   #tokens = [];
   #timer = 0;
   #numTokens = 0;
@@ -38,7 +40,8 @@ export class AnswerWriter {
   take({ choices: [choice], usage, timings }) {
     if (choice) {
       this.#text += choice.delta.content ?? "";
-      this.#tokens.push(...(choice.logprobs?.content ?? []));
+      this.#thought += choice.delta.reasoning_content ?? "";
+      if (choice.delta.reasoning_content === undefined) this.#tokens.push(...(choice.logprobs?.content ?? []));
       this.#count(choice);
       this.finishReason = choice.finish_reason ?? this.finishReason;
     }
@@ -77,7 +80,7 @@ export class AnswerWriter {
 
   /** An event has the tokens if alternatives were asked for; else it is taken for one, until the end tells. */
   #count({ logprobs, delta }) {
-    const numTokens = logprobs?.content?.length ?? (delta.content ? 1 : 0);
+    const numTokens = logprobs?.content?.length ?? (delta.content || delta.reasoning_content ? 1 : 0);
     if (!numTokens) return;
     this.#lastTime = performance.now();
     this.#firstTime ||= this.#lastTime;
@@ -92,13 +95,27 @@ export class AnswerWriter {
 
   #flush() {
     this.#timer = 0;
-    if (!this.#text && !this.#tokens.length) return;
-    const [text, tokens] = [this.#text, this.#tokens];
-    [this.#text, this.#tokens] = ["", []];
+    if (!this.#text && !this.#thought && !this.#tokens.length) return;
+    const [text, thought, tokens] = [this.#text, this.#thought, this.#tokens];
+    [this.#text, this.#thought, this.#tokens] = ["", "", []];
     this.#grow(() => {
+      if (thought) this.#think(thought);
+      if (text && this.#thoughts) this.#thoughts.parentElement.open = false;
       this.view.add(text, tokens);
       this.#note.textContent = this.#describe(this.#rate);
     });
+  }
+
+  /** Show more of the reasoning, above the answer. It is folded when the answer begins. */
+  #think(thought) {
+    if (!this.#thoughts) {
+      const details = make("details", "reasoning", "");
+      this.#thoughts = make("p", "", "");
+      details.append(make("summary", "", "Reasoning"), this.#thoughts);
+      details.open = true;
+      this.body.before(details);
+    }
+    this.#thoughts.append(thought);
   }
 
   #sumUp(reason) {
