@@ -81,7 +81,7 @@ class Reasoning:
     max_tokens: int | None = None
     """When it has so many tokens, `forced_closing` is written, whatever the model would write. None: no limit."""
     forced_closing: str | None = None
-    """None: `closing`. With `structured` it is `closing`, too."""
+    """It begins with `closing`. None: `closing`; the same with `structured`."""
     header: str = ""
     """The text between the reasoning and the structured part."""
     repeats: bool = False
@@ -93,9 +93,9 @@ class Reasoning:
                 _check_text(f"reasoning.{name}", text, MAX_MARKER_CHARS)
         if not self.closing:
             raise InvalidValueError("reasoning.closing is empty; give the text that ends the reasoning")
-        if self.closing not in (self.forced_closing or self.closing):
+        if not (self.forced_closing or self.closing).startswith(self.closing):
             raise InvalidValueError(
-                f"reasoning.forced_closing={self.forced_closing!r} must hold reasoning.closing={self.closing!r}"
+                f"reasoning.forced_closing={self.forced_closing!r} must begin with reasoning.closing={self.closing!r}"
             )
         check_flag("reasoning.repeats", self.repeats)
         if self.max_tokens is not None:

@@ -91,6 +91,12 @@ def test_batch_prints_what_it_says(tmp_path: Path) -> None:
     check_printed(output, expected)
 
 
+def test_chat_formats_prints_what_it_says(tmp_path: Path) -> None:
+    output, expected = run_blocks("docs/chat_formats.md", tmp_path)
+    assert expected == ["1"]
+    check_printed(output, expected)
+
+
 def test_the_readme_prints_what_it_says(tmp_path: Path) -> None:
     output, expected = run_blocks("README.md", tmp_path)
     assert len(expected) == 2

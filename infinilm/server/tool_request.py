@@ -280,13 +280,9 @@ def call_grammar(
             f"alternative to response_format; start the server with another one, or ask for none of these"
         )
     ids = special_tokens or {}
-    before, between, after = (_literal(text, ids) for text in tool_format.layout)
     header = _literal(answer_header, ids)
     is_parallel = request.is_parallel and tool_format.is_parallel
-    calls = f"call ({between} call)*" if is_parallel else "call"
-    if tool_format.layout[2].startswith(tool_format.layout[1] or "\0"):  # the library does not look ahead
-        calls = f"(call {between})+" if is_parallel else f"call {between}"
-        after = _literal(tool_format.layout[2].removeprefix(tool_format.layout[1]), ids)
+    before, calls, after = _calls(tool_format.layout, is_parallel, ids)
     if request.is_required:
         rules = [f"start: {before} {calls} {after}"]
     elif answer_schema is not None:
@@ -315,6 +311,15 @@ def call_grammar(
         bodies = [_call(tool, tool_format, ids) for tool in request.callable_tools]
     rules.append("call: " + " | ".join(bodies))
     return "\n".join(rules) + "\n"
+
+
+def _calls(layout: tuple[str, str, str], is_parallel: bool, ids: Mapping[str, int]) -> tuple[str, str, str]:
+    """The terms for the text before calls, for the calls, and for the text behind them."""
+    before, between, after = (_literal(text, ids) for text in layout)
+    if layout[1] and layout[2].startswith(layout[1]):  # the library does not look ahead
+        calls = f"(call {between})+" if is_parallel else f"call {between}"
+        return before, calls, _literal(layout[2].removeprefix(layout[1]), ids)
+    return before, f"call ({between} call)*" if is_parallel else "call", after
 
 
 def _call(tool: FunctionTool, tool_format: ToolFormat, ids: Mapping[str, int]) -> str:

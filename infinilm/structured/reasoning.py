@@ -66,11 +66,12 @@ class ReasoningMatcher:
 
     def _limit(self) -> None:
         """Close reasoning that has used up its tokens."""
-        limit, has_structure = self._grammar.reasoning.max_tokens, self._grammar.structure is not None
+        reasoning, has_structure = self._grammar.reasoning, self._grammar.structure is not None
+        limit = reasoning.max_tokens
         if limit is None or self._forced_ids or self._tracker.state != "within" or self._tracker.num_tokens < limit:
             return
-        forced = None if has_structure else self._grammar.reasoning.forced_closing
-        self._forced_ids = self._grammar.encode(forced or self._grammar.reasoning.closing)[::-1]
+        behind = "" if has_structure else (reasoning.forced_closing or "").partition(reasoning.closing)[2]
+        self._forced_ids = self._grammar.encode(self._tracker.closing_left + behind)[::-1]
 
     def _start_answer(self) -> None:
         self._before_answer = []

@@ -91,14 +91,32 @@ class ReasoningTracker:
         self._repeats = repeats
         self._text = b""
         """What may be part of a marker."""
+        self._pending: list[int] = []
+        """The lengths of the tokens that are part of a closing marker, if it goes on like that."""
+        self._num_passed = 0
+        self._num_matched = 0
+        """Bytes of the closing marker that have come."""
         self.state: Literal["before", "within", "behind"] = "before" if opening else "within"
-        self.num_tokens = 0
-        """Tokens of reasoning, without markers of one token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of reasoning so far, without markers."""
+        return self._num_passed + len(self._pending)
+
+    @property
+    def closing_left(self) -> str:
+        """What would complete the closing marker."""
+        rest = self._closing[self._num_matched :]
+        try:
+            return rest.decode()
+        except UnicodeDecodeError:  # a token ends within a character
+            return self._closing.decode()
 
     def advance(self, token_id: int) -> None:
         if self.state == "behind":
             return
-        self._text += self._token_bytes(token_id)
+        new = self._token_bytes(token_id)
+        self._text += new
         if self.state == "before":
             text = self._text.lstrip()
             if text.startswith(self._opening):
@@ -107,7 +125,12 @@ class ReasoningTracker:
                 self.state = "behind"
         elif self._closing in self._text:
             self.state = "before" if self._repeats and self._opening else "behind"
-            self._text = b""
+            self._text, self._num_matched = b"", 0
+            self._pending.clear()
         else:
-            self.num_tokens += 1
-            self._text = self._text[1 - len(self._closing) :] if len(self._closing) > 1 else b""
+            self._text = self._text[-len(self._closing) :]
+            self._pending.append(len(new))
+            self._num_matched = max(n for n in range(len(self._text) + 1) if self._text.endswith(self._closing[:n]))
+            while self._pending and sum(self._pending) > self._num_matched:
+                del self._pending[0]
+                self._num_passed += 1

@@ -1,7 +1,9 @@
 """Which format a chat template asks for. The templates are shortened to what gives them away."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from infinilm.server.tool_formats import (
     detect_format,
     supports_tools,
 )
+from infinilm.text import reasoning
 
 QWEN = r"""
 {%- if tools %}
@@ -104,3 +107,10 @@ def test_it_is_text_logic_that_needs_no_torch() -> None:
         "print('torch' in sys.modules or 'fastapi' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_document_lists_all_formats() -> None:
+    document = (Path(__file__).parents[2] / "docs/chat_formats.md").read_text(encoding="utf-8")
+    listed = [re.findall(r"^\| `([a-z][\w.-]*)` \|", table, re.MULTILINE) for table in document.split("## Tool calls")]
+    assert set(listed[0]) == {*reasoning.FORMATS, reasoning.NO_REASONING}
+    assert set(listed[1]) == set(FORMATS)

@@ -124,6 +124,21 @@ def test_a_matcher_that_sees_the_answer_again_goes_on_alike(
         assert len(ended) >= 4, texts
 
 
+@pytest.mark.parametrize(
+    ("begun", "forced"),
+    [("abcde", "</think>"), ("abcd<", "/think>"), ("abc</", "think>"), ("</thi", "nk>"), ("ab<</", "think>")],
+)
+def test_a_closing_that_the_model_has_begun_is_completed(tiny: Source, begun: str, forced: str) -> None:
+    grammar = tiny.compiler.grammar_of(params(), (tiny.eos_id,))
+    assert grammar is not None
+    drawn = [tiny.tokenizer.encode(char, add_special_tokens=False)[0] for char in begun]
+    expected = encode(tiny, forced)
+    for place, token_id in enumerate(expected):
+        mask = token_mask((), tiny.vocab_size)
+        grammar.matcher(drawn + expected[:place], (tiny.eos_id,), 0).fill(mask)
+        assert np.array_equal(mask, token_mask([token_id], tiny.vocab_size))
+
+
 def test_the_engine_s_reasoning_crosses_processes() -> None:
     from infinilm.server.messages import params_from_wire, params_to_wire
 
@@ -137,7 +152,7 @@ def test_the_engine_s_reasoning_crosses_processes() -> None:
         ({"closing": ""}, "reasoning.closing is empty"),
         ({"max_tokens": -1}, "reasoning.max_tokens"),
         ({"opening": "x" * 300}, "reasoning.opening has 300 characters"),
-        ({"forced_closing": "stop"}, "must hold reasoning.closing='</think>'"),
+        ({"forced_closing": "stop"}, "must begin with reasoning.closing='</think>'"),
     ],
 )
 def test_bad_settings_are_refused(values: dict[str, Any], message: str) -> None:
