@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan_of(directory: Path, parser: str | None = None, **fields: Any) -> tuple[Service, AnswerPlan]:
     service = Service(Config(model=directory), ServerSettings(reasoning_parser=parser))
-    plan = AnswerPlan(service, protocol.ChatRequest(messages=MESSAGES, **fields))
+    plan = AnswerPlan(service, protocol.ChatRequest.model_validate({"messages": MESSAGES, **fields}))
     plan.note_prompt(service.tokenizer.encode_chat(MESSAGES))
     return service, plan
 
