@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infinilm.cluster import connect, service
+from infinilm import ray_cluster
+from infinilm.cluster import service
 from infinilm.cluster.deployment import ClusterOptions
 from infinilm.config import Config
 from infinilm.server.messages import config_to_wire
@@ -85,7 +86,7 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(model: Path) -> Iterator[LocalCluster]:
-    connect.require_ray()
+    ray_cluster.require_ray()
     from ray._private.authentication_test_utils import reset_auth_token_state
 
     own = {

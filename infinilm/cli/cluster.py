@@ -93,10 +93,10 @@ def cluster_serve(
 @expand("where", _WHERE_OPTIONS, dict)
 def cluster_status(*, where: dict[str, Any]) -> None:
     """Show the nodes and engines of a cluster's service: what they hold, what waits, how fast they are."""
-    from infinilm.cluster import connect
+    from infinilm import ray_cluster
     from infinilm.cluster.service import ask_fronts
 
-    connect.connect(where["address"], may_start=False)
+    ray_cluster.connect(where["address"], may_start=False)
     fronts = ask_fronts(where["name"])
     table = make_table("node", "address", "state", "requests")
     for front in fronts:
@@ -115,10 +115,10 @@ def cluster_status(*, where: dict[str, Any]) -> None:
 @expand("where", _WHERE_OPTIONS, dict)
 def cluster_stop(*, where: dict[str, Any]) -> None:
     """End a cluster's service. Its requests finish first."""
-    from infinilm.cluster import connect
+    from infinilm import ray_cluster
     from infinilm.cluster.service import stop
 
-    connect.connect(where["address"], may_start=False)
+    ray_cluster.connect(where["address"], may_start=False)
     stop(where["name"])
     note(f"{where['name']} has ended.")
 

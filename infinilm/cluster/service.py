@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import Any
 
-from infinilm.cluster import connect
+from infinilm import ray_cluster
 from infinilm.cluster.deployment import ClusterOptions, build_application
 from infinilm.errors import EngineError, InvalidValueError
 
@@ -34,7 +34,9 @@ def shared_secret(app_name: str) -> str:
     return str(found.decode())
 
 
-def choose_resources(nodes: list[connect.Node], device: str, num_ranks: int, num_replicas: int) -> tuple[float, float]:
+def choose_resources(
+    nodes: list[ray_cluster.Node], device: str, num_ranks: int, num_replicas: int
+) -> tuple[float, float]:
     """CPUs and GPUs of a replica, by default: a GPU per rank if there are any, or an equal share of a node's CPUs."""
     has_gpus = any(node.resources.get("GPU") for node in nodes)
     if device.startswith("cuda") or (device == "auto" and has_gpus):
@@ -111,15 +113,15 @@ def stop(app_name: str) -> None:
 
 def prepare(options: ClusterOptions, address: str | None, *, cpus: float | None, gpus: float | None) -> None:
     """Connect, check the cluster, and complete the options by what was found there."""
-    connect.connect(address, may_start=True)
-    nodes = connect.live_nodes()
-    connect.check_authentication(nodes, dict(os.environ))
+    ray_cluster.connect(address, may_start=True)
+    nodes = ray_cluster.live_nodes()
+    ray_cluster.check_authentication(nodes, dict(os.environ))
     num_ranks = options.config.get("tensor_parallel_size", 1) * options.config.get("pipeline_parallel_size", 1)
     num_cpus, num_gpus = choose_resources(nodes, str(options.config["device"]), num_ranks, options.max_replicas)
     options.num_cpus = num_cpus if cpus is None else cpus
     options.num_gpus = num_gpus if gpus is None else gpus
-    connect.check_resources(nodes, options.replica_resources, options.min_replicas)
+    ray_cluster.check_resources(nodes, options.replica_resources, options.min_replicas)
     if len(nodes) > 1:
-        connect.check_versions(nodes)
+        ray_cluster.check_versions(nodes)
     options.num_fronts = len(nodes)
     options.secret = shared_secret(options.app_name)

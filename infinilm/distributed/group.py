@@ -38,24 +38,29 @@ class RankInfo:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it can't be changed
+    host: str = LOOPBACK
+    """The address at which other ranks reach it."""
 
 
-def make_store() -> tuple[Store, int]:
-    """The rendezvous of ranks, on a free port of this machine only; the port is what the others need to know."""
+def make_store(host: str = LOOPBACK) -> tuple[Store, int]:
+    """The rendezvous of ranks, on a free port, by default of this machine only; the port is what others need."""
     listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
+    listener.bind((host, 0))
     listener.listen()
     port: int = listener.getsockname()[1]
     # The store owns the socket from here on.
     store = dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=JOIN_TIMEOUT
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=JOIN_TIMEOUT
     )
     return store, port
 
 
-def join_store(port: int) -> Store:
+def join_store(port: int, host: str = LOOPBACK) -> Store:
     """The rendezvous that another process made."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT)
+    try:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT)
+    except RuntimeError as error:
+        raise CommunicationError(f"the ranks' rendezvous at {host}:{port} can't be reached: {error}") from error
 
 
 class CommunicationGroup:
@@ -93,7 +98,7 @@ class CommunicationGroup:
             return
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.info.host)]
         try:
             self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
@@ -167,7 +172,7 @@ class CommunicationGroup:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.communicates:
-            self._run("barrier")
+            self.all_reduce(torch.zeros(1, device=self.info.device)).item()
 
     def _in_place(self, name: str, tensor: Tensor, *options: Any) -> Tensor:
         if self.communicates:
@@ -199,15 +204,25 @@ def rank_title(rank: int, tp_size: int, num_stages: int) -> str:
 
 
 def make_groups(
-    rank: int, tp_size: int, num_stages: int, device: torch.device, store: Store
+    rank: int,
+    tp_size: int,
+    num_stages: int,
+    device: torch.device,
+    store: Store,
+    *,
+    host: str = LOOPBACK,
+    title: str | None = None,
 ) -> tuple[CommunicationGroup, CommunicationGroup]:
     """A rank's group in its pipeline stage, and its group of the ranks in the same place of all stages."""
     stage, place = divmod(rank, tp_size)
-    title = rank_title(rank, tp_size, num_stages)
+    title = title or rank_title(rank, tp_size, num_stages)
     group = CommunicationGroup(
-        RankInfo(place, tp_size, device), store if tp_size > 1 or num_stages == 1 else None, f"stage{stage}/", title
+        RankInfo(place, tp_size, device, host),
+        store if tp_size > 1 or num_stages == 1 else None,
+        f"stage{stage}/",
+        title,
     )
-    across = RankInfo(stage, num_stages, device)
+    across = RankInfo(stage, num_stages, device, host)
     return group, CommunicationGroup(across, store if num_stages > 1 else None, f"place{place}/", title)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from infinilm.cli.main import run
-from infinilm.cluster.connect import Node, check_authentication, check_resources
 from infinilm.cluster.service import choose_resources
 from infinilm.errors import InvalidValueError
+from infinilm.ray_cluster import Node, check_authentication, check_resources
 
 NODES = [Node("a" * 32, "10.0.0.1", {"CPU": 8.0}), Node("b" * 32, "10.0.0.2", {"CPU": 4.0, "GPU": 2.0})]
 
