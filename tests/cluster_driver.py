@@ -1,6 +1,7 @@
 """A Ray cluster of three raylets on this machine, the service on it, and clients."""
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +28,9 @@ TIMEOUT_S = 90.0
 
 
 class LocalCluster:
-    """The head has the driver and a front; two more raylets have an engine each."""
+    """The head has the driver and a front; more raylets have an engine each, or ranks of one."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, num_workers: int) -> None:
         from ray.cluster_utils import Cluster
 
         self._model = model
@@ -41,7 +42,7 @@ class LocalCluster:
         }
         head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False, "_system_config": config}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.workers = [self.add_worker(), self.add_worker()]
+        self.workers = [self.add_worker() for _ in range(num_workers)]
         self.options: ClusterOptions | None = None
 
     def add_worker(self) -> Any:
@@ -79,18 +80,19 @@ class LocalCluster:
         import ray
         from ray import serve
 
-        serve.shutdown()
+        if self.options is not None:
+            serve.shutdown()
         ray.shutdown()
         self.cluster.shutdown()
 
 
 @contextmanager
-def local_cluster(model: Path) -> Iterator[LocalCluster]:
+def local_cluster(model: Path, num_workers: int = 2) -> Iterator[LocalCluster]:
     ray_cluster.require_ray()
     from ray._private.authentication_test_utils import reset_auth_token_state
 
     own = {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
@@ -98,7 +100,7 @@ def local_cluster(model: Path) -> Iterator[LocalCluster]:
         for name, value in own.items():
             patch.setenv(name, value)
         reset_auth_token_state()  # this process may have imported Ray before
-        running = LocalCluster(model)
+        running = LocalCluster(model, num_workers)
         try:
             yield running
         finally:
