@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+STRATEGIES = {"ray": "PACK", "ray-spread": "STRICT_SPREAD"}
+"""By `Config.executor`: how Ray places ranks, on as few nodes as possible or each on a node of its own."""
+GROUP_VARIABLE = "INFINILM_PLACEMENT_GROUP"
+"""Names the placement group for the ranks of an engine's process, if it has one, whose first bundle is the driver's."""
 CONNECT_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 60.0
 
@@ -104,11 +108,15 @@ def check_authentication(nodes: list[Node], environment: dict[str, str]) -> None
         )
 
 
-def check_resources(nodes: list[Node], asked: dict[str, float], num_replicas: int) -> None:
-    """Refuse more replicas than fit, before Ray waits for nodes that nobody will add."""
-    if shortage := describe_shortage(nodes, asked, num_replicas):
+def check_resources(nodes: list[Node], asked: dict[str, float], num_replicas: int, num_ranks: int = 1) -> None:
+    """Refuse more replicas than fit, before Ray waits for nodes that nobody will add.
+
+    If the ranks of a replica may be on several nodes, each of `num_ranks` asks for as much.
+    """
+    if shortage := describe_shortage(nodes, asked, num_replicas * num_ranks):
+        what = f"{num_replicas * num_ranks} ranks of {num_replicas}" if num_ranks > 1 else num_replicas
         raise InvalidValueError(
-            f"{num_replicas} replicas {shortage}; ask for fewer (--replicas), for less (--cpus, --gpus), or add nodes"
+            f"{what} replicas {shortage}; ask for fewer (--replicas), for less (--cpus, --gpus), or add nodes"
         )
 
 

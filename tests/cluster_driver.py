@@ -65,6 +65,7 @@ class LocalCluster:
         if self.options is None:
             service.prepare(options, self.cluster.address, cpus=1, gpus=None)
         else:
+            service.fit(options, ray_cluster.live_nodes(), cpus=1, gpus=None)
             options.secret, options.num_fronts = self.options.secret, self.options.num_fronts
         self.options = options
         return service.deploy(options, is_detached=True)

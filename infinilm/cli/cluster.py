@@ -47,7 +47,7 @@ _SERVICE_OPTIONS = {
 """The options of `infinilm serve`, but the engine's."""
 
 
-@takes_config(without=("model",))
+@takes_config(without=("model",), has_short_tp=True)
 @expand("service", _SERVICE_OPTIONS, dict)
 @expand("scale", _SCALE_OPTIONS, dict)
 @expand("where", _WHERE_OPTIONS, dict)
@@ -78,7 +78,9 @@ def cluster_serve(
     options.min_replicas, options.max_replicas = _bounds(**{each: scale[each] for each in _BOUNDS})
     options.queued_tokens = scale["queued_tokens"]
     if scale["write_config"] is not None:
-        options.num_cpus, options.num_gpus = 1.0 if cpus is None else cpus, gpus or 0.0
+        options.divide()
+        options.num_cpus = 1.0 if cpus is None else cpus / options.num_bundles
+        options.num_gpus = (gpus or 0.0) / options.num_bundles
         _write_config(options, scale["write_config"])
         return
     cluster.prepare(options, where["address"], cpus=cpus, gpus=gpus)

@@ -26,6 +26,8 @@ from infinilm.executor.worker_processes import Place, RankProcess
 from infinilm.framing import ChannelClosedError, authenticate, watch_connection
 from infinilm.models.cpu import avoid_false_amx
 from infinilm.ray_cluster import (
+    GROUP_VARIABLE,
+    STRATEGIES,
     Node,
     ask,
     check_authentication,
@@ -41,8 +43,6 @@ from infinilm.ray_cluster import (
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-STRATEGIES = {"ray": "PACK", "ray-spread": "STRICT_SPREAD"}
-"""By `Config.executor`: how Ray places ranks, on as few nodes as possible or each on a node of its own."""
 PLACE_LIMIT_S = 20.0
 """Resources that are in use are waited for so long."""
 START_LIMIT_S = 120.0
@@ -178,20 +178,15 @@ class RayRanks:
         self._actors: dict[int, ActorHandle[Any]] = {}
         self._started: dict[int, RayRank] = {}
         self.driver_gpu: str | None = None
-        """The GPU that Ray reserves for the driver."""
-        own_id = ray.get_runtime_context().get_node_id()
-        self._check_room(nodes, strategy)
-        self._group: Any = ray.util.placement_group(
-            [self._asked] * self._num_ranks,
-            strategy=strategy,
-            bundle_label_selector=[{"ray.io/node-id": own_id}] + [{}] * (self._num_ranks - 1),
-        )
+        """The GPU that Ray reserves for the driver. None in a replica, which sees its own GPU alone."""
+        self._has_group = GROUP_VARIABLE in os.environ
+        self._group = self._find_group() if self._has_group else self._make_group(nodes, strategy)
         try:
             bundles = self._wait_for_room({node.node_id: node for node in nodes})
             by_rank = assign(bundles, tp_size, num_stages)
             self._nodes = {rank: bundle.node for rank, bundle in by_rank.items()}
             self._counts = Counter(self._nodes.values())
-            reports = self._start_actors(by_rank, has_driver=device.type != "cpu")
+            reports = self._start_actors(by_rank, has_driver=device.type != "cpu" and not self._has_group)
             self._num_cores = {rank: report["num_cores"] for rank, report in reports.items()}
             self._connect(reports, has_low_precision=dtype != torch.float32 and device.type == "cpu")
         except BaseException:
@@ -214,11 +209,21 @@ class RayRanks:
             return
         for actor in self._actors.values():
             ray.kill(actor)
-        ray.util.remove_placement_group(self._group)
+        if not self._has_group:
+            ray.util.remove_placement_group(self._group)
         self._group = None
 
-    def _check_room(self, nodes: list[Node], strategy: str) -> None:
-        """Refuse what can never fit, before Ray waits for nodes that nobody will add."""
+    def _find_group(self) -> Any:
+        """The group of the replica whose engine this is."""
+        from ray._raylet import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup
+
+        return PlacementGroup(PlacementGroupID(bytes.fromhex(os.environ[GROUP_VARIABLE])))
+
+    def _make_group(self, nodes: list[Node], strategy: str) -> Any:
+        """A group for this engine. What can never fit is refused before Ray waits for nodes that nobody will add."""
+        import ray
+
         if shortage := describe_shortage(nodes, self._asked, self._num_ranks):
             raise InvalidValueError(f"{self._num_ranks} ranks {shortage}; use fewer ranks, or add nodes")
         if strategy == "STRICT_SPREAD" and len(nodes) < self._num_ranks:
@@ -226,6 +231,12 @@ class RayRanks:
                 f"executor='ray-spread' puts each of {self._num_ranks} ranks on a node of its own, and there are "
                 f"{len(nodes)} nodes; use executor='ray', fewer ranks, or add nodes"
             )
+        own_id = ray.get_runtime_context().get_node_id()
+        return ray.util.placement_group(
+            [self._asked] * self._num_ranks,
+            strategy=strategy,
+            bundle_label_selector=[{"ray.io/node-id": own_id}] + [{}] * (self._num_ranks - 1),
+        )
 
     def _wait_for_room(self, nodes: Mapping[str, Node]) -> list[_Bundle]:
         import ray
@@ -255,9 +266,8 @@ class RayRanks:
         for rank, bundle in by_rank.items():
             if rank != self.driver or has_driver:
                 where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle.number)
-                self._actors[rank] = kind.options(
-                    num_cpus=self._asked.get("CPU", 0), num_gpus=self._asked.get("GPU", 0), scheduling_strategy=where
-                ).remote()
+                num_gpus = self._asked.get("GPU", 0)
+                self._actors[rank] = kind.options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=where).remote()
         refs = {rank: actor.report.remote() for rank, actor in self._actors.items()}
         reports: dict[int, dict[str, Any]] = ask(refs, self._describe, START_LIMIT_S)
         compare_versions({self._nodes[rank]: report["versions"] for rank, report in reports.items()})
@@ -347,10 +357,11 @@ class RayExecutor(ProcessExecutor):
 
 def _own_devices(devices: Sequence[torch.device], ranks: RayRanks) -> list[torch.device]:
     """An actor sees the GPU that Ray gives it, and no other; the driver sees all that this process may use."""
-    if ranks.driver_gpu is None:
+    if devices[0].type == "cpu":
         return list(devices)
     own = [torch.device(device.type, 0) for device in devices]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    index = visible.split(",").index(ranks.driver_gpu) if visible else int(ranks.driver_gpu)
-    own[ranks.driver] = torch.device(devices[0].type, index)
+    if ranks.driver_gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = visible.split(",").index(ranks.driver_gpu) if visible else int(ranks.driver_gpu)
+        own[ranks.driver] = torch.device(devices[0].type, index)
     return own
