@@ -19,6 +19,14 @@ STRATEGIES = {"ray": "PACK", "ray-spread": "STRICT_SPREAD"}
 """By `Config.executor`: how Ray places ranks, on as few nodes as possible or each on a node of its own."""
 GROUP_VARIABLE = "INFINILM_PLACEMENT_GROUP"
 """Names the placement group for the ranks of an engine's process, if it has one, whose first bundle is the driver's."""
+LOCAL_SYSTEM = {
+    "worker_niceness": 0,  # by default Ray's workers get the CPU last of all processes (nice 15)
+    "raylet_report_resources_period_milliseconds": 1000,
+    "task_events_report_interval_ms": 0,
+    "enable_metrics_collection": False,
+    "event_stats": False,
+}
+"""Of a cluster on this machine alone. What Ray does for itself takes cores from the engines, so it does little."""
 CONNECT_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 60.0
 
@@ -59,8 +67,8 @@ def connect(address: str | None, *, may_start: bool) -> None:
     _check_reachable(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address == "local":
-        # By default Ray's workers get the CPU last of all processes (nice 15).
-        quiet |= {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+        quiet |= {"include_dashboard": False, "_system_config": LOCAL_SYSTEM}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         ray.init(address=address, namespace="infinilm", **quiet)

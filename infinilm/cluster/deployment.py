@@ -92,7 +92,7 @@ def build_application(options: ClusterOptions, keeper: "ActorHandle[Any] | None"
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=2,
         max_surge_percent=100,
-        request_router_config={"request_router_class": "infinilm.cluster.router.PrefixRouter"},
+        request_router_config={"request_router_class": "infinilm.cluster.router.ReplicaLister"},
         **_placement(options),
         **_scaling(options),
     )

@@ -3,6 +3,7 @@
 import os
 import secrets
 import time
+from threading import Event
 from typing import Any
 
 from infinilm import ray_cluster
@@ -17,10 +18,8 @@ NAME_PREFIX = "infinilm"
 class Keeper:
     """An actor that lives as long as the driver. Fronts end the application when it is gone."""
 
-    async def wait(self) -> None:
-        import asyncio
-
-        await asyncio.Event().wait()
+    def wait(self) -> None:
+        Event().wait()
 
 
 def shared_secret(app_name: str) -> str:

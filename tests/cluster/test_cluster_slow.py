@@ -68,7 +68,7 @@ class Observer:
         await asyncio.sleep(2)
         fronts = await asyncio.to_thread(service.ask_fronts, APP)
         found = {each["replica"]: each for each in fronts[0]["replicas"]}
-        ticket.choose([ReplicaAddress(name, each["host"], each["port"], each["node"]) for name, each in found.items()])
+        ticket.note([ReplicaAddress(name, each["host"], each["port"], each["node"]) for name, each in found.items()])
         yield
 
     @property
