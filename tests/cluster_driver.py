@@ -87,11 +87,16 @@ class LocalCluster:
         self.cluster.shutdown()
 
 
+def reset_authentication() -> None:
+    """Have Ray read the token's variables again: this process may have imported it before."""
+    from ray._private.authentication_test_utils import reset_auth_token_state
+
+    reset_auth_token_state()
+
+
 @contextmanager
 def local_cluster(model: Path, num_workers: int = 2) -> Iterator[LocalCluster]:
     ray_cluster.require_ray()
-    from ray._private.authentication_test_utils import reset_auth_token_state
-
     own = {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]),
         "RAY_AUTH_MODE": "token",
@@ -100,13 +105,13 @@ def local_cluster(model: Path, num_workers: int = 2) -> Iterator[LocalCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        reset_auth_token_state()  # this process may have imported Ray before
+        reset_authentication()
         running = LocalCluster(model, num_workers)
         try:
             yield running
         finally:
             running.close()
-    reset_auth_token_state()
+    reset_authentication()
 
 
 def post(url: str, key: str = KEYS[0], headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
