@@ -144,8 +144,13 @@ def prove(secret: bytes, role: bytes, nonce: bytes) -> bytes:
 
 def authenticate(connection: FrameSocket, secret: bytes, *, own: bytes, other: bytes) -> None:
     """Prove to the other end that this one knows the secret, and check the same of it. They have different roles."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.send_frame(nonce)
-    connection.send_frame(prove(secret, own, connection.receive_frame()))
-    if not hmac.compare_digest(connection.receive_frame(), prove(secret, other, nonce)):
+    nonce, theirs, proof = secrets.token_bytes(NONCE_BYTES), bytearray(NONCE_BYTES), bytearray(NONCE_BYTES)
+    try:
+        connection.socket.sendall(nonce)
+        connection.receive_into(memoryview(theirs))
+        connection.socket.sendall(prove(secret, own, bytes(theirs)))
+    except OSError as error:
+        raise _closed(error) from error
+    connection.receive_into(memoryview(proof))
+    if not hmac.compare_digest(proof, prove(secret, other, nonce)):
         raise ChannelClosedError("the other end does not know the secret")

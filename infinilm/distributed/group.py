@@ -3,18 +3,21 @@
 Groups are objects, not torch's global default group: a process may hold as many engines as it likes.
 """
 
+import os
 import socket
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from infinilm.errors import EngineError
+from infinilm.framing import watch_connection
 from infinilm.platforms import collectives_of
 
 dist: Any = distributed  # whose type stubs lack half of what it has
@@ -83,6 +86,8 @@ class CommunicationGroup:
         self.title = title or f"rank {self.rank}"
         self._process_group: Any = None
         self._sending: deque[tuple[Any, Tensor]] = deque()  # what `send` has begun, with the tensors it reads
+        is_gloo = collectives_of(self.info.device.type) == "gloo"
+        self._limit = (TIMEOUT,) if is_gloo else ()  # without one, Gloo's send and receive take that of the rendezvous
 
     def join(self, rendezvous: int) -> None:
         """Join the other ranks, which must be doing the same. Each rendezvous has a number of its own."""
@@ -99,10 +104,13 @@ class CommunicationGroup:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.info.host)]
+        before = _open_sockets()
         try:
             self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
             raise CommunicationError(f"{self.title} could not join the others: {error}") from error
+        if self.info.host != LOOPBACK:
+            _watch_connections(number for name, number in _open_sockets().items() if name not in before)
         self._process_group._set_default_timeout(TIMEOUT)
 
     def abort(self) -> None:
@@ -162,11 +170,12 @@ class CommunicationGroup:
         with self._connected():
             self._sending.append((self._process_group.send([tensor], to, 0), tensor))
             if len(self._sending) > self.size + 1:
-                self._sending.popleft()[0].wait()
+                self._sending.popleft()[0].wait(*self._limit)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """What another rank sent, in place of this contiguous `tensor`, which has its shape and type."""
-        self._run("recv", [tensor], source, 0)
+        with self._connected():
+            self._process_group.recv([tensor], source, 0).wait(*self._limit)
         return tensor
 
     def barrier(self) -> None:
@@ -196,6 +205,23 @@ class CommunicationGroup:
             yield
         except RuntimeError as error:
             raise CommunicationError(f"{self.title} lost its connection to the others: {error}") from error
+
+
+def _open_sockets() -> dict[str, int]:
+    """This process's sockets by their names in the system, where it shows them, and their file descriptors."""
+    found = {}
+    for path in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # it was closed meanwhile
+            if (name := str(path.readlink())).startswith("socket:"):
+                found[name] = int(path.name)
+    return found
+
+
+def _watch_connections(files: Iterable[int]) -> None:
+    """Have the kernel end Gloo's connections to machines that are gone: Gloo itself would wait for them."""
+    for number in files:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # not all are TCP connections
+            watch_connection(connection)
 
 
 def rank_title(rank: int, tp_size: int, num_stages: int) -> str:

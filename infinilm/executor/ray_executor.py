@@ -50,6 +50,7 @@ START_LIMIT_S = 120.0
 CAUSE_S = 1.8
 """A lost connection may be the first sign of a node's death. The cause is looked for so long, and then reported."""
 PROBE_S = 0.5
+HANDSHAKE_S = 5.0
 ROLES = (b"driver", b"rank")
 
 
@@ -129,9 +130,9 @@ class RayRank:
     def describe_death(self, title: str) -> str:
         """The node's death if that is the cause. Ray itself may learn of it seconds later."""
         deadline = monotonic() + CAUSE_S
-        while self._is_node_alive() and not self.running.done() and monotonic() < deadline:
+        while (is_alive := self._is_node_alive()) and not self.running.done() and monotonic() < deadline:
             sleep(0.05)
-        if not self._is_node_alive():
+        if not is_alive:
             address = f"{self.node.host}:{self.node.raylet_port}"
             return f"{title} died with its node: the raylet at {address} does not answer"
         return f"{title} (process {self._pid}) died: {self._cause()}"
@@ -305,7 +306,7 @@ class RayRanks:
         except TimeoutError:
             return
         channel = Channel(connection)
-        connection.settimeout(PROBE_S)
+        connection.settimeout(HANDSHAKE_S)
         try:
             authenticate(channel, secret, own=ROLES[0], other=ROLES[1])
             rank = missing.pop(channel.receive().values["rank"])
@@ -314,6 +315,7 @@ class RayRanks:
             return
         connection.settimeout(None)
         watch_connection(connection)
+        rank.socket.close()
         rank.socket = connection
 
     def _describe(self, rank: int) -> str:

@@ -1,16 +1,19 @@
 """Ranks somewhere else than in processes of this host: who gets which place, and what is said of those that fail."""
 
 import socket
+import sys
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
 
+from infinilm import LLM, InferEngine
 from infinilm.distributed import group
 from infinilm.distributed.channel import Channel, Message
-from infinilm.errors import CheckpointError, WorkerDiedError
+from infinilm.errors import CheckpointError, InvalidValueError, WorkerDiedError
 from infinilm.executor import processes
 from infinilm.executor.processes import ProcessExecutor
 from infinilm.executor.rank_worker import RankWorker
@@ -86,6 +89,17 @@ def test_a_rank_that_does_not_join_is_named_with_its_node(monkeypatch: pytest.Mo
         WorkerDiedError, match=r"rank 1 on node node-1 \(10.0.0.1\) could not join the others within 0.3 s"
     ):
         ProcessExecutor(devices, torch.float32, ranks=SilentRanks())
+
+
+def test_ray_that_is_missing_or_not_reachable_is_named(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(InvalidValueError, match="no Ray cluster is reachable at '127.0.0.1:1'.*RAY_ADDRESS"):
+        LLM(tiny_dir, executor="ray", tensor_parallel_size=2, device="cpu")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidValueError, match=r"pip install 'infinilm\[cluster\]'"):
+        LLM(tiny_dir, executor="ray", tensor_parallel_size=2, device="cpu")
+    with pytest.raises(InvalidValueError, match="executor='rays'"):
+        InferEngine(tiny_dir, executor="rays")
 
 
 def test_a_model_that_a_node_does_not_have_is_named_with_the_rank() -> None:
