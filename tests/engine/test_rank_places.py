@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_join_is_named_with_its_node(monkeypatch: pytest.Mo
 
 def test_ray_that_is_missing_or_not_reachable_is_named(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(InvalidValueError, match="no Ray cluster is reachable at '127.0.0.1:1'.*RAY_ADDRESS"):
+    with pytest.raises(InvalidValueError, match=r"no Ray cluster is reachable at '127.0.0.1:1'.*RAY_ADDRESS"):
         LLM(tiny_dir, executor="ray", tensor_parallel_size=2, device="cpu")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidValueError, match=r"pip install 'infinilm\[cluster\]'"):
