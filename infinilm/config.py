@@ -12,7 +12,7 @@ from infinilm.platforms import check_device
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "native")
 QUANTIZATIONS = ("none", "q8", "q4")
-EXECUTORS = ("auto", "local", "processes")
+EXECUTORS = ("auto", "local", "processes", "ray", "ray-spread")
 
 PRESETS: dict[str, dict[str, Any]] = {
     # A laptop: few rows, and steps short enough that decoding continues during a prefill.
@@ -73,8 +73,9 @@ class Config:
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
     executor: str = "auto"
-    """Where ranks run. local: one, in this process. processes: each but the first in a process of its own. auto: local
-    for one rank, else processes."""
+    """Where ranks run. local: one, in this process. processes: each but the driver in a process of its own. ray: each
+    but the driver in an actor, on as few nodes of a Ray cluster as have room. ray-spread: each rank on a node of its
+    own. auto: local for one rank, else processes."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)

@@ -1,6 +1,9 @@
 """Messages between processes: each is one frame, its length and then its bytes, over a stream socket."""
 
 import asyncio
+import hashlib
+import hmac
+import secrets
 import socket
 import struct
 from collections.abc import Iterator
@@ -10,6 +13,11 @@ _LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 30
 """A longer frame is refused before memory is allocated for it."""
 RECEIVE_BYTES = 1 << 20
+JOIN_BYTES = 1 << 16
+"""Buffers shorter than this together are sent in one piece with their frame."""
+NONCE_BYTES = 32
+SILENCE_S = 2
+"""The other machine's kernel answers within this time, or its connections end."""
 
 
 class ChannelClosedError(Exception):
@@ -28,6 +36,11 @@ def _length_in(header: bytes | bytearray) -> int:
     return int(length)
 
 
+def _closed(error: OSError) -> Exception:
+    """The error to raise: one of the socket's own time limit stays what it is."""
+    return error if isinstance(error, TimeoutError) and error.errno is None else ChannelClosedError()
+
+
 class FrameSocket:
     """One end of a socket pair, for blocking use."""
 
@@ -38,14 +51,14 @@ class FrameSocket:
 
     def send_frame(self, payload: bytes, *buffers: memoryview) -> None:
         """Send a frame, and then buffers, which are not copied. The receiver reads them by `receive_into`."""
+        parts: list[bytes | memoryview] = [frame(payload), *buffers]
+        if len(parts) > 1 and sum(len(part) for part in parts) < JOIN_BYTES:
+            parts = [b"".join(parts)]
         try:
-            self.socket.sendall(frame(payload))
-            for buffer in buffers:
-                self.socket.sendall(buffer)
-        except TimeoutError:
-            raise
+            for part in parts:
+                self.socket.sendall(part)
         except OSError as error:
-            raise ChannelClosedError from error
+            raise _closed(error) from error
 
     def receive_frame(self) -> bytes:
         """Wait for the next frame."""
@@ -65,10 +78,8 @@ class FrameSocket:
         while view:
             try:
                 num_bytes = self.socket.recv_into(view)
-            except TimeoutError:
-                raise
             except OSError as error:
-                raise ChannelClosedError from error
+                raise _closed(error) from error
             if num_bytes == 0:
                 raise ChannelClosedError
             view = view[num_bytes:]
@@ -114,3 +125,32 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
         return await reader.readexactly(_length_in(await reader.readexactly(_LENGTH.size)))
     except (asyncio.IncompleteReadError, OSError) as error:
         raise ChannelClosedError from error
+
+
+def watch_connection(connection: socket.socket) -> None:
+    """Send small messages at once, and have the kernel end a TCP connection whose other machine is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1, "TCP_USER_TIMEOUT": SILENCE_S * 1000}
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def prove(secret: bytes, role: bytes, nonce: bytes) -> bytes:
+    """What only one who knows the secret can say about a nonce."""
+    return hmac.new(secret, role + nonce, hashlib.sha256).digest()
+
+
+def authenticate(connection: FrameSocket, secret: bytes, *, own: bytes, other: bytes) -> None:
+    """Prove to the other end that this one knows the secret, and check the same of it. They have different roles."""
+    nonce, theirs, proof = secrets.token_bytes(NONCE_BYTES), bytearray(NONCE_BYTES), bytearray(NONCE_BYTES)
+    try:
+        connection.socket.sendall(nonce)
+        connection.receive_into(memoryview(theirs))
+        connection.socket.sendall(prove(secret, own, bytes(theirs)))
+    except OSError as error:
+        raise _closed(error) from error
+    connection.receive_into(memoryview(proof))
+    if not hmac.compare_digest(proof, prove(secret, other, nonce)):
+        raise ChannelClosedError("the other end does not know the secret")

@@ -1,6 +1,7 @@
 """A Ray cluster of three raylets on this machine, the service on it, and clients."""
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infinilm.cluster import connect, service
+from infinilm import ray_cluster
+from infinilm.cluster import service
 from infinilm.cluster.deployment import ClusterOptions
 from infinilm.config import Config
 from infinilm.server.messages import config_to_wire
@@ -26,9 +28,9 @@ TIMEOUT_S = 90.0
 
 
 class LocalCluster:
-    """The head has the driver and a front; two more raylets have an engine each."""
+    """The head has the driver and a front; more raylets have an engine each, or ranks of one."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, num_workers: int) -> None:
         from ray.cluster_utils import Cluster
 
         self._model = model
@@ -40,7 +42,7 @@ class LocalCluster:
         }
         head = {"num_cpus": 2, "object_store_memory": STORE, "include_dashboard": False, "_system_config": config}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.workers = [self.add_worker(), self.add_worker()]
+        self.workers = [self.add_worker() for _ in range(num_workers)]
         self.options: ClusterOptions | None = None
 
     def add_worker(self) -> Any:
@@ -63,6 +65,7 @@ class LocalCluster:
         if self.options is None:
             service.prepare(options, self.cluster.address, cpus=1, gpus=None)
         else:
+            service.fit(options, ray_cluster.live_nodes(), cpus=1, gpus=None)
             options.secret, options.num_fronts = self.options.secret, self.options.num_fronts
         self.options = options
         return service.deploy(options, is_detached=True)
@@ -78,31 +81,37 @@ class LocalCluster:
         import ray
         from ray import serve
 
-        serve.shutdown()
+        if self.options is not None:
+            serve.shutdown()
         ray.shutdown()
         self.cluster.shutdown()
 
 
-@contextmanager
-def local_cluster(model: Path) -> Iterator[LocalCluster]:
-    connect.require_ray()
+def reset_authentication() -> None:
+    """Have Ray read the token's variables again: this process may have imported it before."""
     from ray._private.authentication_test_utils import reset_auth_token_state
 
+    reset_auth_token_state()
+
+
+@contextmanager
+def local_cluster(model: Path, num_workers: int = 2) -> Iterator[LocalCluster]:
+    ray_cluster.require_ray()
     own = {
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)]),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        reset_auth_token_state()  # this process may have imported Ray before
-        running = LocalCluster(model)
+        reset_authentication()
+        running = LocalCluster(model, num_workers)
         try:
             yield running
         finally:
             running.close()
-    reset_auth_token_state()
+    reset_authentication()
 
 
 def post(url: str, key: str = KEYS[0], headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:

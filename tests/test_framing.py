@@ -4,10 +4,11 @@ import asyncio
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from infinilm.framing import MAX_FRAME_BYTES, ChannelClosedError, FrameSocket, frame, read_frame
+from infinilm.framing import MAX_FRAME_BYTES, ChannelClosedError, FrameSocket, authenticate, frame, read_frame
 
 PAYLOADS = [b"", b"a", b"b" * 70_000, b"", b"c" * 3]
 
@@ -81,3 +82,20 @@ def test_an_event_loop_reads_frames_until_the_end() -> None:
         return found
 
     assert asyncio.run(read()) == PAYLOADS
+
+
+@pytest.mark.parametrize(
+    ("secret", "role", "is_accepted"), [(b"s", b"rank", True), (b"t", b"rank", False), (b"s", b"driver", False)]
+)
+def test_both_ends_prove_that_they_know_the_secret(secret: bytes, role: bytes, is_accepted: bool) -> None:
+    with ThreadPoolExecutor() as threads:
+        ours, theirs = map(FrameSocket, socket.socketpair())
+        other = threads.submit(authenticate, theirs, secret, own=role, other=b"driver")
+        if is_accepted:
+            authenticate(ours, b"s", own=b"driver", other=b"rank")
+        else:
+            with pytest.raises(ChannelClosedError, match="does not know the secret"):
+                authenticate(ours, b"s", own=b"driver", other=b"rank")
+        assert (other.exception() is None) == (secret == b"s")
+        ours.close()
+        theirs.close()

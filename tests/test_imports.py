@@ -21,7 +21,7 @@ LEAVES = {
     "sampling_params",
     "structured_output",
     "outputs",
-} | {"platforms"}
+} | {"platforms", "ray_cluster"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
@@ -29,6 +29,7 @@ ALLOWED = {
     "processes": {"interrupts"},
     "checks": {"errors"},
     "platforms": {"errors"},
+    "ray_cluster": {"", "errors"},
     "sampling_params": LEAVES,
     "structured_output": {"checks", "errors"},
     "outputs": LEAVES,

@@ -47,7 +47,7 @@ _SERVICE_OPTIONS = {
 """The options of `infinilm serve`, but the engine's."""
 
 
-@takes_config(without=("model",))
+@takes_config(without=("model",), has_short_tp=True)
 @expand("service", _SERVICE_OPTIONS, dict)
 @expand("scale", _SCALE_OPTIONS, dict)
 @expand("where", _WHERE_OPTIONS, dict)
@@ -78,7 +78,9 @@ def cluster_serve(
     options.min_replicas, options.max_replicas = _bounds(**{each: scale[each] for each in _BOUNDS})
     options.queued_tokens = scale["queued_tokens"]
     if scale["write_config"] is not None:
-        options.num_cpus, options.num_gpus = 1.0 if cpus is None else cpus, gpus or 0.0
+        options.divide()
+        options.num_cpus = 1.0 if cpus is None else cpus / options.num_bundles
+        options.num_gpus = (gpus or 0.0) / options.num_bundles
         _write_config(options, scale["write_config"])
         return
     cluster.prepare(options, where["address"], cpus=cpus, gpus=gpus)
@@ -93,10 +95,10 @@ def cluster_serve(
 @expand("where", _WHERE_OPTIONS, dict)
 def cluster_status(*, where: dict[str, Any]) -> None:
     """Show the nodes and engines of a cluster's service: what they hold, what waits, how fast they are."""
-    from infinilm.cluster import connect
+    from infinilm import ray_cluster
     from infinilm.cluster.service import ask_fronts
 
-    connect.connect(where["address"], may_start=False)
+    ray_cluster.connect(where["address"], may_start=False)
     fronts = ask_fronts(where["name"])
     table = make_table("node", "address", "state", "requests")
     for front in fronts:
@@ -115,10 +117,10 @@ def cluster_status(*, where: dict[str, Any]) -> None:
 @expand("where", _WHERE_OPTIONS, dict)
 def cluster_stop(*, where: dict[str, Any]) -> None:
     """End a cluster's service. Its requests finish first."""
-    from infinilm.cluster import connect
+    from infinilm import ray_cluster
     from infinilm.cluster.service import stop
 
-    connect.connect(where["address"], may_start=False)
+    ray_cluster.connect(where["address"], may_start=False)
     stop(where["name"])
     note(f"{where['name']} has ended.")
 

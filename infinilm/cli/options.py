@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from infinilm.cli.help import option
-from infinilm.config import ATTENTION_BACKENDS, PRESETS, QUANTIZATIONS, Config
+from infinilm.config import ATTENTION_BACKENDS, EXECUTORS, PRESETS, QUANTIZATIONS, Config
 from infinilm.platforms import DEVICES
 from infinilm.sampling_params import SamplingParams
 
@@ -38,6 +38,7 @@ def _size_option(help: str) -> Any:
     return option("Workload", int | None, help)
 
 
+_TP_OPTION = ("GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp")
 _ENGINE_OPTIONS = {
     "model": _engine_option(str, MODEL_HELP, "--model", "-m"),
     "preset": _engine_option(str, f"Ready-made settings: {', '.join(PRESETS)}."),
@@ -49,12 +50,11 @@ _ENGINE_OPTIONS = {
         str, "The type of the KV cache: auto, float32, float16, bfloat16. auto: float16 with quantised weights."
     ),
     "device": _engine_option(str, f"Where to compute: {', '.join(DEVICES)}, or the device type of a torch plug-in."),
-    "tensor_parallel_size": _engine_option(
-        int, "GPUs, or processes on a CPU, that share the model. Default: 1.", "--tensor-parallel-size", "--tp"
-    ),
+    "tensor_parallel_size": _engine_option(int, *_TP_OPTION),
     "pipeline_parallel_size": _engine_option(
         int, "Stages that the layers are divided into. Default: 1.", "--pipeline-parallel-size", "--pp", "-p"
     ),
+    "executor": _engine_option(str, f"Where several ranks run: {', '.join(EXECUTORS)}. Default: processes."),
     "attention_backend": _engine_option(str, f"What computes attention: {', '.join(ATTENTION_BACKENDS)}."),
     "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),
     "max_num_seqs": _engine_option(int, f"Most requests at a time. Default: {Config.max_num_seqs}."),
@@ -99,9 +99,14 @@ _SIZE_OPTIONS = {
 }
 
 
-def takes_config(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """Replace a command's parameter `config` by the engine's options, except `without`."""
+def takes_config(*, without: tuple[str, ...] = (), has_short_tp: bool = False) -> Callable[[Command], Command]:
+    """Replace a command's parameter `config` by the engine's options, except `without`.
+
+    `has_short_tp`: `-t` is the tensor parallel size, not the temperature.
+    """
     options = {name: (kind, None) for name, kind in _ENGINE_OPTIONS.items() if name not in without}
+    if has_short_tp:
+        options["tensor_parallel_size"] = (_engine_option(int, *_TP_OPTION, "-t"), None)
     return expand("config", {**options, "verbose": (_VERBOSE, False)}, _make_config)
 
 

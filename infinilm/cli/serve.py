@@ -69,7 +69,7 @@ LimitPairs = Annotated[
 ]
 
 
-@takes_config(without=("model",))
+@takes_config(without=("model",), has_short_tp=True)
 def serve(
     model: ModelArgument = None,
     *,

@@ -22,7 +22,10 @@ from infinilm.server.settings import Limits
 
 logger = logging.getLogger(__name__)
 
-DISCOVERY_S = 0.25
+DISCOVERY_S = 1.0
+"""How often Ray Serve is asked which replicas run."""
+POLL_S = 0.05
+WATCH_S = 0.25
 SILENCE_S = 2.0
 """A replica that says nothing for so long is taken for dead. It speaks twice a second."""
 RETRY_S = 2.0
@@ -44,9 +47,9 @@ class ReplicaAddress:
 
 @dataclass(slots=True)
 class Ticket:
-    """A request for `PrefixRouter`: it shows its candidates to `choose`, which returns the id of one."""
+    """A question for `ReplicaLister`: it shows the replicas that run to `note`."""
 
-    choose: Callable[[Sequence[ReplicaAddress]], str | None]
+    note: Callable[[Sequence[ReplicaAddress]], None]
 
 
 class Handle(Protocol):
@@ -114,8 +117,8 @@ class ReplicaLink:
     async def _watch(self) -> None:
         """Hang up when the replica is silent. Time in which this process did not run does not count."""
         num_silent, num_seen = 0, -1
-        while num_silent * DISCOVERY_S < SILENCE_S:
-            await asyncio.sleep(DISCOVERY_S)
+        while num_silent * WATCH_S < SILENCE_S:
+            await asyncio.sleep(WATCH_S)
             num_silent = num_silent + 1 if num_seen == self._num_reports else 0
             num_seen = self._num_reports
         assert self._writer is not None
@@ -160,7 +163,7 @@ class Placement:
 
 
 class ClusterClient(EngineClient):
-    """Sends each request to a replica that Ray Serve's router chooses, and to another if that dies in time."""
+    """Sends each request to the replica that suits it best, and to another if that dies in time."""
 
     def __init__(
         self, config: Config, limits: Limits, admission: Admission, make_handle: Callable[[], Handle], secret: bytes
@@ -175,6 +178,8 @@ class ClusterClient(EngineClient):
         self._placements: dict[str, Placement] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._opened = asyncio.Event()
+        self._named: set[str] = set()
+        """The replicas that Ray Serve takes to be running. One that it stops is not named, though still connected."""
 
     async def start(self) -> messages.Ready:
         """Wait for the first replica."""
@@ -195,21 +200,18 @@ class ClusterClient(EngineClient):
     # --- replicas ---------------------------------------------------------------------------------------
 
     async def _discover(self) -> None:
-        """Connect to the replicas that Ray Serve names."""
+        """Connect to the replicas that Ray Serve's router names, again and again: no request waits for Ray."""
+        assert self._handle_of_engines is not None
         while True:
             try:
-                await self._ask_router(self._connect)
+                async with self._handle_of_engines.choose_replica(Ticket(self._note_named), _reserve=False):
+                    pass
             except Exception:  # the next try may find Ray Serve again; connected replicas go on
                 logger.exception("Ray Serve names no replicas")
             await asyncio.sleep(DISCOVERY_S)
 
-    async def _ask_router(self, choose: Callable[[Sequence[ReplicaAddress]], str | None]) -> None:
-        assert self._handle_of_engines is not None
-        # Only the choice: the request itself goes over our own connection.
-        async with self._handle_of_engines.choose_replica(Ticket(choose), _reserve=False):
-            pass
-
-    def _connect(self, addresses: Sequence[ReplicaAddress]) -> None:
+    def _note_named(self, addresses: Sequence[ReplicaAddress]) -> None:
+        self._named = {each.replica_id for each in addresses}
         for address in addresses:
             if address.replica_id not in self.links:
                 self.links[address.replica_id] = ReplicaLink(self, address)
@@ -263,7 +265,7 @@ class ClusterClient(EngineClient):
             hashes = block_hashes(request.prompt_token_ids, request.tenant.encode(), self.scoreboard.block_size)
             joined = b"".join(each[: messages.HASH_BYTES] for each in hashes)
             self._placements[request.request_id] = Placement(wire.split_hashes(joined))
-            self._spawn(self._place(request))
+            self._place(request)
 
     def cancel(self, request: EngineRequest, answer: int | None = None) -> None:
         placement = self._placements.get(request.request_id)
@@ -279,39 +281,34 @@ class ClusterClient(EngineClient):
             request.fail(error)
             self.cancel(request)
 
-    async def _place(self, request: EngineRequest) -> None:
-        """Send a request to the best replica that has not refused it."""
-        placement = self._placements[request.request_id]
-        while not request.is_ended:
-            open_ids = {each for each, link in self.links.items() if link.is_open}
-            if not open_ids and placement.deadline is not None and now() < placement.deadline:
-                await asyncio.sleep(DISCOVERY_S / 5)
-                continue
-            if not open_ids - placement.refused_by:
-                self._end(request, placement.refusal or self.down_error())
-                return
-            try:
-                async with asyncio.timeout(RETRY_S):
-                    await self._ask_router(lambda addresses: self._choose(request, placement, addresses))
-            except Exception as error:  # whatever Ray Serve raises, the client gets an answer
-                logger.exception("request %s was not placed", request.request_id)
-                self._end(request, unavailable(f"Ray Serve names no replica: {type(error).__name__}"))
-            if placement.link is not None:
-                return
-            await asyncio.sleep(DISCOVERY_S / 5)  # Ray Serve does not name the replicas that are connected
-            if placement.deadline is None:
-                placement.deadline = now() + RETRY_S
+    def _place(self, request: EngineRequest) -> None:
+        """Send a request to the best replica that has not refused it, or wait for one."""
+        if not self._try_to_place(request):
+            self._spawn(self._wait_to_place(request))
 
-    def _choose(self, request: EngineRequest, placement: Placement, addresses: Sequence[ReplicaAddress]) -> str | None:
-        allowed = [
-            each.replica_id
-            for each in addresses
-            if (link := self.links.get(each.replica_id))
-            and link.is_open
-            and each.replica_id not in placement.refused_by
-        ]
-        if not allowed or request.is_ended:
-            return None
+    async def _wait_to_place(self, request: EngineRequest) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            if request.is_ended or self._try_to_place(request):
+                return
+
+    def _try_to_place(self, request: EngineRequest) -> bool:
+        """Whether the request is sent, or has ended with an error."""
+        placement = self._placements[request.request_id]
+        open_ids = {each for each, link in self.links.items() if link.is_open}
+        candidates = open_ids - placement.refused_by
+        if allowed := sorted(candidates & self._named):
+            self._send(request, placement, allowed)
+            return True
+        if candidates and placement.deadline is None:  # Ray Serve does not name the replicas that are connected
+            placement.deadline = now() + RETRY_S
+        if (open_ids and not candidates) or placement.deadline is None or now() >= placement.deadline:
+            stopped = unavailable("Ray Serve stops the replicas that are connected; try again shortly", retry_after=5)
+            self._end(request, placement.refusal or (stopped if candidates else self.down_error()))
+            return True
+        return False
+
+    def _send(self, request: EngineRequest, placement: Placement, allowed: Sequence[str]) -> None:
         num_tokens = len(request.prompt_token_ids)
         session = f"{request.tenant}/{request.session}" if request.session else ""
         choice = self.scoreboard.choose(placement.hashes, num_tokens, allowed, session)
@@ -326,7 +323,6 @@ class ClusterClient(EngineClient):
                 request.request_id, request.prompt_token_ids, params, request.tenant or None, choice.cached_tokens
             )
         )
-        return choice.replica_id
 
     def take_deltas(self, link: ReplicaLink, deltas: Sequence[wire.AnswerDelta]) -> None:
         time = now()
@@ -360,7 +356,7 @@ class ClusterClient(EngineClient):
             placement.refusal = _better(placement.refusal, error)
             if error.status != 429 and placement.deadline is None:
                 placement.deadline = now() + RETRY_S
-            self._spawn(self._place(request))
+            self._place(request)
         else:
             self._end(request, error)
 

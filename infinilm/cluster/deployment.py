@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinilm.cluster.front import Front
 from infinilm.cluster.replica import EngineReplica
+from infinilm.ray_cluster import STRATEGIES
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -33,15 +34,23 @@ class ClusterOptions:
     min_replicas: int = 1
     max_replicas: int = 1
     num_fronts: int = 1
+    num_bundles: int = 1
+    """Parts that a replica's resources come in: one, or one for each rank, which may be on several nodes."""
     num_cpus: float = 1.0
-    """Of each replica."""
+    """Of each part."""
     num_gpus: float = 0.0
     queued_tokens: int = 4096
     """Autoscaling aims at so many waiting prompt tokens per replica."""
     resources: dict[str, float] = field(default_factory=dict)
 
+    def divide(self) -> None:
+        """Make a part of each rank, if they may be on several nodes."""
+        if self.config["executor"] in STRATEGIES:
+            self.num_bundles = self.config["tensor_parallel_size"] * self.config["pipeline_parallel_size"]
+
     @property
-    def replica_resources(self) -> dict[str, float]:
+    def bundle(self) -> dict[str, float]:
+        """The resources of each part."""
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
 
 
@@ -83,7 +92,8 @@ def build_application(options: ClusterOptions, keeper: "ActorHandle[Any] | None"
         graceful_shutdown_wait_loop_s=0.1,
         max_constructor_retry_count=2,
         max_surge_percent=100,
-        request_router_config={"request_router_class": "infinilm.cluster.router.PrefixRouter"},
+        request_router_config={"request_router_class": "infinilm.cluster.router.ReplicaLister"},
+        **_placement(options),
         **_scaling(options),
     )
     engines = engines.options(version=_version(engine_args), _internal=True).bind(**engine_args)
@@ -108,6 +118,17 @@ def _version(arguments: dict[str, Any]) -> str:
 
     text = json.dumps([__version__, arguments], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _placement(options: ClusterOptions) -> dict[str, Any]:
+    """A replica whose ranks are actors has a placement group, and itself the first part of it."""
+    if options.num_bundles == 1:
+        return {}
+    bundle = {name: amount for name, amount in options.bundle.items() if amount}
+    return {
+        "placement_group_bundles": [bundle] * options.num_bundles,
+        "placement_group_strategy": STRATEGIES[options.config["executor"]],
+    }
 
 
 def _scaling(options: ClusterOptions) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +12,7 @@ from infinilm.errors import EngineError
 from infinilm.framing import ChannelClosedError, frame, read_frame
 from infinilm.loading.sources import resolve
 from infinilm.outputs import AnswerDelta
+from infinilm.ray_cluster import GROUP_VARIABLE, STRATEGIES
 from infinilm.sampling_params import SamplingParams
 from infinilm.server import messages
 from infinilm.server.admission import Admission
@@ -244,6 +246,10 @@ class EngineReplica:
         import ray
 
         install_logging()
+        if config["executor"] in STRATEGIES:
+            context, group = ray.get_runtime_context(), ray.util.get_current_placement_group()
+            assert group is not None
+            os.environ |= {GROUP_VARIABLE: group.id.hex(), "RAY_ADDRESS": context.gcs_address}
         self._host = ray.util.get_node_ip_address()
         self._node_id = ray.get_runtime_context().get_node_id()
         self._thread = LoopThread("engine", loop_factory())

@@ -7,23 +7,20 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from infinilm.cluster.client import ReplicaAddress, Ticket
 
 
-class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Asks the ticket of a request for the choice.
+class ReplicaLister(RequestRouter):  # type: ignore[misc]
+    """Shows its candidates to the ticket of a front.
 
-    Ray Serve knows which replicas run, drain and have died. What their caches hold is known to the front, whose
-    connections bring it (`infinilm.cluster.client`), so the front's `Scoreboard` chooses among Ray Serve's candidates.
+    Ray Serve knows which replicas run, stop and have died. What their caches hold is known to the front, whose
+    connections bring it (`infinilm.cluster.client`), so the front chooses for each request, without a call of Ray.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         ticket = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        if not isinstance(ticket, Ticket):  # not a request of ours
-            return [candidate_replicas]
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        addresses = [_address(replica_id, replica.replica_metadata) for replica_id, replica in by_id.items()]
-        chosen = ticket.choose(addresses)
-        return [[by_id[chosen]] if chosen is not None else candidate_replicas]
+        if isinstance(ticket, Ticket):
+            ticket.note([_address(each.replica_id.unique_id, each.replica_metadata) for each in candidate_replicas])
+        return [candidate_replicas]
 
 
 def _address(replica_id: str, metadata: dict[str, Any]) -> ReplicaAddress:

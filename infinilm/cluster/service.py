@@ -3,9 +3,10 @@
 import os
 import secrets
 import time
+from threading import Event
 from typing import Any
 
-from infinilm.cluster import connect
+from infinilm import ray_cluster
 from infinilm.cluster.deployment import ClusterOptions, build_application
 from infinilm.errors import EngineError, InvalidValueError
 
@@ -17,10 +18,8 @@ NAME_PREFIX = "infinilm"
 class Keeper:
     """An actor that lives as long as the driver. Fronts end the application when it is gone."""
 
-    async def wait(self) -> None:
-        import asyncio
-
-        await asyncio.Event().wait()
+    def wait(self) -> None:
+        Event().wait()
 
 
 def shared_secret(app_name: str) -> str:
@@ -34,14 +33,41 @@ def shared_secret(app_name: str) -> str:
     return str(found.decode())
 
 
-def choose_resources(nodes: list[connect.Node], device: str, num_ranks: int, num_replicas: int) -> tuple[float, float]:
-    """CPUs and GPUs of a replica, by default: a GPU per rank if there are any, or an equal share of a node's CPUs."""
-    has_gpus = any(node.resources.get("GPU") for node in nodes)
-    if device.startswith("cuda") or (device == "auto" and has_gpus):
+def choose_resources(nodes: list[ray_cluster.Node], device: str, num_ranks: int, num_parts: int) -> tuple[float, float]:
+    """CPUs and GPUs of a part, by default: a GPU per rank if there are any, or an equal share of a node's CPUs.
+
+    A part is a replica, or one of its ranks.
+    """
+    if _uses_gpus(nodes, device):
         return 1.0, float(num_ranks)
-    per_node = -(-num_replicas // len(nodes))
+    per_node = -(-num_parts // len(nodes))
     smallest = min(node.resources.get("CPU", 1.0) for node in nodes)
     return float(max(1, int(smallest // per_node))), 0.0
+
+
+def _uses_gpus(nodes: list[ray_cluster.Node], device: str) -> bool:
+    has_gpus = any(node.resources.get("GPU") for node in nodes)
+    return device.startswith("cuda") or (device == "auto" and has_gpus)
+
+
+def fit(options: ClusterOptions, nodes: list[ray_cluster.Node], *, cpus: float | None, gpus: float | None) -> None:
+    """Choose what replicas ask for, and refuse more of it than there is.
+
+    A replica's ranks are processes of its node, if one has enough GPUs for all of them, and otherwise actors.
+    """
+    config = options.config
+    device = str(config["device"])
+    num_ranks = config["tensor_parallel_size"] * config["pipeline_parallel_size"]
+    most_gpus = max(node.resources.get("GPU", 0.0) for node in nodes)
+    if config["executor"] == "auto" and _uses_gpus(nodes, device) and 0 < most_gpus < num_ranks:
+        config["executor"] = "ray"
+    options.divide()
+    num_cpus, num_gpus = choose_resources(
+        nodes, device, num_ranks // options.num_bundles, options.max_replicas * options.num_bundles
+    )
+    options.num_cpus = num_cpus if cpus is None else cpus / options.num_bundles
+    options.num_gpus = num_gpus if gpus is None else gpus / options.num_bundles
+    ray_cluster.check_resources(nodes, options.bundle, options.min_replicas, options.num_bundles)
 
 
 def deploy(options: ClusterOptions, *, is_detached: bool) -> list[dict[str, Any]]:
@@ -111,15 +137,11 @@ def stop(app_name: str) -> None:
 
 def prepare(options: ClusterOptions, address: str | None, *, cpus: float | None, gpus: float | None) -> None:
     """Connect, check the cluster, and complete the options by what was found there."""
-    connect.connect(address, may_start=True)
-    nodes = connect.live_nodes()
-    connect.check_authentication(nodes, dict(os.environ))
-    num_ranks = options.config.get("tensor_parallel_size", 1) * options.config.get("pipeline_parallel_size", 1)
-    num_cpus, num_gpus = choose_resources(nodes, str(options.config["device"]), num_ranks, options.max_replicas)
-    options.num_cpus = num_cpus if cpus is None else cpus
-    options.num_gpus = num_gpus if gpus is None else gpus
-    connect.check_resources(nodes, options.replica_resources, options.min_replicas)
+    ray_cluster.connect(address, may_start=True)
+    nodes = ray_cluster.live_nodes()
+    ray_cluster.check_authentication(nodes, dict(os.environ))
+    fit(options, nodes, cpus=cpus, gpus=gpus)
     if len(nodes) > 1:
-        connect.check_versions(nodes)
+        ray_cluster.check_versions(nodes)
     options.num_fronts = len(nodes)
     options.secret = shared_secret(options.app_name)

@@ -6,7 +6,6 @@ msgpack, as between the HTTP process and the engine's process: no pickle, and no
 """
 
 import asyncio
-import hashlib
 import hmac
 import secrets
 import sys
@@ -15,14 +14,13 @@ from array import array
 import msgspec
 
 from infinilm.engine.stats import EngineStats
-from infinilm.framing import ChannelClosedError
+from infinilm.framing import NONCE_BYTES, ChannelClosedError, prove
 from infinilm.outputs import AnswerDelta
 from infinilm.server.api_errors import ApiError
 from infinilm.server.messages import CacheChanged, Ready, Stepped
 
 __all__ = ["AnswerDelta", "CacheChanged", "Greeting", "Load", "Refused", "Report", "Stepped"]
 
-NONCE_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 2.0
 
 
@@ -76,10 +74,6 @@ def split_hashes(joined: bytes) -> "array[int]":
     return found
 
 
-def _proof(secret: bytes, role: bytes, nonce: bytes) -> bytes:
-    return hmac.new(secret, role + nonce, hashlib.sha256).digest()
-
-
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, is_front: bool) -> None:
     """Prove to the other end that this one knows the secret, and check the same of it."""
     own, other = (b"front", b"replica") if is_front else (b"replica", b"front")
@@ -87,9 +81,9 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
     writer.write(nonce)
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            writer.write(_proof(secret, own, await reader.readexactly(NONCE_BYTES)))
+            writer.write(prove(secret, own, await reader.readexactly(NONCE_BYTES)))
             answer = await reader.readexactly(NONCE_BYTES)
     except (asyncio.IncompleteReadError, OSError) as error:  # a timeout is an OSError
         raise ChannelClosedError("the other end did not prove that it belongs to this service") from error
-    if not hmac.compare_digest(answer, _proof(secret, other, nonce)):
+    if not hmac.compare_digest(answer, prove(secret, other, nonce)):
         raise ChannelClosedError("the other end does not know this service's secret")

@@ -3,18 +3,21 @@
 Groups are objects, not torch's global default group: a process may hold as many engines as it likes.
 """
 
+import os
 import socket
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from infinilm.errors import EngineError
+from infinilm.framing import watch_connection
 from infinilm.platforms import collectives_of
 
 dist: Any = distributed  # whose type stubs lack half of what it has
@@ -38,24 +41,29 @@ class RankInfo:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it can't be changed
+    host: str = LOOPBACK
+    """The address at which other ranks reach it."""
 
 
-def make_store() -> tuple[Store, int]:
-    """The rendezvous of ranks, on a free port of this machine only; the port is what the others need to know."""
+def make_store(host: str = LOOPBACK) -> tuple[Store, int]:
+    """The rendezvous of ranks, on a free port, by default of this machine only; the port is what others need."""
     listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
+    listener.bind((host, 0))
     listener.listen()
     port: int = listener.getsockname()[1]
     # The store owns the socket from here on.
     store = dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=JOIN_TIMEOUT
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=JOIN_TIMEOUT
     )
     return store, port
 
 
-def join_store(port: int) -> Store:
+def join_store(port: int, host: str = LOOPBACK) -> Store:
     """The rendezvous that another process made."""
-    return dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT)
+    try:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT)
+    except RuntimeError as error:
+        raise CommunicationError(f"the ranks' rendezvous at {host}:{port} can't be reached: {error}") from error
 
 
 class CommunicationGroup:
@@ -78,6 +86,8 @@ class CommunicationGroup:
         self.title = title or f"rank {self.rank}"
         self._process_group: Any = None
         self._sending: deque[tuple[Any, Tensor]] = deque()  # what `send` has begun, with the tensors it reads
+        is_gloo = collectives_of(self.info.device.type) == "gloo"
+        self._limit = (TIMEOUT,) if is_gloo else ()  # without one, Gloo's send and receive take that of the rendezvous
 
     def join(self, rendezvous: int) -> None:
         """Join the other ranks, which must be doing the same. Each rendezvous has a number of its own."""
@@ -93,11 +103,14 @@ class CommunicationGroup:
             return
         options = dist.ProcessGroupGloo._Options()
         options._timeout = JOIN_TIMEOUT
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.info.host)]
+        before = _open_sockets()
         try:
             self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
             raise CommunicationError(f"{self.title} could not join the others: {error}") from error
+        if self.info.host != LOOPBACK:
+            _watch_connections(number for name, number in _open_sockets().items() if name not in before)
         self._process_group._set_default_timeout(TIMEOUT)
 
     def abort(self) -> None:
@@ -157,17 +170,18 @@ class CommunicationGroup:
         with self._connected():
             self._sending.append((self._process_group.send([tensor], to, 0), tensor))
             if len(self._sending) > self.size + 1:
-                self._sending.popleft()[0].wait()
+                self._sending.popleft()[0].wait(*self._limit)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """What another rank sent, in place of this contiguous `tensor`, which has its shape and type."""
-        self._run("recv", [tensor], source, 0)
+        with self._connected():
+            self._process_group.recv([tensor], source, 0).wait(*self._limit)
         return tensor
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.communicates:
-            self._run("barrier")
+            self.all_reduce(torch.zeros(1, device=self.info.device)).item()
 
     def _in_place(self, name: str, tensor: Tensor, *options: Any) -> Tensor:
         if self.communicates:
@@ -193,21 +207,48 @@ class CommunicationGroup:
             raise CommunicationError(f"{self.title} lost its connection to the others: {error}") from error
 
 
+def _open_sockets() -> dict[str, int]:
+    """This process's sockets by their names in the system, where it shows them, and their file descriptors."""
+    found = {}
+    for path in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # it was closed meanwhile
+            if (name := str(path.readlink())).startswith("socket:"):
+                found[name] = int(path.name)
+    return found
+
+
+def _watch_connections(files: Iterable[int]) -> None:
+    """Have the kernel end Gloo's connections to machines that are gone: Gloo itself would wait for them."""
+    for number in files:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # not all are TCP connections
+            watch_connection(connection)
+
+
 def rank_title(rank: int, tp_size: int, num_stages: int) -> str:
     """What errors call a rank. Ranks are numbered stage by stage."""
     return f"rank {rank} in stage {rank // tp_size}" if num_stages > 1 else f"rank {rank}"
 
 
 def make_groups(
-    rank: int, tp_size: int, num_stages: int, device: torch.device, store: Store
+    rank: int,
+    tp_size: int,
+    num_stages: int,
+    device: torch.device,
+    store: Store,
+    *,
+    host: str = LOOPBACK,
+    title: str | None = None,
 ) -> tuple[CommunicationGroup, CommunicationGroup]:
     """A rank's group in its pipeline stage, and its group of the ranks in the same place of all stages."""
     stage, place = divmod(rank, tp_size)
-    title = rank_title(rank, tp_size, num_stages)
+    title = title or rank_title(rank, tp_size, num_stages)
     group = CommunicationGroup(
-        RankInfo(place, tp_size, device), store if tp_size > 1 or num_stages == 1 else None, f"stage{stage}/", title
+        RankInfo(place, tp_size, device, host),
+        store if tp_size > 1 or num_stages == 1 else None,
+        f"stage{stage}/",
+        title,
     )
-    across = RankInfo(stage, num_stages, device)
+    across = RankInfo(stage, num_stages, device, host)
     return group, CommunicationGroup(across, store if num_stages > 1 else None, f"place{place}/", title)
 
 

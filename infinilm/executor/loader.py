@@ -95,7 +95,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     tokenizer = checkpoint.tokenizer()
     distributed = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
     tp_size, num_stages = distributed.tp_size, distributed.pp_size
-    devices = select_devices(config.device, distributed)
+    devices = select_devices(config.device, distributed, executor=config.executor)
     longest = select_max_model_len(config, model_config)
     settings_of_model = {name: getattr(config, name) for name in MODEL_SETTINGS}
     choices = make_choices(model_config, checkpoint, devices[0], tp_size, **settings_of_model)
@@ -187,20 +187,33 @@ def start_executor(
         raise InvalidValueError(f"executor='local' runs one rank, not {len(devices)}; use executor='processes'")
     if kind == "local" or (kind == "auto" and len(devices) == 1):
         return LocalExecutor(devices[0], dtype, attention_backend)
+    if kind.startswith("ray"):
+        from infinilm.executor.ray_executor import RayExecutor
+
+        return RayExecutor(kind, devices, dtype, attention_backend, num_stages)
     return ProcessExecutor(devices, dtype, attention_backend, num_stages)
 
 
-def select_devices(kind: str, distributed: DistConfig, parameter: str = "device") -> list[torch.device]:
+def select_devices(
+    kind: str, distributed: DistConfig, parameter: str = "device", *, executor: str = "auto"
+) -> list[torch.device]:
     """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it.
 
-    `parameter` names the `kind` in errors.
+    `parameter` names the `kind` in errors. On Ray the nodes have the devices, and Ray chooses among them.
     """
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device_type = require_device(kind, f"{parameter}={kind!r}")
+    ids = distributed.tp_device_ids
+    if executor.startswith("ray"):
+        if ids != list(range(len(ids))):
+            raise InvalidValueError(f"tp_device_ids={ids} and executor={executor!r} disagree: Ray chooses the devices")
+        if device_type not in ("cpu", "cuda"):
+            raise InvalidValueError(f"{parameter}={kind!r} and executor={executor!r} disagree: use cpu or cuda on Ray")
+        return [torch.device(device_type)] * len(ids)
     if device_type == "cpu":
-        return [torch.device("cpu")] * distributed.num_ranks
-    return select_indices(device_type, distributed.tp_device_ids, f"tp_device_ids={distributed.tp_device_ids}")
+        return [torch.device("cpu")] * len(ids)
+    return select_indices(device_type, ids, f"tp_device_ids={ids}")
 
 
 def select_max_model_len(config: Config, model_config: ModelConfig) -> int:

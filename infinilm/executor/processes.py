@@ -1,4 +1,4 @@
-"""Ranks on this host: the driver in this process, the others in processes of their own."""
+"""Several ranks: the driver in this process, the others in processes of their own, on this host or on others."""
 
 import weakref
 from collections import deque
@@ -21,9 +21,11 @@ from infinilm.executor.rank_process import RankSettings, WireError
 from infinilm.executor.rank_worker import RankWorker
 from infinilm.executor.step_io import StepInput, StepOutput
 from infinilm.executor.wire import Command, read_reply, write_call
-from infinilm.executor.worker_processes import Peer, Peers
+from infinilm.executor.worker_processes import HostRanks, Peer, Peers, Ranks
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 
+JOIN_LIMIT_S = 90.0
+"""All ranks meet within this time, or the engine gives up and names those that did not."""
 JOIN_ATTEMPTS = 20
 """How often a rendezvous is tried, on a machine too busy for the ranks to join in time."""
 
@@ -41,7 +43,9 @@ class ProcessExecutor(LocalExecutor):
         dtype: torch.dtype,
         attention_backend: str = "auto",
         num_stages: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: by default processes of this host."""
         tp_size = len(devices) // num_stages
         self.driver = tp_size * (num_stages - 1)
         device = devices[self.driver]
@@ -52,10 +56,12 @@ class ProcessExecutor(LocalExecutor):
         self._waiting: deque[_WaitingStep] = deque()
         """Steps that earlier stages compute and this one has not begun."""
         self._num_rendezvous = 0
-        store, port = make_store()
-        group, stages = make_groups(self.driver, tp_size, num_stages, device, store)
-        self._worker = RankWorker(group, dtype, attention_backend, stages=stages)
-        self._peers = Peers(on_death=partial(_abort, group, stages))
+        self._ranks = ranks or HostRanks(len(devices))
+        own = self._ranks.place(self.driver)
+        store, port = make_store(own.host)
+        group, stages = make_groups(self.driver, tp_size, num_stages, device, store, host=own.host)
+        self._worker = RankWorker(group, dtype, attention_backend, own.num_threads, stages)
+        self._peers = Peers(self._ranks, on_death=partial(_abort, group, stages))
         self._finalizer = weakref.finalize(self, self._peers.close)
         self.info = describe(self._worker)
         try:
@@ -70,25 +76,33 @@ class ProcessExecutor(LocalExecutor):
     ) -> None:
         assert self._worker is not None
         num_stages, num_ranks = self.info.num_stages, self.info.num_ranks
+        places = [self._ranks.place(rank) for rank in range(num_ranks)]
         self._peers.start(num_ranks // num_stages, num_stages)
         for peer in self._peers.all:
+            place = places[peer.rank]
             settings = RankSettings(
                 peer.rank,
+                peer.title,
                 num_ranks // num_stages,
                 num_stages,
                 str(devices[peer.rank]),
                 str(dtype).removeprefix("torch."),
                 attention_backend,
+                places[self.driver].host,
                 port,
-                self._worker.num_threads,
+                place.host,
+                place.num_threads or self._worker.num_threads,
             )
             peer.send(Command.INIT, Message(asdict(settings)))
         replies = self._peers.receive()
         _raise_first(replies)
-        self.free_bytes = min([self.free_bytes, *(reply.values["free_bytes"] for _, reply in replies)])
-        if devices[0].type == "cpu":
-            self.free_bytes //= num_ranks
-        self._join()
+        found = {self.driver: self.free_bytes} | {peer.rank: reply.values["free_bytes"] for peer, reply in replies}
+        is_shared = devices[0].type == "cpu"
+        self.free_bytes = min(
+            num_bytes // (places[rank].num_ranks if is_shared else 1) for rank, num_bytes in found.items()
+        )
+        with self._peers.time_limit(JOIN_LIMIT_S, "join the others"):
+            self._join()
 
     def check_health(self) -> None:
         self._peers.check()
@@ -209,20 +223,26 @@ class ProcessExecutor(LocalExecutor):
 
     def _join(self) -> None:
         """Have all ranks join a new group."""
-        for attempt in range(JOIN_ATTEMPTS):
+        for _ in range(JOIN_ATTEMPTS):
             self._num_rendezvous += 1
             for peer in self._peers.all:
                 peer.send(Command.JOIN, Message({"rendezvous": self._num_rendezvous}))
+            failures: list[str] = []
             try:
                 self.worker.join(self._num_rendezvous)
-                _raise_first(self._peers.receive())
+            except CommunicationError as error:
+                failures.append(str(error))
+            replies = self._peers.receive()
+            try:
+                _raise_first(replies)
             except CommunicationError:
-                self._peers.drain()
-                if attempt == JOIN_ATTEMPTS - 1:
-                    raise
-            else:
+                failures += [
+                    f"{peer.title}: {reply.values['error']['message']}" for peer, reply in replies if reply.values
+                ]
+            if not failures:
                 self._is_whole = True
                 return
+        raise CommunicationError(f"the ranks could not meet: {'; '.join(failures)}")
 
 
 class _WaitingStep:

@@ -29,13 +29,18 @@ class RankSettings:
     """What a rank has to know to begin with."""
 
     rank: int
+    title: str
+    """What errors call it."""
     tp_size: int
     num_stages: int
     device: str
     dtype: str
     attention_backend: str
-    port: int
+    store_host: str
     """The rendezvous of the ranks."""
+    store_port: int
+    host: str
+    """The address at which other ranks reach this one."""
     num_threads: int
 
 
@@ -70,8 +75,15 @@ class _Rank:
         if device.type != "cpu":
             torch.get_device_module(device).set_device(device)
         self.free_bytes = free_memory_bytes(device)
+        store = join_store(settings.store_port, settings.store_host)
         group, stages = make_groups(
-            settings.rank, settings.tp_size, settings.num_stages, device, join_store(settings.port)
+            settings.rank,
+            settings.tp_size,
+            settings.num_stages,
+            device,
+            store,
+            host=settings.host,
+            title=settings.title,
         )
         dtype: torch.dtype = getattr(torch, settings.dtype)
         self.worker = RankWorker(group, dtype, settings.attention_backend, settings.num_threads, stages)

@@ -112,6 +112,7 @@ class RankWorker:
         for group in (self.group, self.stages):
             if group.communicates:
                 group.join(rendezvous)
+                group.barrier()
 
     def leave(self) -> None:
         """Hang up, so that no rank waits for this one."""

@@ -11,6 +11,7 @@ import torch
 
 from infinilm.attention import HostBatch
 from infinilm.distributed.channel import Message
+from infinilm.errors import CheckpointError
 from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.rank_worker import ForwardInput, RankWorker
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, IntArray, RowChunk, StepInput
@@ -64,6 +65,11 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
     match command:
         case Command.LOAD:
             source = values["source"]
+            if not isinstance(source, int) and not Path(source).exists():
+                raise CheckpointError(
+                    f"{worker.group.title} has no {source}; every node reads its own part of the weights, so put "
+                    "the model there too, or use a directory that all nodes share"
+                )
             if registration := values["registration"]:
                 register_described(registration)
             worker.load(

@@ -1,12 +1,15 @@
 """The processes of an engine's other ranks, as the driver sees them."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from threading import Event, Lock, Thread
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Event, Lock, Thread, Timer
+from typing import Protocol
 
 from infinilm.distributed.channel import Channel, Message
-from infinilm.distributed.group import rank_title
+from infinilm.distributed.group import LOOPBACK, rank_title
 from infinilm.errors import EngineError, WorkerDiedError
 from infinilm.executor.wire import Command
 from infinilm.framing import ChannelClosedError
@@ -17,17 +20,75 @@ EXIT_TIMEOUT_S = 5.0
 """A rank that was told to stop is killed after this time."""
 
 
+class RankProcess(Protocol):
+    """What runs one rank, with a socket to the driver. `ChildProcess` is the model."""
+
+    socket: socket.socket
+
+    def has_ended(self) -> bool: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout_s: float | None = None) -> object:
+        """Wait for the end, and kill it after `timeout_s`."""
+
+    def describe_death(self, title: str) -> str:
+        """How the rank called `title` died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs."""
+
+    num_ranks: int
+    """Ranks of this engine on the same machine, which share its memory and cores."""
+    host: str = LOOPBACK
+    """The address at which other ranks reach it."""
+    node: str | None = None
+    """The machine's name in errors, if it is not this one."""
+    num_threads: int | None = None
+    """None: its share of the driver's."""
+
+
+class Ranks(Protocol):
+    """What places and starts the ranks of one engine: as processes of this host, or somewhere else."""
+
+    def place(self, rank: int) -> Place: ...
+    def start(self, rank: int) -> RankProcess: ...
+    def close(self) -> None:
+        """Release what is left when all have ended. Calling it again does nothing."""
+
+
+class _RankChild(ChildProcess):
+    def describe_death(self, title: str) -> str:
+        return f"{title} (process {self.pid}) died with exit code {self.wait(EXIT_TIMEOUT_S)}"
+
+
+class HostRanks:
+    """See `Ranks`. Processes of this host."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._place = Place(num_ranks)
+
+    def place(self, rank: int) -> Place:  # noqa: ARG002
+        return self._place
+
+    def start(self, rank: int) -> RankProcess:  # noqa: ARG002
+        return _RankChild("infinilm.executor.rank_process")
+
+    def close(self) -> None:
+        return
+
+
 class Peer:
     """One other rank. It answers each command with one reply, in order."""
 
-    def __init__(self, rank: int, title: str, *, is_in_last_stage: bool) -> None:
+    def __init__(self, rank: int, title: str, process: RankProcess, *, is_in_last_stage: bool) -> None:
         self.rank = rank
         self.title = title
-        """Its number, and its pipeline stage if there are several."""
+        """Its number, its pipeline stage if there are several, and its node if that is another than the driver's."""
         self.is_in_last_stage = is_in_last_stage
         self.num_owed = 0
         """Replies outstanding."""
-        self.process = ChildProcess("infinilm.executor.rank_process")
+        self.process = process
         self._channel = Channel(self.process.socket)
 
     def send(self, command: Command, message: Message) -> None:
@@ -62,7 +123,8 @@ class Peers:
     Then `on_death` is called, in another thread.
     """
 
-    def __init__(self, on_death: Callable[[], None]) -> None:
+    def __init__(self, ranks: Ranks, on_death: Callable[[], None]) -> None:
+        self._ranks = ranks
         self._on_death = on_death
         self.all: list[Peer] = []
         self.failure: str | None = None
@@ -77,12 +139,13 @@ class Peers:
         return bool(self.all) and os.getpid() != self._owner
 
     def start(self, tp_size: int, num_stages: int) -> None:
-        """Start the processes of all ranks but the first of the last stage, in order."""
+        """Start all ranks but the first of the last stage, in order."""
         for rank in range(tp_size * num_stages):
             first_of_last = tp_size * (num_stages - 1)
             if rank != first_of_last:
-                title = rank_title(rank, tp_size, num_stages)
-                self.all.append(Peer(rank, title, is_in_last_stage=rank > first_of_last))
+                title, node = rank_title(rank, tp_size, num_stages), self._ranks.place(rank).node
+                title = f"{title} on node {node}" if node else title
+                self.all.append(Peer(rank, title, self._ranks.start(rank), is_in_last_stage=rank > first_of_last))
         if self.all:
             Thread(target=self._watch, name="infinilm-watch", daemon=True).start()
 
@@ -132,15 +195,32 @@ class Peers:
             for peer in self.all:
                 peer.process.wait(EXIT_TIMEOUT_S)
             self.all.clear()
+            self._ranks.close()
+
+    @contextmanager
+    def time_limit(self, seconds: float, task: str) -> Iterator[None]:
+        """Give up on ranks that still owe a reply after this time, and name them."""
+        timer = Timer(seconds, self._give_up, [seconds, task])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, seconds: float, task: str) -> None:
+        with self._lock:
+            late = ", ".join(peer.title for peer in self.all if peer.num_owed)
+            if self.failure is None and not self._is_closed.is_set():
+                self.failure = f"{late or 'the driver'} could not {task} within {seconds:g} s; the engine gave up"
+                self.kill()
+        self._on_death()
 
     def _fail(self, peer: Peer) -> None:
         with self._lock:
             if self.failure is None and not self._is_closed.is_set():
-                exit_code = peer.process.wait(EXIT_TIMEOUT_S)
-                self.failure = (
-                    f"{peer.title} (process {peer.process.pid}) died with exit code {exit_code}; "
-                    "the engine can't go on without it, make a new one"
-                )
+                death = peer.process.describe_death(peer.title)
+                self.failure = f"{death}; the engine can't go on without it, make a new one"
                 self.kill()
 
     def _watch(self) -> None:

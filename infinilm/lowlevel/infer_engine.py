@@ -15,7 +15,8 @@ from torch import Tensor
 
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
 from infinilm.cache.paged import Cache
-from infinilm.checks import check_flag
+from infinilm.checks import check_choice, check_flag
+from infinilm.config import EXECUTORS
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
 from infinilm.distributed.config import DistConfig
@@ -80,6 +81,8 @@ class InferEngine(GenerationMixin):
     `dtype` and `quantization` mean what they mean in `Config`: a GGUF file's matrices stay quantised on a CPU unless a
     `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while they are read.
 
+    `executor` says where the ranks run, as in `Config`.
+
     `generate` uses the cache from its beginning, over whatever lies there. Calls of several threads are served one
     after the other, in their order. After an error, whatever it was, the next call finds the engine as before.
     """
@@ -98,11 +101,14 @@ class InferEngine(GenerationMixin):
         *,
         dtype: str | torch.dtype | None = None,
         quantization: str | None = None,
+        executor: str = "auto",
     ) -> None:
+        check_choice("executor", executor, EXECUTORS)
         self._dist_config = _check_dist_config(distributed_config)
         if cache_config is not None:
             _check_cache_config(cache_config)
-        devices = select_devices(_device_kind(device_type, self._dist_config), self._dist_config, "device_type")
+        kind = _device_kind(device_type, self._dist_config)
+        devices = select_devices(kind, self._dist_config, "device_type", executor=executor)
         source, choices = self._open(config, devices, dtype, quantization)
         tp_size, num_stages = self._dist_config.tp_size, self._dist_config.pp_size
         outlines = [
@@ -118,7 +124,7 @@ class InferEngine(GenerationMixin):
         self._layout: CacheLayout | None = None
         self._turns = Turns()
         self._kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
-        self._executor = start_executor("auto", devices, choices.dtype, choices.attention_backend, num_stages)
+        self._executor = start_executor(executor, devices, choices.dtype, choices.attention_backend, num_stages)
         try:
             self._check_room(devices[0])
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not

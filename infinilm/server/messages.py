@@ -122,14 +122,15 @@ def config_to_wire(config: Config) -> dict[str, Any]:
     """The settings as plain values, for `config_from_wire`."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     settings["model"] = None if config.model is None else str(config.model)
-    settings["distributed"] = config.distributed and config.distributed.tp_device_ids
+    if (dist := config.distributed) is not None:
+        settings["distributed"] = {"tp_device_ids": list(dist.tp_device_ids), "pp_size": dist.pp_size}
     return settings
 
 
 def config_from_wire(settings: dict[str, Any]) -> Config:
     """The settings that `config_to_wire` wrote, checked again."""
-    ids = settings["distributed"]
-    return Config.from_kwargs(**{**settings, "distributed": DistConfig(tp_device_ids=ids) if ids else None})
+    dist = settings["distributed"]
+    return Config.from_kwargs(**{**settings, "distributed": DistConfig(**dist) if dist else None})
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

@@ -77,7 +77,7 @@ class FakeHandle:
 
     @asynccontextmanager
     async def choose_replica(self, ticket: Ticket, *, _reserve: bool) -> AsyncIterator[None]:
-        ticket.choose(self.addresses)
+        ticket.note(self.addresses)
         yield
 
 
@@ -215,7 +215,7 @@ def test_a_bad_request_is_not_tried_elsewhere() -> None:
 
 def test_a_silent_replica_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "SILENCE_S", 0.2)
-    monkeypatch.setattr(client_module, "DISCOVERY_S", 0.05)
+    monkeypatch.setattr(client_module, "WATCH_S", 0.05)
 
     async def scenario(client: ClusterClient, replicas: list[FakeReplica]) -> None:
         request = make_request()
@@ -279,15 +279,34 @@ def test_a_peer_without_the_secret_is_refused() -> None:
     asyncio.run(run())
 
 
-def test_a_router_that_fails_fails_the_request_and_not_the_front() -> None:
+def test_a_router_that_fails_keeps_no_request_from_the_replicas_that_it_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "DISCOVERY_S", 0.05)
+
     async def scenario(client: ClusterClient, replicas: list[FakeReplica]) -> None:
         handle = client._handle_of_engines
-        addresses, handle.addresses = handle.addresses, None  # type: ignore[union-attr]
-        request = make_request()
-        client.enter([request])
-        assert "Ray Serve names no replica" in (await error_of(request)).message
-        handle.addresses = addresses  # type: ignore[union-attr]
-        client.enter([make_request("later")])
+        handle.addresses = None  # type: ignore[union-attr]
+        await asyncio.sleep(0.3)
+        client.enter([make_request()])
         await next_submit(*replicas)
 
     play(scenario, "a")
+
+
+def test_a_replica_that_ray_serve_stops_gets_no_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RETRY_S", 0.2)
+    monkeypatch.setattr(client_module, "DISCOVERY_S", 0.05)
+
+    async def scenario(client: ClusterClient, replicas: list[FakeReplica]) -> None:
+        handle = client._handle_of_engines
+        handle.addresses = handle.addresses[1:]  # type: ignore[union-attr]
+        await asyncio.sleep(0.3)
+        for number in range(4):
+            client.enter([make_request(f"r{number}")])
+            assert (await next_submit(*replicas))[0] is replicas[1]
+        handle.addresses = []  # type: ignore[union-attr]
+        await asyncio.sleep(0.3)
+        request = make_request("last")
+        client.enter([request])
+        assert (await error_of(request)).status == 503
+
+    play(scenario, "a", "b")

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from cluster_driver import APP, KEYS, LocalCluster, StreamClient, local_cluster, num_ready, post, replica_of, wait_until
 
-from infinilm import LLM, SamplingParams
-from infinilm.cluster import connect, service
+from infinilm import LLM, SamplingParams, ray_cluster
+from infinilm.cluster import service
 from infinilm.errors import InvalidValueError
 
 NUM_STREAMS = 20
@@ -101,7 +101,7 @@ def test_full_replicas_refuse_with_a_time_to_try_again(cluster: LocalCluster, ur
 
 def test_more_than_the_nodes_have_is_refused_with_what_each_has(cluster: LocalCluster) -> None:
     with pytest.raises(InvalidValueError, match=r"5 replicas ask for 1 CPU, 1 engine each, and 4 fit: node \w+ \("):
-        connect.check_resources(connect.live_nodes(), {"CPU": 1.0, "GPU": 0.0, "engine": 1.0}, 5)
+        ray_cluster.check_resources(ray_cluster.live_nodes(), {"CPU": 1.0, "GPU": 0.0, "engine": 1.0}, 5)
 
 
 def test_a_raylet_is_killed_under_open_streams_and_the_service_mends_itself(cluster: LocalCluster, url: str) -> None:

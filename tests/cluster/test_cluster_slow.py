@@ -14,6 +14,7 @@ from threading import Event, Thread
 import pytest
 from cluster_driver import APP, KEYS, LocalCluster, StreamClient, local_cluster, num_ready, post, replica_of, wait_until
 
+from infinilm import LLM, SamplingParams
 from infinilm.cluster import service
 from infinilm.cluster.client import ClusterClient, ReplicaAddress, Ticket
 from infinilm.cluster.scoring import Scoreboard
@@ -67,7 +68,7 @@ class Observer:
         await asyncio.sleep(2)
         fronts = await asyncio.to_thread(service.ask_fronts, APP)
         found = {each["replica"]: each for each in fronts[0]["replicas"]}
-        ticket.choose([ReplicaAddress(name, each["host"], each["port"], each["node"]) for name, each in found.items()])
+        ticket.note([ReplicaAddress(name, each["host"], each["port"], each["node"]) for name, each in found.items()])
         yield
 
     @property
@@ -196,6 +197,33 @@ def test_an_update_and_a_scale_down_fail_no_request(cluster: LocalCluster, url: 
         time.sleep(1)
     assert not failures
     assert {front["address"] for front in service.ask_fronts(APP)} == fronts  # they went on all the time
+
+
+@pytest.mark.parametrize("executor", ["auto", "ray-spread"])
+def test_an_engine_of_two_ranks_answers_like_one(
+    cluster: LocalCluster, url: str, long_dir: Path, executor: str
+) -> None:
+    before = running_replicas()
+    cluster.deploy(num_kvcache_blocks=320, replicas=(1, 1), tensor_parallel_size=2, executor=executor)
+    wait_until(lambda: len(running_replicas() - before) == 1 and not running_replicas() & before)
+    prompts = [f"question {number} " * 5 for number in range(4)]
+    with LLM(long_dir, num_kvcache_blocks=64) as llm:
+        alone = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
+    answers = [post(url, prompt=prompt, max_tokens=12).json()["choices"][0]["text"] for prompt in prompts]
+    assert answers == [expected.outputs[0].text for expected in alone]
+    processes = [pid for pid in _pids("infinilm.executor.rank_process") if _is_ours(pid)]
+    (own,) = {each["node"] for each in service.ask_fronts(APP)[0]["replicas"]}
+    others = {worker.node_id for worker in cluster.workers} - {own}
+    assert (len(processes), _rank_nodes()) == ((1, set()) if executor == "auto" else (0, others))
+
+
+def _rank_nodes() -> set[str]:
+    """The nodes that have ranks as actors."""
+    import ray._private.state
+
+    actors = ray._private.state.actors().values()
+    ranks = [each for each in actors if each["ActorClassName"] == "RankActor" and each["State"] == "ALIVE"]
+    return {each["Address"]["NodeID"] for each in ranks}
 
 
 def test_waiting_prompts_bring_another_replica(cluster: LocalCluster, url: str) -> None:

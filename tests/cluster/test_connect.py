@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from infinilm.cli.main import run
-from infinilm.cluster.connect import Node, check_authentication, check_resources
 from infinilm.cluster.service import choose_resources
 from infinilm.errors import InvalidValueError
+from infinilm.ray_cluster import Node, check_authentication, check_resources, compare_versions, own_versions
 
 NODES = [Node("a" * 32, "10.0.0.1", {"CPU": 8.0}), Node("b" * 32, "10.0.0.2", {"CPU": 4.0, "GPU": 2.0})]
 
@@ -22,6 +22,15 @@ def test_resources_that_no_node_has_are_named_with_what_each_has() -> None:
     assert "3 replicas ask for 1 CPU, 1 GPU each, and 2 fit" in text
     assert "node aaaaaaaa (10.0.0.1) has 8 CPU, which is enough for 0" in text
     assert "node bbbbbbbb (10.0.0.2) has 4 CPU, 2 GPU, which is enough for 2" in text
+
+
+def test_versions_that_differ_are_named_with_their_node() -> None:
+    own = own_versions()
+    compare_versions(dict.fromkeys(NODES, own))
+    with pytest.raises(
+        InvalidValueError, match=rf"node b+ \(10.0.0.2\) has Ray 1.0, this process {own['Ray']}; install"
+    ):
+        compare_versions({NODES[0]: own, NODES[1]: {**own, "Ray": "1.0"}})
 
 
 def test_ray_without_tokens_is_refused_where_others_can_reach_it() -> None:

@@ -1,6 +1,7 @@
 """What ranks tell each other, between threads that each hold a group of their own."""
 
 import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from ranks import connected, in_threads, run_ranks
 
 from infinilm.distributed import CommunicationGroup, RankInfo
+from infinilm.distributed import group as group_module
 from infinilm.distributed.group import SINGLE, CommunicationError
 from infinilm.errors import EngineError
 
@@ -135,3 +137,17 @@ def test_groups_of_one_process_do_not_hear_each_other() -> None:
         totals = in_threads(talk, [*ours, *theirs])
         expected = own(0) + own(1)
         assert [t.equal(e) for t, e in zip(totals, [expected] * 2 + [-expected] * 2, strict=True)] == [True] * 4
+
+
+def test_a_receiver_waits_longer_than_a_rendezvous_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline stage may compute for long before it sends."""
+    monkeypatch.setattr(group_module, "JOIN_TIMEOUT", timedelta(seconds=1))
+
+    def talk(group: CommunicationGroup) -> float:
+        if group.rank == 0:
+            time.sleep(1.5)
+            group.send(torch.ones(3), 1)
+            return 1.0
+        return float(group.receive(torch.zeros(3), 0)[0])
+
+    assert run_ranks(2, talk) == [1.0, 1.0]

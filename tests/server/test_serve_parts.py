@@ -87,7 +87,8 @@ def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
 
 
 def test_settings_survive_the_wire() -> None:
-    for config in (Config(), Config(model="x", seed=4, distributed=DistConfig(tp_device_ids=[1, 0]))):
+    stages = DistConfig(tp_device_ids=[1, 0, 3, 2], pp_size=2)
+    for config in (Config(), Config(model="x", seed=4, distributed=stages)):
         assert config_from_wire(config_to_wire(config)) == config
 
 

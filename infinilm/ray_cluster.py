@@ -3,12 +3,30 @@
 import logging
 import os
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from infinilm.errors import InvalidValueError
 
+if TYPE_CHECKING:
+    import ray
+
+K = TypeVar("K")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+STRATEGIES = {"ray": "PACK", "ray-spread": "STRICT_SPREAD"}
+"""By `Config.executor`: how Ray places ranks, on as few nodes as possible or each on a node of its own."""
+GROUP_VARIABLE = "INFINILM_PLACEMENT_GROUP"
+"""Names the placement group for the ranks of an engine's process, if it has one, whose first bundle is the driver's."""
+LOCAL_SYSTEM = {
+    "worker_niceness": 0,  # by default Ray's workers get the CPU last of all processes (nice 15)
+    "raylet_report_resources_period_milliseconds": 1000,
+    "task_events_report_interval_ms": 0,
+    "enable_metrics_collection": False,
+    "event_stats": False,
+}
+"""Of a cluster on this machine alone. What Ray does for itself takes cores from the engines, so it does little."""
 CONNECT_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 60.0
 
@@ -18,6 +36,7 @@ class Node:
     node_id: str
     host: str
     resources: dict[str, float]
+    raylet_port: int = 0
 
     def count_fitting(self, asked: dict[str, float]) -> int:
         """How many times the asked resources fit."""
@@ -28,12 +47,11 @@ class Node:
         return f"{self.node_id[:8]} ({self.host})"
 
 
-def require_ray() -> None:
-    """Raise if the extra is not installed."""
+def require_ray(part: str = "ray.serve") -> None:
+    """Raise if the extra is not installed, of which `part` is needed."""
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # its log files have all of it
     try:
-        import ray
-        import ray.serve  # noqa: F401
+        import_module(part)
     except ImportError as error:
         raise InvalidValueError(
             f"clusters need {error.name}; install it with: pip install 'infinilm[cluster]'"
@@ -42,15 +60,15 @@ def require_ray() -> None:
 
 def connect(address: str | None, *, may_start: bool) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS. Without both, start a local one, or find one."""
-    require_ray()
+    require_ray("ray.serve" if may_start else "ray")
     import ray
 
     address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
     _check_reachable(address)
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if address == "local":
-        # By default Ray's workers get the CPU last of all processes (nice 15).
-        quiet |= {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+        os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+        quiet |= {"include_dashboard": False, "_system_config": LOCAL_SYSTEM}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         ray.init(address=address, namespace="infinilm", **quiet)
@@ -81,7 +99,9 @@ def live_nodes() -> list[Node]:
     import ray
 
     return [
-        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"], node["NodeManagerPort"])
+        for node in ray.nodes()
+        if node["Alive"]
     ]
 
 
@@ -96,21 +116,31 @@ def check_authentication(nodes: list[Node], environment: dict[str, str]) -> None
         )
 
 
-def check_resources(nodes: list[Node], asked: dict[str, float], num_replicas: int) -> None:
-    """Refuse more replicas than fit, before Ray waits for nodes that nobody will add."""
+def check_resources(nodes: list[Node], asked: dict[str, float], num_replicas: int, num_ranks: int = 1) -> None:
+    """Refuse more replicas than fit, before Ray waits for nodes that nobody will add.
+
+    If the ranks of a replica may be on several nodes, each of `num_ranks` asks for as much.
+    """
+    if shortage := describe_shortage(nodes, asked, num_replicas * num_ranks):
+        what = f"{num_replicas * num_ranks} ranks of {num_replicas}" if num_ranks > 1 else num_replicas
+        raise InvalidValueError(
+            f"{what} replicas {shortage}; ask for fewer (--replicas), for less (--cpus, --gpus), or add nodes"
+        )
+
+
+def describe_shortage(nodes: list[Node], asked: dict[str, float], number: int) -> str | None:
+    """What is asked, `number` times, and what each node has; None if it fits."""
+    num_fitting = sum(node.count_fitting(asked) for node in nodes)
+    return None if num_fitting >= number else describe_room(nodes, asked)
+
+
+def describe_room(nodes: list[Node], asked: dict[str, float]) -> str:
     counts = {node: node.count_fitting(asked) for node in nodes}
-    num_fitting = sum(counts.values())
-    if num_fitting >= num_replicas:
-        return
-    wanted = _list(asked)
     there = "; ".join(
         f"node {node} has {_list({name: node.resources.get(name, 0.0) for name in asked})}, which is enough for {count}"
         for node, count in counts.items()
     )
-    raise InvalidValueError(
-        f"{num_replicas} replicas ask for {wanted} each, and {num_fitting} fit: {there}; ask for fewer (--replicas), "
-        "for less (--cpus, --gpus), or add nodes"
-    )
+    return f"ask for {_list(asked)} each, and {sum(counts.values())} fit: {there}"
 
 
 def _list(resources: dict[str, float]) -> str:
@@ -122,25 +152,41 @@ def check_versions(nodes: list[Node]) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    own = own_versions()
     task = ray.remote(num_cpus=0, max_retries=0)(own_versions)
     answers = {
         node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote()
         for node in nodes
     }
-    ray.wait(list(answers.values()), num_returns=len(answers), timeout=ASK_TIMEOUT_S)
-    wrong = []
-    for node, answer in answers.items():
+    compare_versions(ask(answers, lambda node: f"node {node}", ASK_TIMEOUT_S))
+
+
+def ask(answers: "Mapping[K, ray.ObjectRef[Any]]", title: Callable[[K], str], timeout_s: float) -> dict[K, Any]:
+    """What each of the asked answers, or an error that names those which do not by their `title`."""
+    import ray
+
+    ray.wait(list(answers.values()), num_returns=len(answers), timeout=timeout_s)
+    found, wrong = {}, []
+    for key, answer in answers.items():
         try:
-            found = ray.get(answer, timeout=0)
-        except Exception as error:  # whatever keeps the node from answering
-            wrong.append(f"node {node} does not answer: {str(error).splitlines()[-1]}")
-            continue
-        wrong += [
-            f"node {node} has {name} {version}, this process {own[name]}"
-            for name, version in found.items()
-            if version != own[name]
-        ]
+            found[key] = ray.get(answer, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            wrong.append(f"{title(key)} does not answer within {timeout_s:g} s")
+        except Exception as error:  # whatever keeps it from answering
+            wrong.append(f"{title(key)} does not answer: {str(error).strip().splitlines()[-1]}")
+    if wrong:
+        raise InvalidValueError("; ".join(wrong))
+    return found
+
+
+def compare_versions(found: Mapping[Node, Mapping[str, str]]) -> None:
+    """Refuse versions that are not this process's."""
+    own = own_versions()
+    wrong = [
+        f"node {node} has {name} {version}, this process {own[name]}"
+        for node, versions in found.items()
+        for name, version in versions.items()
+        if version != own[name]
+    ]
     if wrong:
         raise InvalidValueError(f"the nodes differ: {'; '.join(wrong)}; install the same on all")
 
