@@ -99,7 +99,16 @@ class Decoder:
 def store(new: Floats, cache: Tensor, step: Step) -> None:
     """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""
 
-def attend(query: Floats, cache: Tensor, step: Step, out: Floats, scale: float, window: int | None) -> None:
+def attend(
+    query: Floats,
+    cache: Tensor,
+    step: Step,
+    out: Floats,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Floats | None = None,
+) -> None:
     """Attend `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
 
 def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_finite: Tensor) -> None:

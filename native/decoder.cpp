@@ -142,6 +142,7 @@ void list_tasks(const Step& step, const CacheView& cache, const AttentionTask& l
             for (task.kv_head = 0; task.kv_head < cache.kv_heads; ++task.kv_head) {
                 const int64_t head = int64_t(task.kv_head) * like.heads * cache.head_dim;
                 task.query = like.query + (token + first) * like.query_stride + head;
+                task.sinks = like.sinks ? like.sinks + task.kv_head * like.heads : nullptr;
                 task.out = like.out + (token + first) * like.out_stride + head;
                 tasks.push_back(task);
             }
@@ -175,7 +176,7 @@ void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<
 }  // namespace
 
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
-            float scale, int64_t window, float* out, int64_t out_stride) {
+            const Scoring& scoring, float* out, int64_t out_stride) {
     const Kernels& k = kernels();
     Workspace& space = workspace();
     std::vector<AttentionTask>& tasks = space.tasks;
@@ -184,7 +185,8 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     AttentionTask like{};
     like.query = query, like.query_stride = query_stride;
     like.out = out, like.out_stride = out_stride;
-    like.heads = heads, like.scale = scale, like.window = window;
+    like.heads = heads, like.scale = scoring.scale, like.window = scoring.window;
+    like.cap = scoring.cap, like.sinks = scoring.sinks;
     list_tasks(step, cache, like, tasks);
     // If that makes too few to keep the threads busy, the keys are shared out, too.
     if (int64_t(tasks.size()) < 8 * num_threads()) split_tasks(partial_row, tasks, space.partials);
@@ -194,7 +196,8 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
         for (end = first + 1; task.partial && end < tasks.size() && tasks[end].out == task.out;) ++end;
         const int64_t rows = task.partial ? int64_t(task.tokens) * heads : 0;
         for (int64_t r = 0; r < rows; ++r) {
-            k.merge(task.partial + r * partial_row, rows * partial_row, int(end - first), cache.head_dim,
+            const float* sink = task.sinks ? task.sinks + r % heads : nullptr;
+            k.merge(task.partial + r * partial_row, rows * partial_row, int(end - first), cache.head_dim, sink,
                     task.out + r / heads * out_stride + r % heads * cache.head_dim);
         }
     }
@@ -217,7 +220,7 @@ void run_layer(const Layer& layer, const Step& step, const CacheView& cache, flo
     });
     float* attended = space.attended.reserve(tokens * attended_size);
     const float scale = 1.0f / std::sqrt(float(cache.head_dim));
-    attend(step, cache, qkv, qkv_size, layer.rope.num_heads, scale, layer.window, attended, attended_size);
+    attend(step, cache, qkv, qkv_size, layer.rope.num_heads, {scale, layer.window}, attended, attended_size);
     const Activations rounded = space.rows.reserve(tokens, int(attended_size));
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(attended, attended_size, nullptr, eps, int(t), rounded); });
     layer.out->multiply(rounded, tokens, hidden, true);

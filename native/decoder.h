@@ -67,9 +67,17 @@ struct Step {
     void check(const CacheView& cache) const;
 };
 
+// How scores become weights; see AttentionTask.
+struct Scoring {
+    float scale;
+    int64_t window;
+    float cap = 0.0f;
+    const float* sinks = nullptr;  // [num_heads]
+};
+
 // Attend every token of the step to its request's keys. Strides are from token to token.
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
-            float scale, int64_t window, float* out, int64_t out_stride);
+            const Scoring& scoring, float* out, int64_t out_stride);
 
 struct Layer {
     const float* input_norm;

@@ -209,7 +209,7 @@ void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
 }
 
 void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 3> out, float scale,
-               std::optional<int64_t> window) {
+               std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks) {
     const CacheView view = view_cache(cache, 0);
     const int heads = int(query.shape(1));
     require(int64_t(query.shape(0)) == py_step.step.tokens && int(query.shape(2)) == view.head_dim &&
@@ -219,9 +219,11 @@ void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 
     require(out.shape(0) == query.shape(0) && out.shape(1) == query.shape(1) && out.shape(2) == query.shape(2),
             "out must be like query");
     require(!window || *window > 0, "window must be positive");
+    require(!cap || *cap > 0.0f, "cap must be positive");
+    const Scoring scoring{scale, window.value_or(0), cap.value_or(0.0f), vector_or_null(sinks, size_t(heads), "sinks")};
     py_step.step.check(view);
     nb::gil_scoped_release release;
-    attend(py_step.step, view, query.data(), query.stride(0), heads, scale, window.value_or(0), out.data(),
+    attend(py_step.step, view, query.data(), query.stride(0), heads, scoring, out.data(),
            int64_t(heads) * view.head_dim);
 }
 
@@ -322,7 +324,8 @@ NB_MODULE(_native, module) {
         .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
 
     module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
-    module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none());
+    module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none(),
+               "cap"_a = nb::none(), "sinks"_a = nb::none());
     module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
                "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
 }

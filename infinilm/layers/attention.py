@@ -4,7 +4,7 @@ from types import NoneType
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE
@@ -21,8 +21,9 @@ class Attention(Mixer):
     """A token mixer in which groups of query heads share a key and a value head.
 
     A token sees the last `window` tokens, itself included; None: all. Scores are multiplied by `scale`; None:
-    `head_dim**-0.5`. With `qk_norm_eps` queries and keys are normalised before they are rotated: each head by a
-    `norm_class`, or all heads as one with `norms_all_heads`.
+    `head_dim**-0.5`. With a `cap` they are then `cap * tanh(score / cap)`. With `has_sinks` each head has a sink, a
+    learned score of a key without a value. With `qk_norm_eps` queries and keys are normalised before they are
+    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Attention(Mixer):
         qkv_bias: bool = False,
         out_bias: bool = False,
         scale: float | None = None,
+        cap: float | None = None,
+        has_sinks: bool = False,
         qk_norm_eps: float | None = None,
         norm_class: type[RMSNorm] = RMSNorm,
         norms_all_heads: bool = False,
@@ -50,7 +53,11 @@ class Attention(Mixer):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.qkv = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, **options)
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
-        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
+        self.num_heads, self.num_kv_heads = self.qkv.heads.length, self.qkv.kv_heads.length  # of this rank
+        self.cap, self.sinks = cap, None
+        if has_sinks:
+            sinks = torch.empty(self.num_heads, dtype=torch.float32, device=options["device"])
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
@@ -81,7 +88,10 @@ class Attention(Mixer):
         if taps is not None:
             self._show(taps, heads, "after_proj")
         q, cache = self._rope_and_store_kv(heads, cache, step)
-        attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window).flatten(1)
+        scoring: dict[str, Any] = {"scale": self.scale, "window": self.window}
+        if self.cap is not None or self.sinks is not None:
+            scoring |= {"cap": self.cap, "sinks": self.sinks}
+        attended = step.backend.attend(q, cache, step.plan, **scoring).flatten(1)
         if taps is None:
             mixed: Tensor = self.out(attended, residual)
             return mixed
@@ -148,11 +158,14 @@ class Attention(Mixer):
             for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
                 share = norm.share if isinstance(norm, ParallelRMSNorm) else ShardRange.whole(self.head_dim)
                 targets[f"{own}{name}.weight"] = WeightShard.of(norm.weight, share)
+        if self.sinks is not None:
+            targets[f"{own}sinks"] = WeightShard.of(self.sinks, self.qkv.heads)
         return targets
 
     def to_native(self) -> dict[str, Any] | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
-        if linears is None or type(self) is not Attention or not self._is_plain or self.scale != self.head_dim**-0.5:
+        scores_plainly = self.scale == self.head_dim**-0.5 and self.cap is None and self.sinks is None
+        if linears is None or type(self) is not Attention or not self._is_plain or not scores_plainly:
             return None
         return linears | {
             "q_norm": None if self.q_norm is None else self.q_norm.weight,

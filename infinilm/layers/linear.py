@@ -122,12 +122,13 @@ class QKVParallelLinear(Linear):
     ) -> None:
         check_heads(num_heads, num_kv_heads, group.size)
         self.num_copies = max(1, group.size // num_kv_heads)
-        heads = ShardRange.share("num_attention_heads", num_heads, group.rank, group.size)
-        kv_heads = ShardRange.share(
+        self.heads = ShardRange.share("num_attention_heads", num_heads, group.rank, group.size)
+        self.kv_heads = ShardRange.share(
             "num_key_value_heads", num_kv_heads, group.rank // self.num_copies, group.size // self.num_copies
         )
-        self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
-        q, kv = (ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
+        q, kv = (
+            ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (self.heads, self.kv_heads)
+        )
         super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias, **options)
 
 
