@@ -9,6 +9,7 @@ from narrow import dense
 from transformers import PreTrainedModel
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.loading.parts import find_parts
 from infinilm.models import CausalLM, LlamaConfig
 from infinilm.models.registry import create_model
 
@@ -47,6 +48,114 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 20, "num_hidden_layers": 3, "query_pre_attn_scalar": 24}),
+    "gemma2-capped": (
+        "Gemma2",
+        {
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "head_dim": 32,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2-mha": (
+        "Gemma2",
+        {"num_key_value_heads": 4, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 16},
+    ),
+    "glm4": ("Glm4", {"head_dim": 32, "eos_token_id": 2}),
+    "glm4-whole": (
+        "Glm4",
+        {
+            "head_dim": 16,
+            "eos_token_id": 2,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "glm4-mqa": ("Glm4", {"head_dim": 32, "eos_token_id": 2, "num_key_value_heads": 1, "num_hidden_layers": 3}),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 32},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "ministral3-window": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 30,
+                "llama_4_scaling_beta": 0.2,
+            },
+        },
+    ),
+    "ministral3-defaults": ("Ministral3", {"head_dim": 16}),
+    "olmo3": ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 20}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {
+            "sliding_window": 20,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "olmo3-mha": ("Olmo3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"eos_token_id": 2}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)],
+                "long_factor": [1.0 + 0.7 * i for i in range(6)],
+            },
+        },
+    ),
+    "phi3-window": (
+        "Phi3",
+        {
+            "eos_token_id": 2,
+            "sliding_window": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -67,6 +176,7 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
     prefix, own = ARCHITECTURES[kind]
     text = "Text" if prefix == "Gemma3" else ""
+    is_zero_centred = prefix.startswith("Gemma")  # these add 1 to norms themselves
     config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)
@@ -75,7 +185,7 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:
-                weight.copy_((prefix != "Gemma3") + 0.2 * noise)  # Gemma adds 1 itself
+                weight.copy_((not is_zero_centred) + 0.2 * noise)
             elif name.endswith("bias"):
                 weight.copy_(0.3 * noise)
             else:
@@ -102,8 +212,10 @@ def load(
     model = create_model(config, max_len=max_len, dtype=dtype, device=device, group=group)
     assert isinstance(model, CausalLM)
     state = reference.state_dict()
+    parts = find_parts({name: tuple(tensor.shape) for name, tensor in state.items()}, is_fused=True)
     for name, shard in model.weight_targets().items():
-        dense(shard).tensor.copy_(dense(shard).cut(state[name]))
+        full = state[parts[name].source].narrow(0, parts[name].start, parts[name].shape[0])
+        dense(shard).tensor.copy_(dense(shard).cut(full))
     return model
 
 

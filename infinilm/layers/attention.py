@@ -69,9 +69,10 @@ class Attention(Mixer):
                 self.k_norm = ParallelRMSNorm(k, qk_norm_eps, num_copies=self.qkv.num_copies, **kind)
             else:
                 self.q_norm, self.k_norm = (norm_class(head_dim, qk_norm_eps, **kind) for _ in range(2))
-        # The kernels know norms of single heads, and rotate whole heads.
-        self._is_plain = rotary.dim == head_dim and type(self.q_norm) in (NoneType, RMSNorm)
-        self._has_kernels = has_kernels(options["device"]) and self._is_plain
+        # The kernels know norms of single heads.
+        has_plain_norms = type(self.q_norm) in (NoneType, RMSNorm)
+        self._is_plain = rotary.dim == head_dim and not rotary.is_interleaved and has_plain_norms
+        self._has_kernels = has_kernels(options["device"]) and has_plain_norms
 
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
@@ -88,6 +89,8 @@ class Attention(Mixer):
         if taps is not None:
             self._show(taps, heads, "after_proj")
         q, cache = self._rope_and_store_kv(heads, cache, step)
+        if self.rotary.query_scale is not None:
+            q = q * self.rotary.query_scale.index_select(0, step.batch.positions)
         scoring: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if self.cap is not None or self.sinks is not None:
             scoring |= {"cap": self.cap, "sinks": self.sinks}
@@ -119,6 +122,7 @@ class Attention(Mixer):
                 q_norm=None if self.q_norm is None else self.q_norm.weight,
                 k_norm=None if self.k_norm is None else self.k_norm.weight,
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
+                is_interleaved=self.rotary.is_interleaved,
                 marks_nonfinite=getattr(step.plan, "has_prompts", True) or self.window is not None,
             )
             return queries, cache
@@ -129,7 +133,7 @@ class Attention(Mixer):
             if isinstance(self.q_norm, ParallelRMSNorm):  # all heads as one
                 q, k = q.flatten(1), k.flatten(1)
             normed = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1).view(qk.shape)
-        apply_rotary(normed, *step.angles(self.rotary), out=qk)
+        apply_rotary(normed, *step.angles(self.rotary), out=qk, is_interleaved=self.rotary.is_interleaved)
         if step.taps is not None:
             self._show(step.taps, heads, "after_rope")
         kv = heads[:, self.num_heads :].view(len(heads), 2, self.num_kv_heads, self.head_dim)
@@ -164,7 +168,8 @@ class Attention(Mixer):
 
     def to_native(self) -> dict[str, Any] | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
-        scores_plainly = self.scale == self.head_dim**-0.5 and self.cap is None and self.sinks is None
+        scores_plainly = self.scale == self.head_dim**-0.5 and self.rotary.query_scale is None
+        scores_plainly &= self.cap is None and self.sinks is None
         if linears is None or type(self) is not Attention or not self._is_plain or not scores_plainly:
             return None
         return linears | {

@@ -48,11 +48,21 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face directory with safetensors, or one GGUF file."""
+    """Open a Hugging Face directory with safetensors, or one GGUF file, and see the language model in it."""
+    from infinilm.loading.parts import view_language_model
+
+    checkpoint = _open(Path(path))
+    try:
+        return view_language_model(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _open(path: Path) -> Checkpoint:
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
-    path = Path(path)
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if not path.exists():

@@ -11,7 +11,13 @@ from infinilm.cache.config import DTYPES
 from infinilm.cache.specs import AttentionSpec, CacheSpec
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.models.rope_parameters import DEFAULT_THETA, ROPE_SETTINGS, check_rope_parameters, read_rope_parameters
+from infinilm.models.rope_parameters import (
+    DEFAULT_THETA,
+    ROPE_SETTINGS,
+    check_rope_parameters,
+    read_rope_by_type,
+    read_rope_parameters,
+)
 
 if TYPE_CHECKING:
     from infinilm.models.registry import ModelFamily
@@ -87,6 +93,8 @@ class ModelConfig:
     """The standard deviation of the weights of a model that is built without a checkpoint."""
 
     default_theta: ClassVar[float] = DEFAULT_THETA
+    sliding_theta: ClassVar[float | None] = None
+    """If sliding layers have a rotary embedding of their own, its default. `rope_parameters` are then by layer type."""
     rotates_partially: ClassVar[bool] = False
     """Whether `partial_rotary_factor` may be less than 1."""
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
@@ -133,7 +141,10 @@ class ModelConfig:
     @classmethod
     def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
         """`rope_parameters`, from the settings in any of their forms."""
-        return read_rope_parameters(settings, max_position_embeddings, cls.default_theta)
+        if cls.sliding_theta is None:
+            return read_rope_parameters(settings, max_position_embeddings, cls.default_theta)
+        thetas = {FULL_ATTENTION: cls.default_theta, SLIDING_ATTENTION: cls.sliding_theta}
+        return read_rope_by_type(settings, max_position_embeddings, thetas)
 
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
@@ -158,6 +169,7 @@ class ModelConfig:
         """
         from infinilm.models.registry import FAMILIES, find_model_type
 
+        config = text_config(config)
         model_type = find_model_type(config)
         quantization = config.get("quantization_config")
         if quantization:
@@ -261,9 +273,19 @@ class ModelConfig:
         """What attention scores are multiplied by; None: `head_dim**-0.5`."""
         return None
 
-    def rope(self, layer: int) -> Mapping[str, Any]:  # noqa: ARG002 - a family's layers may differ
+    @property
+    def attention_cap(self) -> float | None:
+        """Attention scores are `cap * tanh(score / cap)`; None: they are not bounded."""
+        return None
+
+    def rope(self, layer: int) -> Mapping[str, Any]:
         """The rotary embedding of a layer."""
-        return self.rope_parameters
+        if self.sliding_theta is None:
+            return self.rope_parameters
+        rope: Mapping[str, Any] = self.rope_parameters[
+            FULL_ATTENTION if self.window(layer) is None else SLIDING_ATTENTION
+        ]
+        return rope
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer keeps per token, over all ranks."""
@@ -290,14 +312,15 @@ class ModelConfig:
     @property
     def main_rope(self) -> Mapping[str, Any]:
         """The rotary embedding of the layers that see whole texts."""
-        return self.rope_parameters
+        rope: Mapping[str, Any] = self.rope_parameters
+        return rope if self.sliding_theta is None else rope[FULL_ATTENTION]
 
     @property
     def rope_scaling(self) -> dict[str, Any] | None:
-        """`rope_parameters` without `rope_theta`; None if positions are not scaled."""
-        if self.rope_parameters["rope_type"] == "default":
+        """`main_rope` without `rope_theta`; None if positions are not scaled."""
+        if self.main_rope["rope_type"] == "default":
             return None
-        return {name: value for name, value in self.rope_parameters.items() if name != "rope_theta"}
+        return {name: value for name, value in self.main_rope.items() if name != "rope_theta"}
 
     @property
     def num_layers(self) -> int:
@@ -351,6 +374,17 @@ class ModelConfig:
             check_choice("layer_types", layer_type, self.known_layer_types)
         if self.sliding_window is None and SLIDING_ATTENTION in self.layer_types:
             raise InvalidValueError("layer_types names sliding_attention, but sliding_window=None; give its size")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a multimodal `config.json`; any other as it is."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, Mapping) or not text.get("model_type"):
+        raise CheckpointError(f"text_config={text!r:.80} must be the configuration of a model, with its model_type")
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", *_TOKEN_IDS)
+    return {name: config[name] for name in shared if config.get(name) is not None and name not in text} | dict(text)
 
 
 def _check_token_ids(name: str, value: object) -> None:

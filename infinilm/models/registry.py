@@ -15,9 +15,18 @@ from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import check_heads
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
-from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-from infinilm.models.gemma import Gemma3Config, Gemma3ForCausalLM
-from infinilm.models.relatives import GraniteConfig, Olmo2Config, Olmo2ForCausalLM, SmolLM3Config
+from infinilm.models.dense import CausalLM, LlamaConfig, Ministral3Config, MistralConfig, Qwen2Config, Qwen3Config
+from infinilm.models.gemma import Gemma2Config, Gemma3Config, GemmaForCausalLM
+from infinilm.models.relatives import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Phi3Config,
+    SmolLM3Config,
+)
 from infinilm.models.rope_parameters import ROPE_SETTINGS
 from infinilm.models.stages import divide_layers
 
@@ -45,9 +54,15 @@ FAMILIES: dict[str, ModelFamily] = {
     "mistral": ModelFamily("MistralForCausalLM", MistralConfig, CausalLM),
     "qwen2": ModelFamily("Qwen2ForCausalLM", Qwen2Config, CausalLM),
     "qwen3": ModelFamily("Qwen3ForCausalLM", Qwen3Config, CausalLM),
-    "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, Gemma3ForCausalLM),
+    "ministral": ModelFamily("MinistralForCausalLM", MistralConfig, CausalLM),
+    "ministral3": ModelFamily("Ministral3ForCausalLM", Ministral3Config, CausalLM),
+    "gemma2": ModelFamily("Gemma2ForCausalLM", Gemma2Config, GemmaForCausalLM),
+    "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, GemmaForCausalLM),
+    "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
     "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),
     "olmo2": ModelFamily("Olmo2ForCausalLM", Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": ModelFamily("Olmo3ForCausalLM", Olmo3Config, Olmo2ForCausalLM),
+    "phi3": ModelFamily("Phi3ForCausalLM", Phi3Config, CausalLM),
     "smollm3": ModelFamily("SmolLM3ForCausalLM", SmolLM3Config, CausalLM),
 }
 """By `model_type`. `register_model` adds to them."""
