@@ -48,6 +48,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma3-plain": ("Gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20}),
+    "gemma3-bias": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "sliding_window": 20,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 20, "num_hidden_layers": 3, "query_pre_attn_scalar": 24}),
     "gemma2-capped": (
         "Gemma2",
@@ -166,8 +182,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "granite-plain": ("Granite", {"attention_multiplier": 0.25}),
+    "granite-tied": ("Granite", {"attention_multiplier": 0.2, "tie_word_embeddings": True, "mlp_bias": True}),
     "olmo2": ("Olmo2", {}),
+    "olmo2-bias": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "olmo2-tied": ("Olmo2", {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_theta": 500.0}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3-plain": ("SmolLM3", {"num_hidden_layers": 4}),
+    "smollm3-bias": (
+        "SmolLM3",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "no_rope_layers": [0, 1]},
+    ),
 }
 """Name → transformers' class prefix and the settings that differ from `SIZES`."""
 

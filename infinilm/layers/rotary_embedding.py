@@ -73,7 +73,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, is_interle
             out[..., dim:] = x[..., dim:]
         x, out = x[..., :dim], out[..., :dim]
     if is_interleaved:
-        partners = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partners = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         partners = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
     torch.addcmul(x * cos, partners, sin, out=out)

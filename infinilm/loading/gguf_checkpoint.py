@@ -12,7 +12,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
-from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_FACTORS, GGUFMetadata, make_config
+from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_TENSORS, GGUFMetadata, make_config
 from infinilm.loading.quantize import PackedRows, dequantize, quantize_rows, stored_dtype
 from infinilm.text.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ from infinilm.text.tokenizer import Tokenizer
 _SLICE_ELEMENTS = 2**18
 
 # Architectures whose files permute the rows of q and k, see `_unpermute`.
-_PERMUTED_ARCHITECTURES = {"llama", "mistral"}
+_PERMUTED_ARCHITECTURES = {"llama", "mistral", "mistral3", "granite", "smollm3"}
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -37,15 +37,27 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 # Where an architecture's names differ from these.
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OWN_LAYER_NAMES = {
-    "gemma3": {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3": _GEMMA_NORMS,
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "olmo2": {
         "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
-    }
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 # Architectures whose files store norms as they are multiplied, 1 + weight.
-_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma3"}
+_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma2", "gemma3"}
 _SAMPLING_KEYS = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -189,7 +201,7 @@ def _unpermuted(rows: Tensor, head_dim: int) -> Tensor:
 def _name_tensors(file: GGUFFile, layer_names: Mapping[str, str]) -> dict[str, GGUFTensorInfo]:
     tensors: dict[str, GGUFTensorInfo] = {}
     for name, tensor in file.tensors.items():
-        if name == ROPE_FACTORS:
+        if name in ROPE_TENSORS:
             continue
         hf_name = _hf_name(name, layer_names)
         if hf_name in tensors:

@@ -1,16 +1,36 @@
 """Models of every architecture written as GGUF files compute what transformers computes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_reference, reference_logits, save
+from checkpoints import ARCHITECTURES, make_reference, reference_logits, save
 from gguf_files import write_gguf
 from transformers import PreTrainedModel
 
 from infinilm import LLM, SamplingParams
 
 TOKENS = list(range(3, 60))
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+# What llama.cpp takes for granted, and so no file says.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "olmo3-yarn": {
+        "rope_parameters": {
+            "full_attention": {**YARN, "rope_type": "yarn", "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        }
+    },
+    # The text is longer than the original length, so that transformers takes the long factors, too.
+    "phi3-longrope": {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            **ARCHITECTURES["phi3-longrope"][1]["rope_parameters"],
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
 SCORED = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
 
 
@@ -28,10 +48,26 @@ def expected_logprobs(reference: PreTrainedModel) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "architecture"),
-    [("llama-bias", "llama"), ("mistral-full", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
+    [
+        ("llama-bias", "llama"),
+        ("mistral-full", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("gemma2", "gemma2"),
+        ("gemma3-plain", "gemma3"),
+        ("glm4", "glm4"),
+        ("granite", "granite"),
+        ("ministral3", "mistral3"),
+        ("mistral-full", "mistral3"),
+        ("olmo2", "olmo2"),
+        ("olmo3-yarn", "olmo2"),
+        ("phi3", "phi3"),
+        ("phi3-longrope", "phi3"),
+        ("smollm3-plain", "smollm3"),
+    ],
 )
 def test_gguf_models_compute_what_transformers_computes(kind: str, architecture: str, tmp_path: Path) -> None:
-    reference = make_reference(kind)
+    reference = make_reference(kind, **SETTINGS.get(kind, {}))
     path = write_gguf(reference, tmp_path / "model.gguf", architecture)
     torch.testing.assert_close(prompt_logprobs(path), expected_logprobs(reference), atol=1e-4, rtol=0)
 

@@ -337,7 +337,7 @@ FEW_FACTORS = tiny_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}
     [
         (
             {"architecture": "gpt2"},
-            "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3, gemma3",
+            "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3, gemma2, gemma3,",
         ),
         ({"without": "general.architecture"}, "architecture None is not supported"),
         (
