@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ _SINGLE = "model.safetensors"
 _FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+# Families whose published checkpoints come with code though no one needs it.
+_FAMILIES_WITH_CODE = frozenset({"phi3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: there is no config.json; is it the directory of a model?")
     config = read_json(file)
     code = config.get("auto_map") or {}
-    if not isinstance(code, dict) or any(name in code for name in _MODEL_CODE):
+    is_needed = config.get("model_type") not in _FAMILIES_WITH_CODE
+    if not isinstance(code, dict) or (is_needed and any(name in code for name in _MODEL_CODE)):
         raise CheckpointError(
             f"{file}: auto_map asks to run code that came with the model ({code!r}); code from a model "
             "directory is never run. If the architecture is one of the supported ones, delete auto_map"
@@ -149,6 +153,14 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{file}: weights quantised with {method!r} are not supported; take the unquantised model or a GGUF file"
         )
     return config
+
+
+def count_stored(directory: Path) -> Counter[str]:
+    """How many numbers of each type a directory's weights have, whether or not they can be used."""
+    stored: Counter[str] = Counter()
+    for tensor in _read_headers(_weight_files(directory, _read_index(directory))).values():
+        stored[tensor.dtype] += math.prod(tensor.shape)
+    return stored
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -35,7 +35,15 @@ _NEUTRAL_KEYS = frozenset(
     (
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
         *("attention_dropout", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
-        *("auto_map", "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label"),
+        *(
+            "_sliding_window_pattern",
+            "auto_map",
+            "chunk_size_feed_forward",
+            "embd_pdrop",
+            "finetuning_task",
+            "hidden_dropout",
+            "id2label",
+        ),
         *("is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),
         *("output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "quantization_config"),
         *("resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params", "tokenizer_class"),
