@@ -31,12 +31,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 24}),
     "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "mistral-tied": ("Mistral", {"sliding_window": 24, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-mha": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 4}),
+    "qwen3-bias": (
+        "Qwen3",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {
@@ -98,6 +111,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 32},
     ),
+    "ministral-mha": ("Ministral", {"head_dim": 16, "sliding_window": 20, "num_key_value_heads": 4}),
+    "ministral-full": ("Ministral", {"head_dim": 16, "sliding_window": None, "tie_word_embeddings": True}),
     "ministral3": (
         "Ministral3",
         {

@@ -23,11 +23,19 @@ _ARCHITECTURES = {
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
 """By GGUF's name: Hugging Face's `model_type` and class."""
+_RENAMED = {"mistral3": "ministral3", "olmo2": "olmo3"}
+"""By GGUF's name: the `model_type` of files that say more, see `_own_settings`."""
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 ROPE_TENSORS = (ROPE_FACTORS, *LONG_FACTORS)
 """Tensors that say how positions are rotated, which is in the config of a Hugging Face checkpoint."""
 LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+
+
+def architectures(model_type: str) -> list[str]:
+    """GGUF's names for models of a Hugging Face `model_type`."""
+    known = [name for name, (found, _) in _ARCHITECTURES.items() if found == model_type]
+    return known + [name for name, found in _RENAMED.items() if found == model_type]
 
 
 class GGUFMetadata:

@@ -18,7 +18,7 @@ from infinilm.models.decoder import Decoder
 
 @dataclass(init=False, frozen=True)
 class LlamaConfig(ModelConfig):
-    """Hugging Face's Llama configuration, and the flags in which its relatives differ from it."""
+    """Llama: Hugging Face's configuration of it, and the flags in which its relatives differ."""
 
     model_type: str = "llama"
     bos_token_id: int | list[int] | None = 1
