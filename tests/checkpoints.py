@@ -112,7 +112,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 32},
     ),
     "ministral-mha": ("Ministral", {"head_dim": 16, "sliding_window": 20, "num_key_value_heads": 4}),
-    "ministral-full": ("Ministral", {"head_dim": 16, "sliding_window": None, "tie_word_embeddings": True}),
+    "ministral-full": (
+        "Ministral",
+        {"head_dim": 16, "layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
     "ministral3": (
         "Ministral3",
         {
