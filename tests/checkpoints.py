@@ -24,6 +24,13 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 160,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -77,6 +84,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {**GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma4-shared": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"),
+            ],
+        },
+    ),
+    "gemma4-plain": ("Gemma4", {**GEMMA4, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "head_dim": 16}),
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 20, "num_hidden_layers": 3, "query_pre_attn_scalar": 24}),
     "gemma2-capped": (
         "Gemma2",
@@ -218,8 +247,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
     prefix, own = ARCHITECTURES[kind]
-    text = "Text" if prefix == "Gemma3" else ""
-    is_zero_centred = prefix.startswith("Gemma")  # these add 1 to norms themselves
+    text = "Text" if prefix in ("Gemma3", "Gemma4") else ""
+    is_zero_centred = prefix in ("Gemma2", "Gemma3")  # these add 1 to norms themselves
     config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)
@@ -229,10 +258,15 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
             noise = torch.randn(weight.shape, generator=generator)
             if "norm" in name:
                 weight.copy_((not is_zero_centred) + 0.2 * noise)
+                if prefix == "Gemma4" and "q_norm" in name:  # its attention has no scale of its own
+                    weight.mul_(len(weight) ** -0.5)
             elif name.endswith("bias"):
                 weight.copy_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.2 * torch.rand(1, generator=generator))
     return model
 
 

@@ -105,7 +105,7 @@ class StepGraphs:
         self._num_steps = 0
         config = worker.model.config
         self._workspace = self._backend.workspace(
-            self._sizes[-1], config.num_attention_heads // worker.group.size, config.head_dim, worker.device
+            self._sizes[-1], config.num_attention_heads // worker.group.size, config.max_head_dim, worker.device
         )
 
     # --- running ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Self-attention over the paged KV cache, full or within a sliding window."""
 
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Unpack
 
@@ -11,7 +12,7 @@ from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
-from infinilm.layers.linear import QKVParallelLinear, RowParallelLinear, native_linears
+from infinilm.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import ParallelRMSNorm, RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
@@ -44,6 +45,7 @@ class Attention(Mixer):
         qk_norm_eps: float | None = None,
         norm_class: type[RMSNorm] = RMSNorm,
         norms_all_heads: bool = False,
+        projections: Sequence[str] = QKV,
         prefix: str = "self_attn.",
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -51,7 +53,8 @@ class Attention(Mixer):
         options = below(options, prefix)
         self.head_dim, self.window, self.rotary = head_dim, window, rotary
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.qkv = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, **options)
+        heads = (head_dim, num_heads, num_kv_heads)
+        self.qkv = QKVParallelLinear(hidden_size, *heads, bias=qkv_bias, projections=projections, **options)
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv.heads.length, self.qkv.kv_heads.length  # of this rank
         self.cap, self.sinks = cap, None
@@ -158,8 +161,8 @@ class Attention(Mixer):
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         own = prefix + self.prefix
         targets = self.qkv.weight_targets(own) | self.out.weight_targets(own)
-        if self.q_norm is not None and self.k_norm is not None:
-            for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
                 share = norm.share if isinstance(norm, ParallelRMSNorm) else ShardRange.whole(self.head_dim)
                 targets[f"{own}{name}.weight"] = WeightShard.of(norm.weight, share)
         if self.sinks is not None:

@@ -5,7 +5,7 @@ of the outputs. A rank of a row-parallel layer has the columns for those inputs,
 So a column-parallel layer followed by a row-parallel one takes one all-reduce.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -103,8 +103,11 @@ class GateUpParallelLinear(Linear):
         return self.matrix.multiply_gated(x, norm, self.bias)
 
 
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
 class QKVParallelLinear(Linear):
-    """The projections to queries, keys and values, sharded by heads.
+    """The projections to queries, keys and values, or some of them, sharded by heads.
 
     With more ranks than key-value heads, `num_copies` ranks next to each other hold the same one.
     """
@@ -117,6 +120,7 @@ class QKVParallelLinear(Linear):
         num_kv_heads: int,
         *,
         bias: bool,
+        projections: Sequence[str] = QKV,
         group: CommunicationGroup = SINGLE,
         **options: Unpack[WeightOptions],
     ) -> None:
@@ -129,7 +133,8 @@ class QKVParallelLinear(Linear):
         q, kv = (
             ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (self.heads, self.kv_heads)
         )
-        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias, **options)
+        outputs = dict(zip(QKV, (q, kv, kv), strict=True))
+        super().__init__(hidden_size, {name: outputs[name] for name in projections}, bias=bias, **options)
 
 
 class RowParallelLinear(Linear):

@@ -57,7 +57,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_dim(head_dim: int, rope: Mapping[str, Any]) -> int:
-    """How many of a head's numbers are rotated."""
+    """How many of a head's numbers are rotated. The rope type `proportional` turns the others by no angle."""
+    if rope["rope_type"] == "proportional":
+        return head_dim
     return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 
@@ -88,6 +90,9 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, ma
     match rope["rope_type"]:
         case "none":
             return torch.zeros_like(plain)
+        case "proportional":
+            is_turned = torch.arange(len(plain)) < int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+            return plain.where(is_turned, 0.0) / (rope.get("factor") or 1.0)
         case "linear":
             divisors = rope["factor"]
         case "dynamic":

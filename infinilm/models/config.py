@@ -295,6 +295,15 @@ class ModelConfig:
         ]
         return rope
 
+    def layer_head_dim(self, layer: int) -> int:  # noqa: ARG002 - a family's layers may differ
+        """The size of a layer's heads."""
+        return self.head_dim
+
+    @property
+    def max_head_dim(self) -> int:
+        """The size of the largest heads."""
+        return max(map(self.layer_head_dim, range(self.num_hidden_layers)))
+
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer keeps per token, over all ranks."""
         heads, head_dim = self.num_key_value_heads, self.head_dim
@@ -362,13 +371,14 @@ class ModelConfig:
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
         check_real("initializer_range", self.initializer_range, low=0.0, high=1e3)
         self._validate_layer_types()
-        for rope in {id(rope): rope for rope in map(self.rope, range(self.num_hidden_layers))}.values():
+        ropes = {id(rope): (rope, layer) for layer, rope in enumerate(map(self.rope, range(self.num_hidden_layers)))}
+        for rope, layer in ropes.values():
             if rope.get("partial_rotary_factor") not in (None, 1.0) and not self.rotates_partially:
                 raise InvalidValueError(
                     f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not a setting of {self.model_type} "
                     "models; they rotate whole heads (1.0)"
                 )
-            check_rope_parameters(rope, self.head_dim)
+            check_rope_parameters(rope, self.layer_head_dim(layer))
 
     def _validate_layer_types(self) -> None:
         if self.layer_types is None:

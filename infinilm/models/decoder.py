@@ -122,6 +122,7 @@ class Decoder(nn.Module):
 
     norms: ClassVar[LayerNorms] = PRE_NORMS
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     body_prefix: ClassVar[str] = "model."
     """Of all weights in a checkpoint but the head's."""
     unused_weights: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
@@ -159,12 +160,16 @@ class Decoder(nn.Module):
         if stage.is_last and not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(*sizes, **below(options, "lm_head."))
         self._windows = {config.window(layer) for layer in stage.layers}
+        self.build_more(body)
+
+    def build_more(self, options: LayerOptions) -> None:
+        """Make what a family has besides the layers."""
 
     def build_layer(self, layer: int, options: LayerOptions) -> DecoderLayer:
         """Make a layer."""
         mixers = self.token_mixer(layer, options), self.channel_mixer(layer, options)
         scale = self.config.residual_scale
-        return DecoderLayer(
+        return self.layer_class(
             self.config, layer, *mixers, options, norms=self.norms, norm_class=self.norm_class, residual_scale=scale
         )
 
@@ -175,6 +180,10 @@ class Decoder(nn.Module):
     def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
         """Make the channel mixer of a layer."""
         raise NotImplementedError
+
+    def layer_inputs(self, batch: ForwardBatch, hidden: Tensor) -> Tensor | None:  # noqa: ARG002 - most have none
+        """What each layer gets besides the hidden states, `[T, layers, …]`, from the embeddings `[T, hidden]`."""
+        return None
 
     def forward(
         self,
@@ -197,8 +206,9 @@ class Decoder(nn.Module):
         if is_whole and self._native is not None:
             self._native.forward(hidden, cache.tensors[0], steps[0].plan)
             return hidden
-        for layer, step in zip(self.layers, steps, strict=True):
-            hidden = layer(hidden, step)
+        inputs = self.layer_inputs(batch, hidden)
+        for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
+            hidden = layer(hidden, step) if inputs is None else layer(hidden, step, inputs[:, index])
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
@@ -290,11 +300,11 @@ def build_rotaries(
     found: list[tuple[Mapping[str, Any], RotaryEmbedding]] = []
     rotaries: dict[int, RotaryEmbedding] = {}
     for layer in layers:
-        rope = config.rope(layer)
+        rope = {**config.rope(layer), "head_dim": config.layer_head_dim(layer)}
         rotary = next((each for settings, each in found if settings == rope), None)
         if rotary is None:
             rotary = RotaryEmbedding(
-                config.head_dim,
+                config.layer_head_dim(layer),
                 rope,
                 max_len=max_len or config.max_position_embeddings,
                 max_position_embeddings=config.max_position_embeddings,

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from infinilm.checks import check_integer, check_real
 from infinilm.errors import InvalidValueError
-from infinilm.layers.norm import ZeroCentredRMSNorm
+from infinilm.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION
 from infinilm.models.decoder import LayerNorms
 from infinilm.models.dense import CausalLM, LlamaConfig
@@ -36,7 +36,7 @@ class Gemma2Config(LlamaConfig):
     """Attention scores are divided by its square root."""
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
     """Whether tokens see those after them, as in models for embeddings; refused."""
 
     window_settings = {"sliding_window": 4096, "sliding_window_pattern": 2}  # noqa: RUF012
@@ -55,7 +55,7 @@ class Gemma2Config(LlamaConfig):
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:
                 check_real(name, getattr(self, name), low=0.0, high=1e9, above_low=True)
-        if self.use_bidirectional_attention:
+        if self.use_bidirectional_attention not in (None, False, "vision"):  # which is for images
             raise InvalidValueError(
                 f"use_bidirectional_attention={self.use_bidirectional_attention!r} is not supported: it is for "
                 "embeddings of texts, and the engine generates text; use a checkpoint without it"
@@ -104,4 +104,4 @@ class GemmaForCausalLM(CausalLM):
     norms = LayerNorms(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     )
-    norm_class = ZeroCentredRMSNorm
+    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm

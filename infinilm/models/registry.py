@@ -17,6 +17,7 @@ from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig, Ministral3Config, MistralConfig, Qwen2Config, Qwen3Config
 from infinilm.models.gemma import Gemma2Config, Gemma3Config, GemmaForCausalLM
+from infinilm.models.gemma4 import Gemma4Config, Gemma4ForCausalLM
 from infinilm.models.relatives import (
     Glm4Config,
     Glm4ForCausalLM,
@@ -58,6 +59,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "ministral3": ModelFamily("Ministral3ForCausalLM", Ministral3Config, CausalLM),
     "gemma2": ModelFamily("Gemma2ForCausalLM", Gemma2Config, GemmaForCausalLM),
     "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, GemmaForCausalLM),
+    "gemma4_text": ModelFamily("Gemma4ForCausalLM", Gemma4Config, Gemma4ForCausalLM),
     "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
     "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),
     "olmo2": ModelFamily("Olmo2ForCausalLM", Olmo2Config, Olmo2ForCausalLM),

@@ -15,6 +15,7 @@ ROPE_SETTINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "origina
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "none": (),
+    "proportional": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),

@@ -9,7 +9,18 @@ from checkpoints import make_reference, reference_logits, save
 from infinilm import LLM, SamplingParams
 
 FAMILIES = [
-    *("gemma2-capped", "gemma3", "glm4", "granite", "ministral3", "olmo2", "olmo3", "phi3-window", "smollm3"),
+    *(
+        "gemma2-capped",
+        "gemma3",
+        "gemma4-shared",
+        "glm4",
+        "granite",
+        "ministral3",
+        "olmo2",
+        "olmo3",
+        "phi3-window",
+        "smollm3",
+    ),
 ]
 PROMPTS = [[(7 * i + 3 * j) % 150 for i in range(length)] for j, length in enumerate((45, 18, 45, 3, 70))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
