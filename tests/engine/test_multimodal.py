@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import SIZES, reference_logits
+from checkpoints import GEMMA4, SIZES, reference_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -35,18 +35,24 @@ def make_multimodal(kind: str) -> PreTrainedModel:
         vision = {name: value for name, value in VISION.items() if name != "head_dim"}
         config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
         model: PreTrainedModel = transformers.Gemma3ForConditionalGeneration(config)
+    elif kind == "gemma4":
+        text |= {**GEMMA4, "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0}
+        vision = {name: value for name, value in VISION.items() if name != "image_size"}
+        config = transformers.Gemma4Config(text_config=text, vision_config=vision | {"num_key_value_heads": 2})
+        model = transformers.Gemma4ForConditionalGeneration(config)
     else:
         config = transformers.Mistral3Config(
             text_config=text | {"model_type": kind}, vision_config=VISION, tie_word_embeddings=False
         )
         model = transformers.Mistral3ForConditionalGeneration(config)
     for weight in model.parameters():
-        weight.data.mul_(5)  # so that logits tell tokens apart
+        if weight.ndim > 1:
+            weight.data.mul_(5)  # so that logits tell tokens apart
     return model.eval()
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("kind", ["gemma3", "mistral", "ministral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral", "ministral3"])
 def test_the_text_part_computes_what_transformers_computes(kind: str, prefix: str, tmp_path: Path) -> None:
     """Under the names of older and of newer files."""
     reference = make_multimodal(kind)
