@@ -2,7 +2,6 @@
 
 import json
 import math
-import operator
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -156,15 +155,14 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
     """By type: bytes of the weights, of one token and of a full context in the cache, and how many tokens fit here."""
     import torch
 
-    from infinilm.cache.specs import group_layers
     from infinilm.distributed import DistConfig
     from infinilm.executor.loader import select_devices
-    from infinilm.executor.memory import free_memory_bytes
+    from infinilm.executor.memory import context_bytes, free_memory_bytes
     from infinilm.executor.workspace import estimate_workspace
     from infinilm.models.auto import outline_model
     from infinilm.models.quantization import choose_formats
 
-    config, max_len, groups = Config(), model_config.max_context_len(), group_layers(model_config.cache_specs())
+    config, max_len = Config(), model_config.max_context_len()
     (device,) = select_devices(config.device, DistConfig())
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
@@ -175,16 +173,14 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
         weight_bytes = outline_model(model_config, torch.float32, formats=formats).num_bytes()
         kinds[QUANTIZED] = (torch.float32, torch.float16, weight_bytes)
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
-        needed = [2 * len(g.layers) * g.spec.num_kv_heads * g.spec.head_dim * kv_dtype.itemsize for g in groups]
-        token_bytes = sum(needed)
-        seen = [min(group.spec.window or max_len, max_len) for group in groups]
+        token_bytes = context_bytes(model_config, 1, kv_dtype)
         workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)
         left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
         needs[name] = {
             "weight_bytes": weight_bytes,
             "workspace_bytes": workspace_bytes,
             "kv_bytes_per_token": token_bytes,
-            "kv_bytes_of_max_context": sum(map(operator.mul, needed, seen)),
+            "kv_bytes_of_max_context": context_bytes(model_config, max_len, kv_dtype),
             "num_tokens_that_fit": max(left // token_bytes, 0),
         }
     return needs

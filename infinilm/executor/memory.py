@@ -175,6 +175,12 @@ def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dty
     return sum(bytes_per_block(group, 1, dtype) for group in groups)
 
 
+def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """What a text of so many tokens takes in the KV cache, over all ranks: sliding layers keep their window."""
+    groups = group_layers(model_config.cache_specs())
+    return sum(bytes_per_block(group, 1, dtype) * min(group.spec.window or num_tokens, num_tokens) for group in groups)
+
+
 def format_bytes(count: float) -> str:
     """A size for people: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
