@@ -55,40 +55,53 @@ Linear::Linear(std::vector<std::shared_ptr<const Matrix>> matrices, const float*
 }
 
 void Linear::multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const {
+    std::vector<Product> products;
+    list_products(0, rows, out, accumulate, products);
+    multiply_all(products, x);
+}
+
+void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate,
+                           std::vector<Product>& products) const {
+    int first = 0;
+    for (const auto& matrix : matrices_) {
+        products.push_back({&matrix->view(), first_row, end_row, bias_ ? bias_ + first : nullptr, out + first, rows_, accumulate});
+        first += matrix->view().rows;
+    }
+}
+
+void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
     constexpr int kTaskRows = 64;
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
-        const PackedMatrix* matrix;
-        int first_row, panels_per_task;
-        int64_t first_task;
+        int panels_per_task;
+        int64_t row_blocks, first_task;
     };
     std::vector<Piece> pieces;
-    const int64_t row_blocks = (rows + kTaskRows - 1) / kTaskRows;
+    pieces.reserve(products.size());
     int64_t tasks = 0;
-    int first_row = 0;
-    for (const auto& each : matrices_) {
-        const PackedMatrix& matrix = each->view();
+    for (const Product& each : products) {
+        const PackedMatrix& matrix = *each.matrix;
         const int most = std::max(1, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
-        pieces.push_back({&matrix, first_row, per_task, tasks});
+        const int64_t row_blocks = (each.end_row - each.first_row + kTaskRows - 1) / kTaskRows;
+        pieces.push_back({per_task, row_blocks, tasks});
         tasks += row_blocks * ((matrix.panels() + per_task - 1) / per_task);
-        first_row += matrix.rows;
     }
     const Kernels& k = kernels();
-    const int64_t stride = rows_;
     parallel_for(tasks, 1, [&](int64_t task) {
-        size_t i = pieces.size() - 1;
-        while (task < pieces[i].first_task) --i;
-        const Piece& piece = pieces[i];
+        const auto after = std::upper_bound(pieces.begin(), pieces.end(), task,
+                                            [](int64_t value, const Piece& piece) { return value < piece.first_task; });
+        const Piece& piece = *(after - 1);
+        const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        const int64_t row = place % row_blocks * kTaskRows;
-        const int panel = int(place / row_blocks) * piece.panels_per_task;
-        k.multiply(*piece.matrix, x, int(row), int(std::min(row + kTaskRows, rows)), panel,
-                   std::min(panel + piece.panels_per_task, piece.matrix->panels()),
-                   bias_ ? bias_ + piece.first_row : nullptr, out + piece.first_row, stride, accumulate);
+        const int64_t row = own.first_row + place % piece.row_blocks * kTaskRows;
+        const int panel = int(place / piece.row_blocks) * piece.panels_per_task;
+        k.multiply(*own.matrix, x, int(row), int(std::min(row + kTaskRows, own.end_row)), panel,
+                   std::min(panel + piece.panels_per_task, own.matrix->panels()), own.bias, own.out, own.stride,
+                   own.accumulate);
     });
 }
 

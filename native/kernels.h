@@ -81,6 +81,8 @@ struct Kernels {
     void (*quantize)(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out);
     // Round silu(gate) * up of a row [gate, up].
     void (*silu_quantize)(const float* gate_up, int64_t stride, int row, const Activations& out);
+    // out[i] = the sum over columns of x[column] * weight[column, i], in their order.
+    void (*score)(const float* x, const float* weight, int columns, int count, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int columns, float* out);
     // out[row, 16 panel ...] = or += x[row] W^T (+ bias) for some rows and panels.
     void (*multiply)(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,

@@ -12,6 +12,7 @@
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "experts.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -120,6 +121,43 @@ struct PyLinear {
         linear->multiply(quantized, int64_t(x.shape(0)), out.data(), accumulate);
     }
 };
+
+struct PyExperts {
+    std::vector<PyLinear> linears;  // which keep their biases alive
+    std::shared_ptr<const Experts> experts;
+
+    PyExperts(const std::vector<PyLinear>& gate_up, const std::vector<PyLinear>& down) : linears(gate_up) {
+        linears.insert(linears.end(), down.begin(), down.end());
+        std::vector<std::shared_ptr<const Linear>> first, second;
+        for (const PyLinear& each : gate_up) first.push_back(each.linear);
+        for (const PyLinear& each : down) second.push_back(each.linear);
+        experts = std::make_shared<Experts>(std::move(first), std::move(second));
+    }
+
+    void mix(Array<const float, 2> x, Array<const int32_t, 2> ids, Array<const float, 2> weights, Array<float, 2> out,
+             bool accumulate) const {
+        const size_t rows = x.shape(0), size = size_t(experts->hidden());
+        require(x.shape(1) == size && out.shape(1) == size && out.shape(0) == rows,
+                "x and out must be [T, " + std::to_string(size) + "]");
+        require(ids.shape(0) == rows && weights.shape(0) == rows && ids.shape(1) == weights.shape(1),
+                "ids and weights must be [T, k]");
+        for (size_t i = 0; i < ids.size(); ++i) {
+            require(ids.data()[i] >= 0 && ids.data()[i] < experts->count(), "there is no such expert");
+        }
+        nb::gil_scoped_release release;
+        experts->mix(x.data(), int64_t(rows), ids.data(), weights.data(), int(ids.shape(1)), out.data(), accumulate);
+    }
+};
+
+void score_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float, 2> out) {
+    require(x.shape(1) == weight.shape(0) && out.shape(0) == x.shape(0) && out.shape(1) == weight.shape(1),
+            "x must be [T, in], weight [in, out] and out [T, out]");
+    nb::gil_scoped_release release;
+    const int columns = int(weight.shape(0)), count = int(weight.shape(1));
+    parallel_for(int64_t(x.shape(0)), 1, [&](int64_t t) {
+        kernels().score(x.data() + t * columns, weight.data(), columns, count, out.data() + t * count);
+    });
+}
 
 struct PyLayer {
     Floats1 input_norm, post_norm;
@@ -307,6 +345,12 @@ NB_MODULE(_native, module) {
         .def_prop_ro("in_features", [](const PyLinear& self) { return self.linear->in_features(); })
         .def_prop_ro("out_features", [](const PyLinear& self) { return self.linear->out_features(); })
         .def("multiply", &PyLinear::multiply, "x"_a.noconvert(), "out"_a.noconvert(), "accumulate"_a);
+
+    nb::class_<PyExperts>(module, "Experts")
+        .def(nb::init<const std::vector<PyLinear>&, const std::vector<PyLinear>&>(), "gate_up"_a, "down"_a)
+        .def("mix", &PyExperts::mix, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
+             "out"_a.noconvert(), "accumulate"_a);
+    module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
 
     nb::class_<PyLayer>(module, "Layer")
         .def(nb::init<Floats1, const PyLinear&, std::optional<Floats1>, std::optional<Floats1>, const PyLinear&, Floats1,

@@ -7,6 +7,7 @@ import torch
 import transformers
 from narrow import dense
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.loading.parts import find_parts
@@ -31,6 +32,8 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": 160,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -66,6 +69,62 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": 3,
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 3.0,
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 32,
+        },
+    ),
+    "glm4-moe-plain": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4-moe-mqa": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 0.5,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
+    "mixtral-tied": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "mixtral-mqa": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 4, "num_key_value_heads": 1}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32}),
+    "qwen3-moe-mha": ("Qwen3Moe", {**EXPERTS, "num_key_value_heads": 4, "mlp_only_layers": [0]}),
+    "qwen3-moe-mixed": (  # layers 1 and 5 are sparse
+        "Qwen3Moe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 6,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [0, 3],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "tie_word_embeddings": True,
         },
     ),
     "gemma3-plain": ("Gemma3", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20}),
@@ -264,7 +323,11 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
                 weight.copy_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
+            if name.endswith("mlp.gate.weight") and prefix != "Glm4Moe":
+                weight.mul_(3)  # the last experts of a token count little, so that rounding may choose others
         for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.8 + 0.2 * torch.rand(1, generator=generator))
     return model
@@ -288,7 +351,7 @@ def load(
     config = LlamaConfig.from_dict(reference.config.to_dict())
     model = create_model(config, max_len=max_len, dtype=dtype, device=device, group=group)
     assert isinstance(model, CausalLM)
-    state = reference.state_dict()
+    state = revert_weight_conversion(reference, reference.state_dict())  # with the names of files
     parts = find_parts({name: tuple(tensor.shape) for name, tensor in state.items()}, is_fused=True)
     for name, shard in model.weight_targets().items():
         full = state[parts[name].source].narrow(0, parts[name].start, parts[name].shape[0])

@@ -2,12 +2,14 @@
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, quantize
 from narrow import present
+from torch import Tensor
 from transformers import PreTrainedModel
 
 NAMES = {
@@ -25,6 +27,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
 }
 """Hugging Face's names of modules and GGUF's."""
 
@@ -92,8 +98,25 @@ def add_own_metadata(writer: GGUFWriter, config: Any, architecture: str, head_di
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
 
 
-def write_gguf(model: PreTrainedModel, path: Path, architecture: str, format: str = "F32") -> Path:
-    """Write the model; its matrices in `format`, one that the gguf package can make."""
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Weights by name; gate and up of experts, which transformers has in one tensor, apart."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, values in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), values
+        elif name.endswith("experts.down_proj"):
+            yield name.replace("down_proj", "down.weight"), tensor
+        else:
+            yield name, tensor
+
+
+def write_gguf(
+    model: PreTrainedModel, path: Path, architecture: str, format: str = "F32", *, splits_experts: bool = False
+) -> Path:
+    """Write the model; its matrices in `format`, one that the gguf package can make.
+
+    If it `splits_experts`, each has tensors of its own, as in older files.
+    """
     kind = GGMLQuantizationType[format]
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -108,7 +131,11 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str, format: st
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_own_metadata(writer, config, architecture, head_dim)
-    for name, tensor in model.state_dict().items():
+    if num_experts := getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    for name, tensor in _tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor
@@ -118,7 +145,11 @@ def write_gguf(model: PreTrainedModel, path: Path, architecture: str, format: st
             halves = tensor.unflatten(0, (-1, 2, head_dim // 2))
             values = halves.transpose(1, 2).reshape(tensor.shape)
         array = values.contiguous().numpy()
-        if array.ndim == 2 and format != "F32":
+        if array.ndim == 3 and splits_experts:
+            for expert, own in enumerate(array):
+                writer.add_tensor(gguf_name(name, architecture).replace("_exps", f".{expert}"), own)
+            continue
+        if array.ndim >= 2 and format != "F32" and ".mlp.gate." not in name:
             writer.add_tensor(gguf_name(name, architecture), quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(name, architecture), array)

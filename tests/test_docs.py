@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import infinilm
-from infinilm.debug import ALIASES, POINTS
+from infinilm.debug import ALIASES, EXPERT_POINTS, POINTS
 from infinilm.errors import InvalidValueError
 from infinilm.lowlevel.infer_input import TENSOR_FIELDS
 from infinilm.models import LlamaConfig, register_model
@@ -228,13 +228,16 @@ def table_after(document: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-def test_the_table_of_points_is_the_hooks_own() -> None:
+@pytest.mark.parametrize(
+    ("heading", "points"), [("point", POINTS), ("point of a layer with experts.*?", EXPERT_POINTS)]
+)
+def test_the_table_of_points_is_the_hooks_own(heading: str, points: dict[str, str]) -> None:
     expected = []
-    for point, shape in POINTS.items():
+    for point, shape in points.items():
         names = [point, ALIASES[point]] if point in ALIASES else [point]
         array, end, rest = shape.partition("]")
         expected.append([", ".join(f"`{name}`" for name in names), f"`{array}{end}`{rest}"])
-    assert table_after("docs/low-level.md", "point") == expected
+    assert table_after("docs/low-level.md", heading) == expected
 
 
 def test_the_table_of_inputs_has_every_field() -> None:

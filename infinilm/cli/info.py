@@ -108,6 +108,7 @@ def _collect(
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
+        "experts": _describe_experts(config),
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -121,6 +122,17 @@ def _collect(
         "memory": memory,
         "ranks": ranks,
     }
+
+
+def _describe_experts(config: "ModelConfig") -> dict[str, int] | None:
+    """How many experts there are, in how many layers; None for a model without."""
+    from infinilm.models.sparse import SparseConfig
+
+    if not isinstance(config, SparseConfig):
+        return None
+    num_layers = sum(map(config.is_sparse, range(config.num_hidden_layers)))
+    numbers = {"count": config.num_experts, "per_token": config.num_experts_per_tok, "size": config.expert_size}
+    return {**numbers, "layers": num_layers}
 
 
 def size_on_disk(path: Path) -> int:
@@ -263,7 +275,7 @@ def _describe(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _describe_model(facts: dict[str, Any]) -> dict[str, str]:
-    tokenizer = facts["tokenizer"]
+    tokenizer, experts = facts["tokenizer"], facts["experts"]
     rope = {
         name: f"{value:g}" if isinstance(value, float) else str(value)
         for name, value in facts["rope"].items()
@@ -275,7 +287,12 @@ def _describe_model(facts: dict[str, Any]) -> dict[str, str]:
         "architecture": facts["architecture"]
         + (f", the text part of a {whole} model: images and sound are refused" if whole else ""),
         "parameters": f"{format_count(facts['num_parameters'])}{', head tied to embedding' * facts['tied_head']}",
-        "layers": f"{facts['num_layers']} of width {facts['hidden_size']}, MLP {facts['intermediate_size']}",
+        "layers": f"{facts['num_layers']} of width {facts['hidden_size']}, MLP {facts['intermediate_size']}"
+        + (
+            ", {count} experts of {size}, {per_token} per token, in {layers} layers".format(**experts)
+            if experts
+            else ""
+        ),
         "attention": f"{facts['num_attention_heads']} heads, {facts['num_key_value_heads']} for keys and values, "
         f"of {facts['head_dim']}; "
         + (f"window of {facts['sliding_window']} tokens" if facts["sliding_window"] else "no sliding window"),

@@ -44,7 +44,8 @@ class StepShape:
     queries: int
     keys: int
     """Values are as many."""
-    inner: int
+    channels: int
+    """In a channel mixer."""
     vocab: int
     itemsize: int
 
@@ -60,7 +61,7 @@ class StepShape:
             hidden=model_config.hidden_size,
             queries=model_config.num_attention_heads // tp_size * head_dim,
             keys=kv_heads_per_rank(model_config.num_key_value_heads, tp_size) * head_dim,
-            inner=model_config.intermediate_size // tp_size,
+            channels=model_config.channel_width(tp_size),
             vocab=model_config.vocab_size,
             itemsize=dtype.itemsize,
         )
@@ -73,8 +74,7 @@ class StepShape:
             + 2 * self.keys  # these three as they are projected
             + self.queries  # turned by their positions
             + self.queries  # what they attended to
-            + 2 * self.inner  # gate and up
-            + self.inner  # activated
+            + self.channels
         )
         return num_tokens * width * self.itemsize
 

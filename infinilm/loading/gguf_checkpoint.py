@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 # Where an architecture's names differ from these.
 _GEMMA_NORMS = {
@@ -45,6 +50,12 @@ _GEMMA_NORMS = {
 _OWN_LAYER_NAMES = {
     "gemma2": _GEMMA_NORMS,
     "gemma3": _GEMMA_NORMS,
+    "llama": {  # with experts: Mixtral
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
     "glm4": {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
@@ -204,17 +215,29 @@ def _name_tensors(file: GGUFFile, layer_names: Mapping[str, str]) -> dict[str, G
         if name in ROPE_TENSORS:
             continue
         hf_name = _hf_name(name, layer_names)
-        if hf_name in tensors:
-            raise CheckpointError(f"{file.path}: {tensors[hf_name].name!r} and {name!r} are both {hf_name!r}")
-        tensors[hf_name] = tensor
+        for own_name, part in _of_experts(hf_name, tensor) if "{}" in hf_name else [(hf_name, tensor)]:
+            if own_name in tensors:
+                raise CheckpointError(f"{file.path}: {tensors[own_name].name!r} and {name!r} are both {own_name!r}")
+            tensors[own_name] = part
     return tensors
+
+
+def _of_experts(name: str, tensor: GGUFTensorInfo) -> Iterator[tuple[str, GGUFTensorInfo]]:
+    """The matrix of each expert by its name, of a tensor that has all of them one after the other."""
+    num_experts, *shape = tensor.shape
+    num_bytes = tensor.num_bytes // max(1, num_experts)
+    for expert in range(num_experts):
+        offset = tensor.offset + expert * num_bytes
+        yield name.format(expert), replace(tensor, shape=tuple(shape), offset=offset, num_bytes=num_bytes)
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Hugging Face's name for a tensor. An unknown tensor keeps its name, so that strict loading reports it."""
     if match := LAYER_PATTERN.fullmatch(name):
-        layer, part, kind = match.groups()
-        if part in layer_names:
+        layer, part, expert, kind = match.groups()
+        if expert is not None and f"{part}_exps" in layer_names:
+            return f"model.layers.{layer}.{layer_names[f'{part}_exps'].format(int(expert))}.{kind}"
+        if expert is None and part in layer_names:
             return f"model.layers.{layer}.{layer_names[part]}.{kind}"
     elif (match := _OUTER_PATTERN.fullmatch(name)) and match[1] in _OUTER_NAMES:
         return f"{_OUTER_NAMES[match[1]]}.{match[2]}"

@@ -21,21 +21,26 @@ _ARCHITECTURES = {
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 """By GGUF's name: Hugging Face's `model_type` and class."""
+_SPARSE_ARCHITECTURES = {"llama": ("mixtral", "MixtralForCausalLM"), "qwen3moe": _ARCHITECTURES["qwen3moe"]}
+"""The same for files with experts."""
 _RENAMED = {"mistral3": "ministral3", "olmo2": "olmo3"}
 """By GGUF's name: the `model_type` of files that say more, see `_own_settings`."""
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 ROPE_TENSORS = (ROPE_FACTORS, *LONG_FACTORS)
 """Tensors that say how positions are rotated, which is in the config of a Hugging Face checkpoint."""
-LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
+"""Layer, part, the expert's number in files that have a tensor for each, and kind."""
 
 
 def architectures(model_type: str) -> list[str]:
     """GGUF's names for models of a Hugging Face `model_type`."""
     known = [name for name, (found, _) in _ARCHITECTURES.items() if found == model_type]
-    return known + [name for name, found in _RENAMED.items() if found == model_type]
+    sparse = [name for name, (found, _) in _SPARSE_ARCHITECTURES.items() if found == model_type and name not in known]
+    return known + sparse + [name for name, found in _RENAMED.items() if found == model_type]
 
 
 class GGUFMetadata:
@@ -112,7 +117,8 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         if architecture in ("qwen2", "qwen3"):
             raise metadata.error(f"sliding window attention in {architecture} files is not supported")
         architecture = "mistral" if architecture == "llama" else architecture
-    model_type, class_name = _ARCHITECTURES[architecture]
+    experts = _expert_settings(metadata, tensors)
+    model_type, class_name = _SPARSE_ARCHITECTURES[metadata.architecture] if experts else _ARCHITECTURES[architecture]
     config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [class_name],
@@ -132,6 +138,7 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _stored_dtype_name(file),
+        **experts,
     }
     for key in ("attention.value_length", "rope.dimension_count"):
         is_partial = key == "rope.dimension_count" and architecture in ("glm4", "phi3")
@@ -148,6 +155,26 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": metadata.token_id("bos", vocab_size),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,  # a list where several tokens end an answer
         "pad_token_id": metadata.token_id("padding", vocab_size),
+    }
+
+
+def _expert_settings(metadata: GGUFMetadata, tensors: Mapping[str, GGUFTensorInfo]) -> dict[str, Any]:
+    """The settings of mixtures of experts; empty for other files."""
+    if not metadata.get("expert_count"):
+        if metadata.architecture == "qwen3moe":
+            metadata.integer("expert_count")  # refused
+        return {}
+    experts = {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
+    if metadata.architecture == "llama":
+        return experts
+    layers = range(metadata.integer("block_count"))
+    return experts | {
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # as llama.cpp computes these models
+        "mlp_only_layers": [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in tensors],
     }
 
 
@@ -239,8 +266,10 @@ def _rotary_part(metadata: GGUFMetadata, config: dict[str, Any]) -> float:
 
 def _refuse_other_structures(metadata: GGUFMetadata) -> None:
     """Refuse settings that would load but be computed wrongly."""
-    if metadata.get("expert_count"):
-        raise metadata.error(f"mixtures of experts are not supported, it has {metadata.get('expert_count')} experts")
+    if metadata.get("expert_count") and metadata.architecture not in _SPARSE_ARCHITECTURES:
+        raise metadata.error(
+            f"{metadata.architecture} files with experts are not supported, it has {metadata.get('expert_count')}"
+        )
     for key in ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"):
         if metadata.get(key) is not None and metadata.architecture != "granite":
             raise metadata.error(f"metadata {metadata.architecture}.{key} is not supported")
@@ -260,6 +289,9 @@ def _check_sizes(metadata: GGUFMetadata, config: dict[str, Any], tensors: Mappin
     is_fused = metadata.architecture in ("glm4", "phi3")
     rows |= {"blk.0.ffn_up" if is_fused else "blk.0.ffn_gate": config["intermediate_size"] * (1 + is_fused)}
     wanted = {f"{name}.weight": (num_rows, config["hidden_size"]) for name, num_rows in rows.items()}
+    if "num_experts" in config and 0 not in config.get("mlp_only_layers", ()):
+        del wanted["blk.0.ffn_gate.weight"]  # experts are checked with all tensors
+        wanted["blk.0.ffn_gate_inp.weight"] = (config["num_experts"], config["hidden_size"])
     for name, (num_rows, num_columns) in wanted.items():
         if name not in tensors:
             raise metadata.error(f"the tensor {name!r} is missing")

@@ -28,7 +28,6 @@ MAX_LAYERS = 10_000
 """More than any model has: a config that says so is damaged."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
-_ALIASES = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 # Keys of Hugging Face's configurations that no result depends on, or that are read elsewhere.
 _NEUTRAL_KEYS = frozenset(
@@ -45,8 +44,23 @@ _NEUTRAL_KEYS = frozenset(
             "id2label",
         ),
         *("is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "quantization_config"),
-        *("resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params", "tokenizer_class"),
+        *(
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "output_hidden_states",
+            "output_router_logits",
+            "pretraining_tp",
+            "problem_type",
+            "quantization_config",
+        ),
+        *(
+            "resid_pdrop",
+            "return_dict",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+            "task_specific_params",
+            "tokenizer_class",
+        ),
     )
 )
 # Of these, the ones that ask for something, and the value that asks for what is done anyway.
@@ -100,6 +114,8 @@ class ModelConfig:
     initializer_range: float = 0.02
     """The standard deviation of the weights of a model that is built without a checkpoint."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
+    """Other names of settings."""
     default_theta: ClassVar[float] = DEFAULT_THETA
     sliding_theta: ClassVar[float | None] = None
     """If sliding layers have a rotary embedding of their own, its default. `rope_parameters` are then by layer type."""
@@ -116,7 +132,7 @@ class ModelConfig:
         cls.__init__ = cls.__init__  # type: ignore[method-assign]
 
     def __init__(self, **settings: Any) -> None:
-        for alias, name in _ALIASES.items():
+        for alias, name in self.aliases.items():
             if alias in settings:
                 if name in settings:
                     raise InvalidTypeError(f"{alias} and {name} are the same setting; give one of them")
@@ -196,11 +212,11 @@ class ModelConfig:
         nullable = {item.name for item in fields(cls) if "None" in str(item.type) or "Optional" in str(item.type)}
         settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **cls.window_settings, **defaults}
         for name, value in config.items():
-            if _ALIASES.get(name) not in config and (value is not None or name in nullable):
-                settings[_ALIASES.get(name, name)] = value
+            if cls.aliases.get(name) not in config and (value is not None or name in nullable):
+                settings[cls.aliases.get(name, name)] = value
         settings |= cls._read_windows(settings)
         read = {*cls.setting_names(), *ROPE_SETTINGS} - cls.ignored_settings
-        known = read | {*_ALIASES, *cls.window_settings, *_NEUTRAL_KEYS}
+        known = read | {*cls.aliases, *cls.window_settings, *_NEUTRAL_KEYS}
         known |= {name for name in cls.ignored_settings if config.get(name) is False}
         if unknown := sorted(str(name) for name, value in config.items() if name not in known and value is not None):
             logger.info("%s does not know these keys of config.json: %s", cls.__name__, ", ".join(unknown))
@@ -308,6 +324,10 @@ class ModelConfig:
         """What each layer keeps per token, over all ranks."""
         heads, head_dim = self.num_key_value_heads, self.head_dim
         return tuple(AttentionSpec(heads, head_dim, self.window(layer)) for layer in range(self.num_hidden_layers))
+
+    def channel_width(self, num_ranks: int) -> int:
+        """How many numbers a channel mixer's tensors have per token, on one of so many ranks: gate, up, product."""
+        return 3 * self.intermediate_size // num_ranks
 
     def max_context_len(self) -> int:
         """The longest text the model is made for: its positions, times what its rope scaling adds to them."""

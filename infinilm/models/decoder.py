@@ -21,6 +21,7 @@ from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
+from infinilm.layers.moe import Experts
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.config import ModelConfig
@@ -279,7 +280,7 @@ class Decoder(nn.Module):
 
     def num_bytes(self) -> int:
         """See `InfinilmModel`."""
-        kinds = Linear | VocabParallelEmbedding | ParallelLMHead
+        kinds = Linear | VocabParallelEmbedding | ParallelLMHead | Experts
         matrix_bytes = sum(module.matrix.num_bytes for module in self.modules() if isinstance(module, kinds))
         others = sum(weight.nbytes for name, weight in self.named_parameters() if ".matrix." not in name)
         return matrix_bytes + others + sum(rotary.table.nbytes for rotary in set(self.rotaries.values()))

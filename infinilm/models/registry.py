@@ -29,6 +29,14 @@ from infinilm.models.relatives import (
     SmolLM3Config,
 )
 from infinilm.models.rope_parameters import ROPE_SETTINGS
+from infinilm.models.sparse import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    SparseCausalLM,
+)
 from infinilm.models.stages import divide_layers
 
 ModelBuilder = Callable[..., InfinilmModel]
@@ -61,6 +69,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, GemmaForCausalLM),
     "gemma4_text": ModelFamily("Gemma4ForCausalLM", Gemma4Config, Gemma4ForCausalLM),
     "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
+    "glm4_moe": ModelFamily("Glm4MoeForCausalLM", Glm4MoeConfig, Glm4MoeForCausalLM),
+    "mixtral": ModelFamily("MixtralForCausalLM", MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", Qwen3MoeConfig, SparseCausalLM),
     "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),
     "olmo2": ModelFamily("Olmo2ForCausalLM", Olmo2Config, Olmo2ForCausalLM),
     "olmo3": ModelFamily("Olmo3ForCausalLM", Olmo3Config, Olmo2ForCausalLM),

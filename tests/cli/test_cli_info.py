@@ -150,3 +150,14 @@ def test_pull_lists_the_aliases(cli: Cli) -> None:
     for alias, source in ALIASES.items():
         assert alias in listed
         assert source.license in listed
+
+
+def test_experts_are_counted(cli: Cli, tmp_path: Path) -> None:
+    path = save(make_reference("qwen3-moe-mixed"), tmp_path)
+    assert json.loads(cli("info", path, "--json").out)["experts"] == {
+        "count": 8,
+        "per_token": 3,
+        "size": 64,
+        "layers": 2,
+    }
+    assert "8 experts of 64, 3 per token, in 2 layers" in " ".join(cli("info", path).out.split())
