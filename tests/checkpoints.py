@@ -33,6 +33,8 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 160,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+YARN = {"rope_type": "yarn", "truncate": False}
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
@@ -109,6 +111,29 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "head_dim": 32,
+            "swiglu_limit": 0.6,
+            "rope_parameters": {**YARN, "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        },
+    ),
+    "gpt-oss-full": (
+        "GptOss",
+        {
+            **GPT_OSS,
+            "num_experts_per_tok": 4,
+            "head_dim": 16,
+            "layer_types": ["full_attention"] * 2,
+            "attention_bias": False,
+            "swiglu_alpha": 1.0,
+        },
+    ),
+    "gpt-oss-tied": ("GptOss", {**GPT_OSS, "num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 32}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 24}),
     "mixtral-tied": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
     "mixtral-mqa": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 4, "num_key_value_heads": 1}),
@@ -323,7 +348,9 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
                 weight.copy_(0.3 * noise)
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
-            if name.endswith("mlp.gate.weight") and prefix != "Glm4Moe":
+            if name.endswith("sinks"):
+                weight.copy_(noise)
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")) and prefix != "Glm4Moe":
                 weight.mul_(3)  # the last experts of a token count little, so that rounding may choose others
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infinilm.kernels.activation import gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
-from infinilm.kernels.experts_torch import Routing
+from infinilm.kernels.experts_torch import ClampedGate, Routing
 
 FEW_ROWS = 16
 """So many rows are not sorted."""
@@ -108,12 +108,17 @@ def mix_experts(
     down: Tensor,
     residual: Tensor | None = None,
     tiles: Tiles | None = None,
+    *,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
 
     `gate_up` is `[experts, 2 * inner, hidden]`, the gate's lines first, `down` `[experts, hidden, inner]`, both
-    contiguous. A row's ids are different. The `residual` `[T, hidden]` is added before the single rounding of the sum;
-    what is between is rounded to the type of `x`. `tiles` are for measuring others than `choose_tiles`'s.
+    contiguous. A row's ids are different. The `biases` `[experts, 2 * inner]` and `[experts, hidden]` are added to the
+    products. Without a `gate` it is `silu(gate) * up`. The `residual` `[T, hidden]` is added before the single rounding
+    of the sum; what is between is rounded to the type of `x`. `tiles` are for measuring others than
+    `choose_tiles`'s.
     """
     num_rows, hidden = x.shape
     (num_experts, _, inner), top_k = down.shape, ids.shape[1]
@@ -132,21 +137,24 @@ def mix_experts(
         "IS_SORTED": groups is not None,
         "BY_EXPERT": num_pairs > num_experts,
         "WIDEN": x.device.type == "cpu",  # Triton's interpreter has no products of bfloat16 matrices
+        "IS_CLAMPED": gate is not None,
         "EARLY": early,
         "launch_pdl": early,
     }
+    alpha, limit = gate or (0.0, 0.0)
     num_groups = min(num_pairs, num_experts) if groups is None else len(groups.tiles)
     activated = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     results = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
     products = (
-        (tiles.gate_up, x, gate_up, activated, True),
-        (tiles.down, activated, down, results, False),
+        (tiles.gate_up, x, gate_up, biases[0], activated, True),
+        (tiles.down, activated, down, biases[1], results, False),
     )
-    for tile, source, matrix, target, is_gated in products:
+    for tile, source, matrix, bias, target, is_gated in products:
         in_size, out_size = matrix.shape[2], target.shape[1]
         _product_kernel[(triton.cdiv(out_size, tile.outputs), num_groups)](
             source,
             matrix,
+            bias,
             target,
             ids,
             None if groups is None else groups.order,
@@ -154,6 +162,8 @@ def mix_experts(
             num_rows,
             out_size,
             source.stride(0),
+            alpha,
+            limit,
             IN=in_size,
             IS_GATED=is_gated,
             BLOCK_OUT=tile.outputs,
@@ -340,6 +350,7 @@ def _place_kernel(
 def _product_kernel(
     x,
     matrix,
+    bias,
     out,
     ids,
     order,
@@ -347,10 +358,13 @@ def _product_kernel(
     num_rows,
     out_size,
     x_stride,
+    alpha,
+    limit,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IN: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
     IS_SORTED: tl.constexpr,
     BY_EXPERT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -390,13 +404,17 @@ def _product_kernel(
     outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inputs = tl.arange(0, BLOCK_IN)
     has_output = outputs < out_size
+    # Gates come first, or each before its up.
     LINES: tl.constexpr = 2 if IS_GATED else 1
-    lines = matrix + (expert.to(tl.int64) * LINES * out_size + outputs[None, :]) * IN + inputs[:, None]
+    STEP: tl.constexpr = 2 if IS_GATED and IS_CLAMPED else 1
+    to_up = 1 if IS_CLAMPED else out_size
+    numbers_of_lines = expert.to(tl.int64) * LINES * out_size + outputs * STEP
+    lines = matrix + numbers_of_lines[None, :] * IN + inputs[:, None]
+    up_lines = tl.cast(to_up, tl.int64) * IN
     source = pairs // K if IS_GATED else pairs
     x += source.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     more = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
-    up_lines = out_size.to(tl.int64) * IN
     for start in range(0, IN, BLOCK_IN):
         is_value, inside = has_pair[:, None], has_output[None, :]
         if IN % BLOCK_IN != 0:
@@ -406,11 +424,24 @@ def _product_kernel(
         sums = _added(sums, values, tl.load(lines + start, mask=inside, other=0.0), WIDEN)
         if IS_GATED:
             more = _added(more, values, tl.load(lines + up_lines + start, mask=inside, other=0.0), WIDEN)
+    if bias is not None:
+        sums += tl.load(bias + numbers_of_lines, mask=has_output, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            more += tl.load(bias + numbers_of_lines + to_up, mask=has_output, other=0.0).to(tl.float32)[None, :]
     result = sums.to(out.dtype.element_ty)
     if IS_GATED:
-        result = gated(result, more.to(out.dtype.element_ty))
+        up = more.to(out.dtype.element_ty)
+        result = _gated_by_limits(result, up, alpha, limit) if IS_CLAMPED else gated(result, up)
     target = out + pairs.to(tl.int64)[:, None] * out_size + outputs[None, :]
     tl.store(target, result, mask=has_pair[:, None] & has_output[None, :])
+
+
+@triton.jit
+def _gated_by_limits(gate, up, alpha, limit):
+    """See `ClampedGate`."""
+    wide = tl.minimum(gate.to(tl.float32), limit)
+    shifted = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit) + 1.0
+    return (shifted * (wide / (1.0 + tl.exp(-alpha * wide)))).to(gate.dtype)
 
 
 @triton.jit

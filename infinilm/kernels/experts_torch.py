@@ -25,6 +25,13 @@ class Routing(NamedTuple):
     """What weights are multiplied by in the end."""
 
 
+class ClampedGate(NamedTuple):
+    """GPT-OSS's gate: `(up + 1) * gate * sigmoid(alpha * gate)`, both limited; lines of gate and up alternate."""
+
+    alpha: float
+    limit: float
+
+
 def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `experts.choose_experts`."""
     wide = logits.float()
@@ -43,14 +50,33 @@ def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None =
 
 
 def mix_experts_torch(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, residual: Tensor | None = None
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None = None,
+    *,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    gate: ClampedGate | None = None,
 ) -> Tensor:
     """See `experts.mix_experts`. An expert that no row chose is not read, for which this waits for the ids."""
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[rows] @ gate_up[expert].t()).chunk(2, dim=-1)
-        result = F.silu(gate).mul_(up) @ down[expert].t()
+        first, second = (None if bias is None else bias[expert] for bias in biases)
+        inner = gate_torch(F.linear(x[rows], gate_up[expert], first), gate)
+        result = F.linear(inner, down[expert], second)
         mixed.index_add_(0, rows, result.float() * weights[rows, places, None])
     mixed = mixed.to(x.dtype)
     return mixed if residual is None else mixed.add_(residual)
+
+
+def gate_torch(gate_up: Tensor, how: ClampedGate | None) -> Tensor:
+    """What becomes of gate and up `[n, 2 * inner]`: `[n, inner]`. None: `silu(gate) * up`, gates first."""
+    if how is None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+    gate = gate_up[..., ::2].clamp(max=how.limit)
+    up = gate_up[..., 1::2].clamp(-how.limit, how.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))

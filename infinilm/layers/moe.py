@@ -1,6 +1,6 @@
 """The sparse channel mixer: a router chooses some experts, each a small gated MLP, for every token."""
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import Routing, choose_experts_torch
+from infinilm.kernels.experts_torch import ClampedGate, Routing, choose_experts_torch
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightOptions, below
 from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts
@@ -27,13 +27,22 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     router_bias: str = "e_score_correction_bias"
+    is_stacked: bool = False
+    """Whether gate and up, and down, of all experts are one tensor each, inputs first, and have biases."""
 
 
 class Experts(nn.Module):
     """The experts of a layer. Each rank has a share of every expert's intermediate size."""
 
     def __init__(
-        self, hidden_size: int, expert_size: int, num_experts: int, names: ExpertNames, **options: Unpack[LayerOptions]
+        self,
+        hidden_size: int,
+        expert_size: int,
+        num_experts: int,
+        names: ExpertNames,
+        *,
+        gate: ClampedGate | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         self._names, self._num_experts = names, num_experts
@@ -46,12 +55,13 @@ class Experts(nn.Module):
             for names in self._tensor_names()
         ]
         self.matrix: ExpertWeights
-        if all(None not in own for own in found):
+        if not names.is_stacked and all(None not in own for own in found):
             packed = [[each for part in own for each in part or ()] for own in found]
             self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"])
         else:
             sizes = (num_experts, hidden_size, self._inner.length)
-            self.matrix = DenseExperts(*sizes, dtype=options["dtype"], device=options["device"])
+            how: dict[str, Any] = {"has_biases": names.is_stacked, "adds_last_bias": group.rank == 0, "gate": gate}
+            self.matrix = DenseExperts(*sizes, **how, dtype=options["dtype"], device=options["device"])
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
@@ -63,6 +73,10 @@ class Experts(nn.Module):
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by their names in a checkpoint."""
+        if self._names.is_stacked and isinstance(self.matrix, DenseExperts):
+            parts = [f"{prefix}experts.{part}" for part in (self._names.gate, self._names.down)]
+            names = [name for part in parts for name in (part, f"{part}_bias")]
+            return dict(zip(names, self.matrix.stacked_shards(self._inner, self._hidden), strict=True))
         names = [f"{prefix}{name}" for expert in self._tensor_names() for name in expert]
         shards = [shard for expert in self.matrix.shards(self._inner, self._hidden) for shard in expert]
         return dict(zip(names, shards, strict=True))
@@ -87,11 +101,14 @@ class SparseMLP(Mixer):
         router_dtype: torch.dtype | None = None,
         has_router_bias: bool = False,
         shared_size: int = 0,
+        adds_router_bias: bool = False,
+        gate: ClampedGate | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         """`router_dtype` is what the router computes in (default: as the rest).
 
-        Its bias is added to the scores by which experts are chosen, not to their weights. Shared experts, of the
+        A bias that it adds (`adds_router_bias`) is a part of the logits; another (`has_router_bias`) is added to the
+        scores by which experts are chosen, not to their weights. Shared experts, of the
         intermediate size `shared_size` together, compute every token besides those chosen.
         """
         super().__init__(layer, names.prefix)
@@ -105,12 +122,12 @@ class SparseMLP(Mixer):
         # Whole on every rank: it is small, and all ranks must choose the same experts.
         kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"]}
         self._router_dtype = kind["dtype"]
-        self.router = Linear(hidden_size, {names.router: routing.num_experts}, bias=False, **kind)
+        self.router = Linear(hidden_size, {names.router: routing.num_experts}, bias=adds_router_bias, **kind)
         self.router_bias: nn.Parameter | None = None
         if has_router_bias:
             bias = torch.empty(routing.num_experts, dtype=torch.float32, device=options["device"])
             self.router_bias = nn.Parameter(bias, requires_grad=False)
-        self.experts = Experts(hidden_size, expert_size, routing.num_experts, names, **options)
+        self.experts = Experts(hidden_size, expert_size, routing.num_experts, names, gate=gate, **options)
         self._has_kernels = has_kernels(options["device"])
 
     def forward(
@@ -139,7 +156,8 @@ class SparseMLP(Mixer):
     def _score(self, x: Tensor) -> Tensor:
         """The router's logits `[T, experts]`."""
         if isinstance(self.experts.matrix, PackedExperts) and isinstance(self.router.matrix, DenseWeight):
-            return self.experts.matrix.score(x, self.router.matrix.weight)
+            scores = self.experts.matrix.score(x, self.router.matrix.weight)
+            return scores if self.router.bias is None else scores + self.router.bias
         logits: Tensor = self.router(x.to(self._router_dtype))
         return logits
 

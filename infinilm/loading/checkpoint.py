@@ -61,10 +61,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open(path: Path) -> Checkpoint:
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+    from infinilm.loading.mxfp4 import Mxfp4Checkpoint
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        checkpoint = SafetensorsCheckpoint(path)
+        return Mxfp4Checkpoint(checkpoint) if checkpoint.has_codes else checkpoint
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix in PICKLE_SUFFIXES:

@@ -26,7 +26,11 @@ PICKLE_REFUSED = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_CODED_TYPES = {"U8": torch.uint8}
 _FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPES = _FLOAT_TYPES | _CODED_TYPES
+MXFP4 = "mxfp4"
+"""The only `quant_method` that is read; see `mxfp4`."""
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 # Families whose published checkpoints come with code though no one needs it.
@@ -52,6 +56,7 @@ class SafetensorsCheckpoint:
         self._tensors = _read_headers(files)
         _check_index(index, self._tensors, self.path)
         self.num_bytes = sum(_num_data_bytes(file) for file in files)
+        self.has_codes = bool(self.config.get("quantization_config"))
         self._readers = threading.local()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -62,7 +67,7 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Tensor:
         tensor = self._tensor(name)
-        target = torch.empty(tensor.shape, dtype=_FLOAT_TYPES[tensor.dtype])
+        target = torch.empty(tensor.shape, dtype=_TYPES[tensor.dtype])
         self.read_into(name, target)
         return target
 
@@ -88,7 +93,7 @@ class SafetensorsCheckpoint:
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         tensor = self._tensors[name]
-        if tensor.dtype not in _FLOAT_TYPES:
+        if tensor.dtype not in _FLOAT_TYPES and not (self.has_codes and tensor.dtype in _CODED_TYPES):
             raise CheckpointError(
                 f"{tensor.file}: {name!r} has type {tensor.dtype}; supported are {', '.join(_FLOAT_TYPES)}"
             )
@@ -117,7 +122,7 @@ class _Reader:
                 slice(start, start + length) for start, length in zip(starts[1:], target.shape[1:], strict=True)
             )
             # Whole rows count, because their pages are read even if only some columns are needed.
-            row_bytes = math.prod(tensor.shape[1:]) * _FLOAT_TYPES[tensor.dtype].itemsize
+            row_bytes = math.prod(tensor.shape[1:]) * _TYPES[tensor.dtype].itemsize
             step = max(1, self._max_mapped_bytes // row_bytes)
             for offset in range(0, len(target), step):
                 part = target[offset : offset + step]
@@ -147,8 +152,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{file}: auto_map asks to run code that came with the model ({code!r}); code from a model "
             "directory is never run. If the architecture is one of the supported ones, delete auto_map"
         )
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method and method != MXFP4:
         raise CheckpointError(
             f"{file}: weights quantised with {method!r} are not supported; take the unquantised model or a GGUF file"
         )

@@ -123,6 +123,8 @@ class ModelConfig:
     """Whether `partial_rotary_factor` may be less than 1."""
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
     """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
+    readable_quantizations: ClassVar[frozenset[str]] = frozenset()
+    """Methods of `quantization_config` whose weights are read."""
     known_layer_types: ClassVar[tuple[str, ...]] = (FULL_ATTENTION, SLIDING_ATTENTION)
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
     """Flags that Hugging Face's class of the family does not read; a config.json may hold them all the same."""
@@ -196,8 +198,8 @@ class ModelConfig:
         config = text_config(config)
         model_type = find_model_type(config)
         quantization = config.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method and method not in FAMILIES[model_type].config.readable_quantizations:
             raise CheckpointError(
                 f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
             )

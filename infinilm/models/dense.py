@@ -38,6 +38,11 @@ class LlamaConfig(ModelConfig):
         return self.hidden_act
 
     @property
+    def has_sinks(self) -> bool:
+        """Whether each head of attention has a sink."""
+        return False
+
+    @property
     def out_bias(self) -> bool:
         """Whether the o projection adds a bias."""
         return self.attention_bias
@@ -155,6 +160,7 @@ def build_attention(
         window=config.window(layer),
         scale=config.attention_scale,
         cap=config.attention_cap,
+        has_sinks=config.has_sinks,
         qkv_bias=config.attention_bias or config.qkv_bias,
         out_bias=config.out_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,

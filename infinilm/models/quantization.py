@@ -20,7 +20,7 @@ QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1"}
 OUTER_FORMAT = "Q8_0"
 """Of the embedding and the head, where rounding errors cost most."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
-ROUTERS = ("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
+ROUTERS = ("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight", "*.mlp.router.weight")
 """Routers of experts, which stay dense: they are small, and a rounding error chooses another expert."""
 _MAX_LISTED = 8
 

@@ -32,6 +32,8 @@ from infinilm.models.rope_parameters import ROPE_SETTINGS
 from infinilm.models.sparse import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -70,6 +72,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma4_text": ModelFamily("Gemma4ForCausalLM", Gemma4Config, Gemma4ForCausalLM),
     "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
     "glm4_moe": ModelFamily("Glm4MoeForCausalLM", Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": ModelFamily("GptOssForCausalLM", GptOssConfig, GptOssForCausalLM),
     "mixtral": ModelFamily("MixtralForCausalLM", MixtralConfig, MixtralForCausalLM),
     "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", Qwen3MoeConfig, SparseCausalLM),
     "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),

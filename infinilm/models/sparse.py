@@ -1,4 +1,4 @@
-"""Qwen3-MoE, Mixtral and GLM-4-MoE: mixtures of experts in place of the MLP, in all layers or some."""
+"""Qwen3-MoE, Mixtral, GLM-4-MoE and GPT-OSS: mixtures of experts in place of the MLP, in all layers or some."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
+from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import Routing
+from infinilm.kernels.experts_torch import ClampedGate, Routing
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
 from infinilm.layers.moe import ExpertNames, SparseMLP
-from infinilm.models.config import ModelConfig
+from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig
+from infinilm.models.stages import Stage
 
 
 @dataclass(init=False, frozen=True)
@@ -190,6 +192,56 @@ class Glm4MoeConfig(SparseConfig):
             )
 
 
+@dataclass(init=False, frozen=True)
+class GptOssConfig(SparseConfig):
+    """Llama with experts in all layers, biases, attention sinks, and a window in every other layer."""
+
+    model_type: str = "gpt_oss"
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    sliding_window: int | None = 128
+    attention_bias: bool = True
+    num_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    default_theta = 150_000.0
+    window_settings = {"sliding_window": 128}  # noqa: RUF012
+    readable_quantizations = frozenset({"mxfp4"})
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+            yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+            settings = {**settings, "rope_parameters": yarn}
+        return super().read_rope(settings, max_position_embeddings)
+
+    @staticmethod
+    def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+        count = settings["num_hidden_layers"]
+        types = [FULL_ATTENTION if layer % 2 else SLIDING_ATTENTION for layer in range(count)]
+        return {"sliding_window": settings["sliding_window"], "layer_types": settings.get("layer_types") or types}
+
+    @property
+    def has_sinks(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("swiglu_alpha", "swiglu_limit"):
+            check_real(name, getattr(self, name), low=0.0, high=1e6, above_low=True)
+
+
 class SparseCausalLM(CausalLM):
     """A decoder with experts in the layers that its configuration says."""
 
@@ -223,3 +275,25 @@ class Glm4MoeForCausalLM(SparseCausalLM):
         """See `InfinilmModel`. Layers after the last predict tokens after the next."""
         found = re.match(r"model\.layers\.(\d+)\.", name)
         return super().is_ignorable(name) or (found is not None and int(found[1]) >= self.config.num_hidden_layers)
+
+
+class GptOssForCausalLM(SparseCausalLM):
+    config: GptOssConfig
+    expert_names = ExpertNames(router="router", gate="gate_up_proj", is_stacked=True)
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        *,
+        max_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        group: CommunicationGroup = SINGLE,
+        stage: Stage | None = None,
+    ) -> None:
+        # Without `formats`: a tensor of all experts can't be kept quantised.
+        super().__init__(config, max_len=max_len, dtype=dtype, device=device, group=group, stage=stage)
+
+    def expert_options(self) -> dict[str, Any]:
+        gate = ClampedGate(self.config.swiglu_alpha, self.config.swiglu_limit)
+        return {"adds_router_bias": True, "gate": gate}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infinilm.kernels.experts import FEW_ROWS, Tile, Tiles, choose_experts, choose_tiles, mix_experts
-from infinilm.kernels.experts_torch import Routing, choose_experts_torch, mix_experts_torch
+from infinilm.kernels.experts_torch import ClampedGate, Routing, choose_experts_torch, mix_experts_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -86,6 +86,16 @@ def test_rows_equal_the_twin(num_rows: int, dtype: torch.dtype) -> None:
     assert_alike(mix_experts(*layer), mix_experts_torch(*layer))
     residual = torch.randn(num_rows, 2 * HIDDEN, device=DEVICE).to(dtype)[:, :HIDDEN]
     assert_alike(mix_experts(*layer, residual), mix_experts_torch(*layer, residual))
+
+
+@pytest.mark.parametrize("num_rows", [3, 30])
+def test_biases_and_a_limited_gate(num_rows: int) -> None:
+    layer = make_layer(num_rows)
+    biases = torch.randn(NUM_EXPERTS, 2 * INNER, device=DEVICE), torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE)
+    gate = ClampedGate(alpha=1.7, limit=1.2)
+    assert_alike(mix_experts(*layer, biases=biases, gate=gate), mix_experts_torch(*layer, biases=biases, gate=gate))
+    first = (biases[0], None)
+    assert_alike(mix_experts(*layer, biases=first), mix_experts_torch(*layer, biases=first))
 
 
 def test_more_experts_than_pairs() -> None:

@@ -188,6 +188,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scales": ("granite", {"num_key_value_heads": 12}),
     "experts": ("qwen3-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
     "shared experts": ("glm4-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
+    "stacked experts and sinks": ("gpt-oss", {"num_key_value_heads": 12}),
     "experts of Mixtral": ("mixtral", {"num_key_value_heads": 1}),
     "norms of all heads": ("olmo2", {"num_key_value_heads": 12}),
     "norms of all heads, one kv head": ("olmo2", {"num_key_value_heads": 1}),

@@ -69,7 +69,7 @@ def with_plain_matrices(model: CausalLM) -> CausalLM:
     return plain
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if not kind.startswith("gpt-oss")])
 def test_architectures(kind: str, tmp_path: Path) -> None:
     """Activations are rounded to 8 bits in both quantised models, at slightly different places if sums differ."""
     model = load_quantized(make_reference(kind, **SIZES), tmp_path)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
-from infinilm.kernels.experts_torch import mix_experts_torch
+from infinilm.kernels.experts_torch import ClampedGate, mix_experts_torch
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats.gguf import GGUFWeight, load_library
 
@@ -34,9 +34,20 @@ class DenseExperts(nn.Module):
     """See `ExpertWeights`: two tensors, `[experts, 2 * expert_size, hidden]` and `[experts, hidden, expert_size]`."""
 
     def __init__(
-        self, num_experts: int, hidden_size: int, expert_size: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        num_experts: int,
+        hidden_size: int,
+        expert_size: int,
+        *,
+        has_biases: bool = False,
+        adds_last_bias: bool = True,
+        gate: ClampedGate | None = None,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
+        """Of the ranks that share experts only one `adds_last_bias`, that of down."""
         super().__init__()
+        self._gate = gate
         # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
         is_input_first = torch.device(device).type == "cpu"
         self._has_kernels = has_kernels(device)
@@ -48,11 +59,17 @@ class DenseExperts(nn.Module):
         self.gate_up, self.down = stacked(2 * expert_size, hidden_size), stacked(hidden_size, expert_size)
         gate_up, down = (weight.transpose(1, 2) if is_input_first else weight for weight in (self.gate_up, self.down))
         self._lines = gate_up, down  # as in checkpoints, outputs first
+        self.biases: nn.ParameterList | None = None
+        if has_biases:
+            sizes = (2 * expert_size, hidden_size)
+            vectors = [torch.empty(num_experts, size, dtype=dtype, device=device) for size in sizes]
+            self.biases = nn.ParameterList(nn.Parameter(vector, requires_grad=False) for vector in vectors)
+        self._adds_last_bias = adds_last_bias
 
     @property
     def num_bytes(self) -> int:
         """See `ExpertWeights`."""
-        return self.gate_up.nbytes + self.down.nbytes
+        return sum(weight.nbytes for weight in self.parameters())
 
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
         """See `ExpertWeights`."""
@@ -70,8 +87,28 @@ class DenseExperts(nn.Module):
         if self._has_kernels:
             from infinilm.kernels.experts import mix_experts  # which needs Triton
 
-            return mix_experts(x, ids, weights, self.gate_up, self.down, residual)
-        return mix_experts_torch(x, ids, weights, *self._lines, residual)
+            return mix_experts(
+                x, ids, weights, self.gate_up, self.down, residual, biases=self._used_biases(), gate=self._gate
+            )
+        return mix_experts_torch(x, ids, weights, *self._lines, residual, biases=self._used_biases(), gate=self._gate)
+
+    def _used_biases(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.biases is None:
+            return None, None
+        return self.biases[0], self.biases[1] if self._adds_last_bias else None
+
+    def stacked_shards(self, inner: ShardRange, hidden: ShardRange) -> list[Shard]:
+        """Where to load to from tensors of all experts, inputs first: gate and up, its bias, down, its bias."""
+        gate_up, down = (lines.transpose(1, 2) for lines in self._lines)
+        experts, both = ShardRange.whole(len(down)), ShardRange(2 * inner.start, 2 * inner.length, 2 * inner.full)
+        shards: list[Shard] = [
+            WeightShard.of(gate_up, experts, hidden, both),
+            WeightShard.of(down, experts, inner, hidden),
+        ]
+        if self.biases is not None:
+            shards.insert(1, WeightShard.of(self.biases[0], experts, both))
+            shards.append(WeightShard.of(self.biases[1], experts, hidden))
+        return shards
 
 
 class PackedExperts:
