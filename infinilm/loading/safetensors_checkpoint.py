@@ -154,7 +154,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         )
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method and method != MXFP4:
+    if quantization and method != MXFP4:
         raise CheckpointError(
             f"{file}: weights quantised with {method!r} are not supported; take the unquantised model or a GGUF file"
         )

@@ -199,7 +199,7 @@ class ModelConfig:
         model_type = find_model_type(config)
         quantization = config.get("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        if method and method not in FAMILIES[model_type].config.readable_quantizations:
+        if quantization and str(method) not in FAMILIES[model_type].config.readable_quantizations:
             raise CheckpointError(
                 f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
             )

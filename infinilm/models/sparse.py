@@ -14,9 +14,12 @@ from infinilm.kernels.experts_torch import ClampedGate, Routing
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
 from infinilm.layers.moe import ExpertNames, SparseMLP
-from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelConfig
+from infinilm.models.config import FULL_ATTENTION, MAX_LAYERS, SLIDING_ATTENTION, ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig
 from infinilm.models.stages import Stage
+
+MAX_EXPERTS = 10_000
+"""More than any model has: a config that says so is damaged."""
 
 
 @dataclass(init=False, frozen=True)
@@ -50,7 +53,7 @@ class SparseConfig(LlamaConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_integer("num_experts", self.num_experts, low=1)
+        check_integer("num_experts", self.num_experts, low=1, high=MAX_EXPERTS)
         check_integer("num_experts_per_tok", self.num_experts_per_tok, low=1, high=self.num_experts)
         check_integer("moe_intermediate_size", self.expert_size, low=1)
         check_choice("hidden_act", self.hidden_act, ("silu",))
@@ -229,6 +232,7 @@ class GptOssConfig(SparseConfig):
     @staticmethod
     def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
         count = settings["num_hidden_layers"]
+        check_integer("num_hidden_layers", count, low=1, high=MAX_LAYERS)
         types = [FULL_ATTENTION if layer % 2 else SLIDING_ATTENTION for layer in range(count)]
         return {"sliding_window": settings["sliding_window"], "layer_types": settings.get("layer_types") or types}
 
