@@ -303,6 +303,46 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "qwen3.5-tied": (
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
+    "qwen3.5-bias": (
+        "Qwen3_5",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "head_dim": 32,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -331,8 +371,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
     prefix, own = ARCHITECTURES[kind]
-    text = "Text" if prefix in ("Gemma3", "Gemma4") else ""
-    is_zero_centred = prefix in ("Gemma2", "Gemma3")  # these add 1 to norms themselves
+    text = "Text" if prefix in ("Gemma3", "Gemma4", "Qwen3_5") else ""
+    is_zero_centred = prefix in ("Gemma2", "Gemma3", "Qwen3_5")  # these add 1 to norms themselves
     config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)

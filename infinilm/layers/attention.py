@@ -24,7 +24,8 @@ class Attention(Mixer):
     A token sees the last `window` tokens, itself included; None: all. Scores are multiplied by `scale`; None:
     `head_dim**-0.5`. With a `cap` they are then `cap * tanh(score / cap)`. With `has_sinks` each head has a sink, a
     learned score of a key without a value. With `qk_norm_eps` queries and keys are normalised before they are
-    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`.
+    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`. With `has_gate` the query projection also gives each
+    query's gate, whose sigmoid its result is multiplied by.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Attention(Mixer):
         norm_class: type[RMSNorm] = RMSNorm,
         norms_all_heads: bool = False,
         projections: Sequence[str] = QKV,
+        has_gate: bool = False,
         prefix: str = "self_attn.",
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -54,7 +56,10 @@ class Attention(Mixer):
         self.head_dim, self.window, self.rotary = head_dim, window, rotary
         self.scale = head_dim**-0.5 if scale is None else scale
         heads = (head_dim, num_heads, num_kv_heads)
-        self.qkv = QKVParallelLinear(hidden_size, *heads, bias=qkv_bias, projections=projections, **options)
+        self.has_gate = has_gate
+        self.qkv = QKVParallelLinear(
+            hidden_size, *heads, bias=qkv_bias, projections=projections, has_gate=has_gate, **options
+        )
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv.heads.length, self.qkv.kv_heads.length  # of this rank
         self.cap, self.sinks = cap, None
@@ -89,6 +94,11 @@ class Attention(Mixer):
                 taps.see("input_layernorm", x, self.layer)
             qkv = self.qkv(x)
         heads = qkv.view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
+        gate: Tensor | None = None
+        if self.has_gate:  # each query is followed by its gate
+            both, kv = heads.split((2 * self.num_heads, 2 * self.num_kv_heads), dim=1)
+            query, gate = both.unflatten(1, (-1, 2)).unbind(2)
+            heads = torch.cat((query, kv), dim=1)
         if taps is not None:
             self._show(taps, heads, "after_proj")
         q, cache = self._rope_and_store_kv(heads, cache, step)
@@ -97,7 +107,10 @@ class Attention(Mixer):
         scoring: dict[str, Any] = {"scale": self.scale, "window": self.window}
         if self.cap is not None or self.sinks is not None:
             scoring |= {"cap": self.cap, "sinks": self.sinks}
-        attended = step.backend.attend(q, cache, step.plan, **scoring).flatten(1)
+        attended = step.backend.attend(q, cache, step.plan, **scoring)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        attended = attended.flatten(1)
         if taps is None:
             mixed: Tensor = self.out(attended, residual)
             return mixed
@@ -172,7 +185,7 @@ class Attention(Mixer):
     def to_native(self) -> dict[str, Any] | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
         scores_plainly = self.scale == self.head_dim**-0.5 and self.rotary.query_scale is None
-        scores_plainly &= self.cap is None and self.sinks is None
+        scores_plainly &= self.cap is None and self.sinks is None and not self.has_gate
         if linears is None or type(self) is not Attention or not self._is_plain or not scores_plainly:
             return None
         return linears | {

@@ -121,6 +121,7 @@ class QKVParallelLinear(Linear):
         *,
         bias: bool,
         projections: Sequence[str] = QKV,
+        has_gate: bool = False,
         group: CommunicationGroup = SINGLE,
         **options: Unpack[WeightOptions],
     ) -> None:
@@ -133,6 +134,8 @@ class QKVParallelLinear(Linear):
         q, kv = (
             ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (self.heads, self.kv_heads)
         )
+        if has_gate:  # twice as many rows: each query head's, then its gate's
+            q = ShardRange(2 * q.start, 2 * q.length, 2 * q.full)
         outputs = dict(zip(QKV, (q, kv, kv), strict=True))
         super().__init__(hidden_size, {name: outputs[name] for name in projections}, bias=bias, **options)
 

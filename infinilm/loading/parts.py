@@ -19,7 +19,8 @@ _TEXT_PREFIXES = {
 }
 _QKV = re.compile(r"(.+\.self_attn\.)qkv_proj\.(weight|bias)")
 _GATE_UP = re.compile(r"(.+\.mlp\.)gate_up_proj\.(weight|bias)")
-FUSED_FAMILIES = frozenset({"glm4", "phi3"})
+_DELTA_NET = re.compile(r"(.+\.linear_attn\.)(in_proj_|conv1d)(qkv)?\.(weight)")
+FUSED_FAMILIES = frozenset({"glm4", "phi3", "qwen3_5_text"})
 """By `model_type`: those whose files have one matrix for q, k and v, or for gate and up."""
 
 
@@ -67,11 +68,18 @@ def _split(name: str, part: Part, parts: Mapping[str, Part]) -> dict[str, Part]:
         if part.shape[0] % 2:
             raise CheckpointError(f"{name!r} of shape {list(part.shape)} can't be divided into gate and up")
         sizes = dict.fromkeys(("gate_proj", "up_proj"), part.shape[0] // 2)
+    elif (match := _DELTA_NET.fullmatch(name)) and (match[2] == "conv1d") != bool(match[3]):
+        gate = parts.get(f"{match[1]}in_proj_z.weight")
+        if gate is None or part.shape[0] < gate.shape[0] or (part.shape[0] - gate.shape[0]) % 2:
+            raise CheckpointError(f"{name!r} of shape {list(part.shape)} can't be divided into q, k and v")
+        num_keys, stem = (part.shape[0] - gate.shape[0]) // 2, match[2].rstrip("_")
+        sizes = {f"{stem}_q": num_keys, f"{stem}_k": num_keys, f"{stem}_v": gate.shape[0]}
     else:
         return {name: part}
     found, start = {}, 0
+    kind = name.rpartition(".")[2]
     for piece, size in sizes.items():
-        found[f"{match[1]}{piece}.{match[2]}"] = part.rows(start, size)
+        found[f"{match[1]}{piece}.{kind}"] = part.rows(start, size)
         start += size
     return found
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from infinilm.attention import AttentionBackend, ForwardBatch
 from infinilm.cache.paged import Cache
+from infinilm.cache.specs import StateSpec
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Shard, WeightShard
@@ -24,6 +25,7 @@ from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.moe import Experts
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
+from infinilm.layers.state_plan import plan_states
 from infinilm.models.config import ModelConfig
 from infinilm.models.stages import Stage
 
@@ -205,7 +207,7 @@ class Decoder(nn.Module):
                 taps.see("embed_tokens", hidden)
         is_whole = taps is None and backend.name == "native" and len(cache.groups) == 1 and cache.only_stores
         if is_whole and self._native is not None:
-            self._native.forward(hidden, cache.tensors[0], steps[0].plan)
+            self._native.forward(hidden, cache.tensors[0][0], steps[0].plan)
             return hidden
         inputs = self.layer_inputs(batch, hidden)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
@@ -220,15 +222,23 @@ class Decoder(nn.Module):
     def _steps(
         self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None
     ) -> list[ForwardContext]:
-        """By layer: its group's context. Groups that have the same block tables share one."""
-        windows = [{group.spec.window} for group in cache.groups] if batch.more_groups else [self._windows]
+        """By layer: its group's context. Groups of attention layers that have the same block tables share one."""
+        parts = batch.of_groups() if batch.more_groups else [batch] * len(cache.groups)
         steps: list[ForwardContext] = []
-        for part, own in zip(batch.of_groups(), windows, strict=True):
-            plan = backend.prepare(part, block_size=cache.block_size, windows=own, dtype=self.dtype)
+        shared: ForwardContext | None = None
+        for index, (group, part) in enumerate(zip(cache.groups, parts, strict=True)):
+            if shared is not None and not isinstance(group.spec, StateSpec):
+                steps.append(shared)
+                continue
+            if isinstance(group.spec, StateSpec):
+                plan: Any = plan_states(batch, cache, index)
+            else:
+                windows = {group.spec.window} if batch.more_groups else self._windows
+                plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)
             steps.append(ForwardContext(part, cache, backend, plan, taps))
-        if batch.more_groups:
-            return [steps[cache.group_of[layer]] for layer in self.stage.layers]
-        return steps * len(self.layers)
+            if not batch.more_groups and not isinstance(group.spec, StateSpec):
+                shared = steps[-1]
+        return [steps[cache.group_of[layer]] for layer in self.stage.layers]
 
     @cached_property
     def _native(self) -> Any | None:

@@ -148,6 +148,7 @@ def build_attention(
     *,
     norm_class: type[RMSNorm] = RMSNorm,
     norms_all_heads: bool = False,
+    has_gate: bool = False,
     **options: Unpack[LayerOptions],
 ) -> Attention:
     return Attention(
@@ -166,6 +167,7 @@ def build_attention(
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         norm_class=norm_class,
         norms_all_heads=norms_all_heads,
+        has_gate=has_gate,
         prefix=prefix,
         **options,
     )

@@ -50,8 +50,8 @@ def test_only_an_earlier_layer_can_be_shared(layer: int) -> None:
         group_layers([FULL, SharedKV(layer)])
 
 
-@pytest.mark.parametrize("spec", [LatentSpec(512, 64), StateSpec(((2, 3),), ("float32",))])
-def test_kinds_to_come_are_refused_by_name(spec: LatentSpec | StateSpec) -> None:
+def test_a_kind_to_come_is_refused_by_name() -> None:
+    spec = LatentSpec(512, 64)
     name = type(spec).__name__
     with pytest.raises(InvalidValueError, match=f"layer 1: {name} is defined but not implemented yet"):
         group_layers([FULL, spec])
