@@ -109,7 +109,8 @@ class Cache:
         shapes = [
             shape
             for group, count in zip(self.groups, self.num_blocks, strict=True)
-            for shape in _tensor_shapes(group, count, block_size)
+            # One more for states that nobody keeps, such as those of a graph's padding.
+            for shape in _tensor_shapes(group, count + isinstance(group.spec, StateSpec), block_size)
         ]
         for shape in shapes:
             if min(shape[1:]) < 1:  # a rank may hold no layer of a group
@@ -122,8 +123,7 @@ class Cache:
         # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
         parts = iter(torch.split(self.memory.zeros(sum(aligned)), aligned))
         views = iter(
-            next(parts)[:size].view(kind).view(shape)
-            for size, kind, shape in zip(sizes, dtypes, shapes, strict=True)
+            next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(sizes, dtypes, shapes, strict=True)
         )
         self.tensors = [[next(views) for _ in _tensor_dtypes(group, dtype)] for group in self.groups]
         """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, or the tensors
@@ -136,7 +136,7 @@ class Cache:
         self.layers: dict[int, Tensor] = {}
         """The keys and values of each attention layer held, `[blocks, block_size, 2, kv_heads, head_dim]`."""
         self.states: dict[int, list[Tensor]] = {}
-        """The state's tensors of each recurrent layer held, `[blocks, …]` each."""
+        """The state's tensors of each recurrent layer held, `[blocks + 1, …]` each."""
         self.state_ends = {
             index: np.zeros(count, dtype=np.int64)
             for index, (group, count) in enumerate(zip(self.groups, self.num_blocks, strict=True))

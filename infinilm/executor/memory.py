@@ -80,7 +80,7 @@ class GroupMemory:
 
     def num_bytes(self, count: int) -> int:
         """What those take."""
-        return self.num_blocks(count) * self.block_bytes
+        return (self.num_blocks(count) + self.holds_states) * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)

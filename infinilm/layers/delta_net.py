@@ -1,6 +1,6 @@
 """The gated delta net: a token mixer whose memory of the text is a state of fixed size."""
 
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,24 @@ from torch import Tensor, nn
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.delta_rule import causal_conv, delta_rule_chunks, delta_rule_step, normalize
+from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.state_plan import PromptStates, StatePlan
+
+
+class _Inputs(NamedTuple):
+    """What the tokens were projected to. Rows may be apart."""
+
+    channels: Tensor  # [T, q, k and v]
+    gate: Tensor  # [T, value heads * value_dim]
+    rate: Tensor  # [T, value heads]
+    change: Tensor  # [T, value heads]
+
+    def select(self, tokens: slice | Tensor) -> "_Inputs":
+        return _Inputs(*(part[tokens] for part in self))
 
 
 class GatedDeltaNet(Mixer):
@@ -60,6 +73,7 @@ class GatedDeltaNet(Mixer):
         self._group_size = num_value_heads // num_key_heads
         num_channels = sum(self._sizes[:3])
         device = options["device"]
+        self._has_kernels = has_kernels(device)
         self.conv = nn.Parameter(torch.empty(num_channels, 1, conv_width, **kind), requires_grad=False)
         self.dt_bias, self.a_log = (
             nn.Parameter(torch.empty(self._heads.length, dtype=torch.float32, device=device), requires_grad=False)
@@ -73,71 +87,87 @@ class GatedDeltaNet(Mixer):
         plan = step.plan
         assert isinstance(plan, StatePlan)
         projected = self.projections(x, norm=norm)
-        channels, gate, rate, change = projected.split((sum(self._sizes[:3]), *self._sizes[3:]), dim=-1)
-        rate = rate.float().sigmoid()
-        decay = -self.a_log.exp() * F.softplus(change.float() + self.dt_bias)
-        mixed = torch.empty(
-            (len(x), self._heads.length, self.value_dim), dtype=torch.float32, device=x.device
-        )
+        inputs = _Inputs(*projected.split((sum(self._sizes[:3]), *self._sizes[3:]), dim=-1))
         states = step.cache.states[self.layer]
-        if len(plan.places):
-            mixed[plan.places] = self._step(plan, channels, decay, rate, states)
-        for prompt in plan.prompts:
-            own = prompt.tokens
-            mixed[own] = self._prompt(prompt, channels[own], decay[own], rate[own], states)
+        if plan.places is None:
+            mixed = self._step(plan, inputs, states)
+        else:
+            mixed = projected.new_empty((len(x), self._sizes[3]))
+            if len(plan.places):
+                mixed[plan.places] = self._step(plan, inputs.select(plan.places), states)
+            for prompt in plan.prompts:
+                mixed[prompt.tokens] = self._prompt(prompt, inputs.select(prompt.tokens), states)
         if step.taps is not None:
             self._show_states(step, plan, states)
-        mixed = self._norm_and_gate(mixed.to(x.dtype), gate.view(mixed.shape))
-        output: Tensor = self.out(mixed.flatten(1))
+        output: Tensor = self.out(mixed, residual)
         if step.taps is not None:
             step.taps.see("attention_output", output, self.layer)
-        return output if residual is None else output.add_(residual)
-
-    def _step(
-        self, plan: StatePlan, channels: Tensor, decay: Tensor, rate: Tensor, states: list[Tensor]
-    ) -> Tensor:
-        """The requests with one new token."""
-        places, inputs = plan.places, channels[plan.places]
-        memory, before = (self._read(part, plan) for part in states)
-        query, key, value = self._heads_of(causal_conv(inputs.unsqueeze(1), before.transpose(1, 2), self._weight))
-        output, memory = delta_rule_step(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), decay[places], rate[places], memory
-        )
-        is_kept = plan.targets >= 0
-        targets = plan.targets[is_kept]
-        states[0][targets] = memory[is_kept]
-        states[1][targets] = torch.cat((before[:, :, 1:], inputs.float().unsqueeze(2)), dim=2)[is_kept]
         return output
+
+    def _step(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
+        """The requests with one new token: `[n, value heads * value_dim]`."""
+        if self._has_kernels:
+            return self._step_by_kernels(plan, inputs, states)
+        memory, before = (self._read(part, plan) for part in states)
+        channels = inputs.channels.float().unsqueeze(1)
+        query, key, value = self._heads_of(causal_conv(channels, before.transpose(1, 2), self._weight))
+        output, memory = delta_rule_step(
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), *self._decay_and_rate(inputs), memory
+        )
+        states[0][plan.targets] = memory
+        states[1][plan.targets] = torch.cat((before[:, :, 1:], channels.transpose(1, 2)), dim=2)
+        return self._norm_and_gate(output, inputs.gate)
+
+    def _step_by_kernels(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
+        from infinilm.kernels.delta_step import conv_step, delta_step
+
+        places = {"sources": plan.sources, "is_first": plan.is_first, "targets": plan.targets}
+        return delta_step(
+            conv_step(inputs.channels, states[1], self.conv, **places),
+            inputs.gate,
+            inputs.rate,
+            inputs.change,
+            a_log=self.a_log,
+            dt_bias=self.dt_bias,
+            norm=self.norm,
+            eps=self.eps,
+            states=states[0],
+            num_key_heads=self._heads.length // self._group_size,
+            **places,
+        )
+
+    def _decay_and_rate(self, inputs: "_Inputs") -> tuple[Tensor, Tensor]:
+        decay = -self.a_log.exp() * F.softplus(inputs.change.float() + self.dt_bias)
+        return decay, inputs.rate.float().sigmoid()
 
     @staticmethod
     def _read(part: Tensor, plan: StatePlan) -> Tensor:
         found = part[plan.sources]
         return found.masked_fill_(plan.is_first.view(-1, *[1] * (found.dim() - 1)), 0)
 
-    def _prompt(
-        self, prompt: PromptStates, inputs: Tensor, decay: Tensor, rate: Tensor, states: list[Tensor]
-    ) -> Tensor:
+    def _prompt(self, prompt: PromptStates, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
         """One request of several new tokens. Chunks end where blocks end."""
-        memory, before = (
-            torch.zeros_like(part[0]) if prompt.source < 0 else part[prompt.source] for part in states
-        )
-        inputs = inputs.float()
-        query, key, value = self._heads_of(causal_conv(inputs, before.t(), self._weight))
-        size = prompt.chunk_size
+        memory, before = (torch.zeros_like(part[0]) if prompt.source < 0 else part[prompt.source] for part in states)
+        channels = inputs.channels.float()
+        query, key, value = self._heads_of(causal_conv(channels, before.t(), self._weight))
+        decay, rate = self._decay_and_rate(inputs)
+        size, num_tokens = prompt.chunk_size, len(channels)
         num_before = prompt.start % size  # tokens of the first chunk that were computed earlier
-        num_after = -(num_before + len(inputs)) % size
+        num_after = -(num_before + num_tokens) % size
 
         def in_chunks(rows: Tensor) -> Tensor:  # [T, heads, …] to [heads, chunks, tokens, …]
             padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (num_before, num_after))
-            return padded.unflatten(0, (-1, size)).movedim(2, 0)
+            return padded.view(-1, size, *rows.shape[1:]).movedim(2, 0)
 
-        chunks = tuple(map(in_chunks, (query, key, value, decay, rate)))
-        outputs, memories = delta_rule_chunks(*chunks, memory)
-        padded = torch.cat((before.t(), inputs))
-        for num_tokens, block in prompt.targets:
-            states[0][block] = memories[-(-(num_before + num_tokens) // size) - 1]
-            states[1][block] = padded[num_tokens : num_tokens + len(before.t())].t()
-        return outputs.movedim(0, 2).flatten(0, 1)[num_before : num_before + len(inputs)]
+        outputs, memories = delta_rule_chunks(
+            in_chunks(query), in_chunks(key), in_chunks(value), in_chunks(decay), in_chunks(rate), memory
+        )
+        padded = torch.cat((before.t(), channels))
+        for end, block in prompt.targets:
+            states[0][block] = memories[-(-(num_before + end) // size) - 1]
+            states[1][block] = padded[end : end + before.shape[1]].t()
+        mixed = outputs.movedim(0, 2).flatten(0, 1)[num_before : num_before + num_tokens]
+        return self._norm_and_gate(mixed, inputs.gate)
 
     @property
     def _weight(self) -> Tensor:
@@ -146,24 +176,25 @@ class GatedDeltaNet(Mixer):
     def _heads_of(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[…, value heads, dim]` of channels `[…, channels]`."""
         activated = F.silu(convolved.to(self.conv.dtype))
-        query, key, value = activated.split(self._sizes[:3], dim=-1)
+        query, key, value = torch.split(activated, self._sizes[:3], dim=-1)
         query, key = (
-            normalize(part.unflatten(-1, (-1, self.key_dim))).repeat_interleave(self._group_size, dim=-2)
+            normalize(part.view(*part.shape[:-1], -1, self.key_dim)).repeat_interleave(self._group_size, dim=-2)
             for part in (query, key)
         )
-        return query * self.key_dim**-0.5, key, value.unflatten(-1, (-1, self.value_dim)).float()
+        return query * self.key_dim**-0.5, key, value.view(*value.shape[:-1], -1, self.value_dim).float()
 
     def _norm_and_gate(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        wide = mixed.float()
+        """The heads' results `[n, heads, value_dim]` float32 to `[n, heads * value_dim]` of the gate's type."""
+        wide = mixed.to(gate.dtype).float()
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt_()
-        normed = (wide * scale).to(mixed.dtype) * self.norm
-        return (normed * F.silu(gate.float())).to(mixed.dtype)
+        normed = (wide * scale).to(gate.dtype) * self.norm
+        return (normed.flatten(1) * F.silu(gate.float())).to(gate.dtype)
 
     def _show_states(self, step: ForwardContext, plan: StatePlan, states: list[Tensor]) -> None:
         """Show each request's state `[N, heads, key_dim, value_dim]`, those with one new token first."""
         assert step.taps is not None
         ends = [prompt.targets[-1][1] for prompt in plan.prompts if prompt.targets]
-        blocks = torch.cat((plan.targets[plan.targets >= 0], plan.targets.new_tensor(ends)))
+        blocks = torch.cat((plan.targets, plan.targets.new_tensor(ends)))
         shown = states[0][blocks]
         step.taps.see("state", shown, self.layer, is_shared_out=True)
         states[0][blocks] = shown

@@ -54,6 +54,10 @@ class ZeroCentredRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` `[…, size]`."""
+        if self._has_kernels:
+            from infinilm.kernels.norm import rms_norm
+
+            return rms_norm(x.flatten(0, -2), self.weight, self.eps, is_zero_centred=True).view(x.shape)
         return (normalized(x, self._eps) * (1 + self.weight.float())).to(x.dtype)
 
 

@@ -34,10 +34,10 @@ class PromptStates:
 class StatePlan:
     """Requests with one new token are computed together, the others one after another."""
 
-    places: Tensor  # [n] int64, of the single tokens in the batch
+    places: Tensor | None  # [n] int64, of the single tokens in the batch; None: all are
     sources: Tensor  # [n] int64, blocks
     is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
-    targets: Tensor  # [n] int64, blocks
+    targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
     prompts: tuple[PromptStates, ...]
 
     @classmethod
@@ -55,7 +55,7 @@ class StatePlan:
         singles = np.flatnonzero(batch.query_lens == 1)
         own = tables[singles, starts[singles] // block_size]
         ends[own[is_kept[singles]]] = batch.context_lens[singles][is_kept[singles]]
-        own = np.where(is_kept[singles], own, -1)
+        own = np.where(is_kept[singles], own, len(ends))
         prompts = []
         for row in np.flatnonzero(batch.query_lens > 1).tolist():
             start, end = int(starts[row]), int(batch.context_lens[row])
@@ -68,7 +68,7 @@ class StatePlan:
             tokens = slice(int(lasts[row]) - (end - start), int(lasts[row]))
             prompts.append(PromptStates(tokens, start, int(sources[row]), tuple(targets), math.gcd(block_size, CHUNK)))
         places, origin, target = to_device(device, lasts[singles] - 1, sources[singles], own)
-        return cls(places, origin.clamp(min=0), origin < 0, target, tuple(prompts))
+        return cls(places if prompts else None, origin.clamp(min=0), origin < 0, target, tuple(prompts))
 
 
 def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:

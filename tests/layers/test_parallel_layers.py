@@ -185,7 +185,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "capped scores": ("gemma2-capped", {"num_key_value_heads": 1}),
     "fused matrices, half of each head rotated": ("phi3-window", {"num_key_value_heads": 12}),
     "neighbours rotated": ("glm4", {"num_key_value_heads": 12}),
-    "recurrent layers": ("qwen3.5", {"num_key_value_heads": 12, "linear_num_key_heads": 12, "linear_num_value_heads": 12}),
+    "recurrent layers": (
+        "qwen3.5",
+        {"num_key_value_heads": 12, "linear_num_key_heads": 12, "linear_num_value_heads": 12},
+    ),
     "scales": ("granite", {"num_key_value_heads": 12}),
     "experts": ("qwen3-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
     "shared experts": ("glm4-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
