@@ -1,5 +1,6 @@
 """The input of one forward pass."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +69,8 @@ class ForwardBatch:
     plan: Any = None
     """The attention backend's plan of the batch, if it was made in advance: a captured graph has its own."""
     more_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # slot_mapping and block_tables of other groups
-    host: HostBatch | None = None  # what it was made from; a captured graph has none
+    host: HostBatch | None = None  # what it was made from; a captured graph has none, but
+    state_plans: Mapping[int, Any] | None = None  # its plans of recurrent layers, by group
 
     def of_groups(self) -> "list[ForwardBatch]":
         """The batch as each group of layers sees it; one for all where they have the same tables."""

@@ -14,7 +14,6 @@ from infinilm.cache.specs import AttentionSpec, CacheGroup, CacheSpec, StateSpec
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels.nonfinite import mark_nonfinite
 
-
 _ALIGNMENT = 256
 """Bytes; tensors of any type may begin at a multiple of it."""
 

@@ -21,7 +21,7 @@ POINTS = {
     "layer{i}_attention_v_after_proj": "[T, kv_heads * head_dim]",
     "layer{i}_attention_q_after_rope": "[T, heads, head_dim]",
     "layer{i}_attention_k_after_rope": "[T, kv_heads, head_dim]",
-    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, of a recurrent layer: each request's state after the step",
+    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, each request's state after a recurrent layer's step",
     "layer{i}_attention_output": "[T, hidden], after o_proj, before the residual is added",
     "layer{i}_after_attention_residual": "[T, hidden]",
     "layer{i}_post_attention_layernorm": "[T, hidden]",

@@ -138,8 +138,10 @@ class ModelRunner:
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
         self._latest: StepInput | None = None  # the step submitted last
-        # The inputs of graphs hold the tables of one group. Models with more run eagerly, and so do pipeline stages.
-        use_graphs = settings.use_graphs and len(self._cache.groups) == 1 and worker.stages.size == 1
+        # The inputs of graphs hold the tables of one group of attention layers. Models with more run eagerly, and so do
+        # pipeline stages.
+        num_groups = len(self._cache.groups) - len(self._cache.state_ends)
+        use_graphs = settings.use_graphs and num_groups == 1 and worker.stages.size == 1
         self._graphs = self._make_graphs(max_num_rows, max_blocks) if use_graphs else None
 
     def _make_graphs(self, max_num_rows: int, max_blocks: int) -> "StepGraphs":

@@ -1,7 +1,7 @@
 """One token of the gated delta net for each of several texts (see `delta_rule`): two kernels between two products.
 
-Each text reads its state from one block and writes it to another, or the same. The work is memory-bound: a state is read
-and written once.
+Each text reads its state from one block and writes it to another, or the same. The work is memory-bound: a state is
+read and written once.
 """
 
 import torch

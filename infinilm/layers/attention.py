@@ -24,8 +24,8 @@ class Attention(Mixer):
     A token sees the last `window` tokens, itself included; None: all. Scores are multiplied by `scale`; None:
     `head_dim**-0.5`. With a `cap` they are then `cap * tanh(score / cap)`. With `has_sinks` each head has a sink, a
     learned score of a key without a value. With `qk_norm_eps` queries and keys are normalised before they are
-    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`. With `has_gate` the query projection also gives each
-    query's gate, whose sigmoid its result is multiplied by.
+    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`.
+    With `has_gate` the query projection also gives each query's gate, whose sigmoid its result is multiplied by.
     """
 
     def __init__(

@@ -48,9 +48,7 @@ class StatePlan:
         state has seen; it is checked and brought up to date here, on the host."""
         lasts = np.cumsum(batch.query_lens)
         starts = batch.context_lens - batch.query_lens
-        rows = np.arange(len(starts))
-        sources = np.where(starts > 0, tables[rows, np.maximum(starts - 1, 0) // block_size], -1)
-        _check_ends(ends, sources, starts)
+        sources = find_sources(tables, starts, block_size, ends)
         is_kept = batch.slot_mapping[lasts - 1] >= 0  # not in a step that only warms up
         singles = np.flatnonzero(batch.query_lens == 1)
         own = tables[singles, starts[singles] // block_size]
@@ -83,8 +81,13 @@ def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:
     )
 
 
-def _check_ends(ends: IntArray, sources: IntArray, starts: IntArray) -> None:
-    """Refuse a text that goes on from a token whose state is not there any more."""
+def find_sources(tables: IntArray, starts: IntArray, block_size: int, ends: IntArray) -> IntArray:
+    """The blocks `[N]` whose states texts go on from that have `starts` `[N]` tokens; -1 for those that begin.
+
+    Refuses a text that goes on from a token whose state is not there any more.
+    """
+    rows = np.arange(len(starts))
+    sources = np.where(starts > 0, tables[rows, np.maximum(starts - 1, 0) // block_size], -1)
     wrong = np.flatnonzero((sources >= 0) & (ends[np.maximum(sources, 0)] != starts))
     if len(wrong):
         row = int(wrong[0])
@@ -93,3 +96,37 @@ def _check_ends(ends: IntArray, sources: IntArray, starts: IntArray) -> None:
             f"{max(int(ends[sources[row]]), 0)}; a model with recurrent layers can't go back within a block: go on "
             "from the end of the text or of a block, or compute it from the beginning"
         )
+    return sources
+
+
+class GraphStates:
+    """A plan of up to `size` decoding rows that captured graphs read: where it lies stays, what is in it changes."""
+
+    def __init__(self, size: int, cache: Cache, group: int, num_staging: int) -> None:
+        self._ends, self._block_size = cache.state_ends[group], cache.block_size
+        self._blocks = torch.empty((2, size), dtype=torch.int64, device=cache.device)
+        self._is_first = torch.zeros(size, dtype=torch.bool, device=cache.device)
+        self._staging = [torch.empty((2, size), dtype=torch.int64, pin_memory=True) for _ in range(num_staging)]
+        self._num_steps = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Have nothing but padding, which reads and writes the spare block."""
+        self._blocks.fill_(len(self._ends))
+
+    def first(self, size: int) -> StatePlan:
+        """The plan of `size` rows."""
+        sources, targets = self._blocks[:, :size]
+        return StatePlan(None, sources, self._is_first[:size], targets, ())
+
+    def fill(self, tables: IntArray, context_lens: IntArray, size: int) -> None:
+        """Send a step's blocks to the device, for a graph of `size` rows."""
+        starts = context_lens - 1
+        staging = self._staging[self._num_steps % len(self._staging)]
+        self._num_steps += 1
+        blocks = staging.numpy()
+        blocks[:, :size] = len(self._ends)
+        blocks[0, : len(starts)] = find_sources(tables, starts, self._block_size, self._ends)
+        blocks[1, : len(starts)] = tables[np.arange(len(starts)), starts // self._block_size]
+        self._ends[blocks[1, : len(starts)]] = context_lens
+        self._blocks[:, :size].copy_(staging[:, :size], non_blocking=True)

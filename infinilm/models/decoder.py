@@ -231,7 +231,8 @@ class Decoder(nn.Module):
                 steps.append(shared)
                 continue
             if isinstance(group.spec, StateSpec):
-                plan: Any = plan_states(batch, cache, index)
+                made = batch.state_plans
+                plan: Any = plan_states(batch, cache, index) if made is None else made[index]
             else:
                 windows = {group.spec.window} if batch.more_groups else self._windows
                 plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)

@@ -10,7 +10,6 @@ from infinilm.cache.specs import (
     CacheSpec,
     LatentSpec,
     SharedKV,
-    StateSpec,
     blocks_per_row,
     group_layers,
     resolve_layers,

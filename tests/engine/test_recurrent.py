@@ -125,5 +125,5 @@ def test_infer_engine_goes_on_where_a_text_ends(path: Path) -> None:
             for start, end in ((0, 70), (70, 71), (71, 100))
         ]
         torch.testing.assert_close(parts[-1].reshape(-1, 160)[-1], expected[-1], atol=1e-4, rtol=0)
-        with pytest.raises(InvalidValueError, match="goes on after 90 tokens, but the recurrent state .* has seen 96"):
+        with pytest.raises(InvalidValueError, match=r"goes on after 90 tokens, but the recurrent state .* has seen 96"):
             engine(input_ids=[tokens[90:]], position_ids=[list(range(90, 100))], cache_lengths=[90])

@@ -91,8 +91,11 @@ def test_chunks_are_the_rule_token_by_token() -> None:
     outputs, states = delta_rule_chunks(query, key, value, decay, rate, state)
     for chunk in range(num_chunks):
         for token in range(size):
-            parts = (part[:, chunk, token].unsqueeze(0) for part in (query, key, value, decay, rate))
-            output, states_now = delta_rule_step(*parts, state.unsqueeze(0))
-            state = states_now.squeeze(0)
+            here = (slice(None), chunk, token)
+            output, after = delta_rule_step(
+                *(query[here][None], key[here][None], value[here][None], decay[here][None], rate[here][None]),
+                state[None],
+            )
+            state = after.squeeze(0)
             torch.testing.assert_close(outputs[:, chunk, token], output.squeeze(0), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(states[chunk], state, rtol=1e-4, atol=1e-5)
