@@ -7,6 +7,8 @@ With the state S `[key_dim, value_dim]`, a token with query q, key k, value v, d
 Everything is float32. Queries and keys have length 1; queries are scaled by key_dim^-½.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,13 +37,20 @@ def delta_rule_step(
 
 
 def delta_rule_chunks(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, state: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    states: Tensor,
+    order: Sequence[tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """A text in chunks, each of which takes a few products of matrices.
+    """Texts in chunks, each of which takes a few products of matrices.
 
-    `query`, `key` `[heads, chunks, tokens, key_dim]`, `value` `[heads, chunks, tokens, value_dim]`, `decay`, `rate`
-    `[heads, chunks, tokens]`, `state` `[heads, key_dim, value_dim]`. A token whose decay and rate are 0 changes
-    nothing. Returns the outputs, like `value`, and the states after each chunk, `[chunks, heads, key_dim, value_dim]`.
+    `query`, `key` `[chunks, heads, tokens, key_dim]`, `value` `[chunks, heads, tokens, value_dim]`, `decay`, `rate`
+    `[chunks, heads, tokens]`, `states` `[n, heads, key_dim, value_dim]`, which are overwritten. `order` is what can be
+    computed at once, one after the other: some of the n texts, and the next chunk of each. A token whose decay and
+    rate are 0 changes nothing. Returns the outputs, like `value`, and the states after each chunk.
 
     Within a chunk, token i corrects what the state holds for its key after the corrections of all tokens before: a
     triangular system, solved for all tokens at once, first without the state that the chunk begins with (`added`),
@@ -56,26 +65,28 @@ def delta_rule_chunks(
     system = torch.matmul(rated_key, key.transpose(-1, -2)).mul_(faded)
     sides = torch.cat((value * rate.unsqueeze(-1), rated_key * total.exp().unsqueeze(-1)), dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    added, removed = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
+    added, removed = torch.split(solved, [value.shape[-1], key.shape[-1]], dim=-1)
     seen = torch.matmul(query, key.transpose(-1, -2)).mul_(faded)
     query = query * total.exp().unsqueeze(-1)
     last = total[..., -1:]
     key = key * (last - total).exp_().unsqueeze(-1)
-    outputs, states = torch.empty_like(value), []
-    for chunk in range(decay.shape[1]):
-        change = added[:, chunk] - torch.matmul(removed[:, chunk], state)
-        outputs[:, chunk] = torch.matmul(query[:, chunk], state) + torch.matmul(seen[:, chunk], change)
-        state = state * last[:, chunk].exp().unsqueeze(-1) + torch.matmul(key[:, chunk].transpose(-1, -2), change)
-        states.append(state)
-    return outputs, torch.stack(states)
+    outputs = torch.empty_like(value)
+    after = value.new_empty((len(value), *states.shape[1:]))
+    for texts, chunks in order:
+        state = states[texts]
+        change = added[chunks] - torch.matmul(removed[chunks], state)
+        outputs[chunks] = torch.matmul(query[chunks], state) + torch.matmul(seen[chunks], change)
+        state = state * last[chunks].exp().unsqueeze(-1) + torch.matmul(key[chunks].transpose(-1, -2), change)
+        states[texts] = after[chunks] = state
+    return outputs, after
 
 
-def causal_conv(inputs: Tensor, before: Tensor, weight: Tensor) -> Tensor:
-    """Each channel of `inputs` `[…, T, channels]` convolved with its own `weight` `[channels, width]`, float32.
+def causal_conv(inputs: Tensor, places: Tensor, weight: Tensor) -> Tensor:
+    """Each channel convolved with its own `weight` `[channels, width]`: `[n, channels]` float32.
 
-    `before` `[…, width - 1, channels]` are the inputs before the first.
+    Output i is of the `inputs` `[m, channels]` float32 at `places[i]`, which is `[n, width]`, oldest first.
     """
-    padded = torch.cat((before, inputs.float()), dim=-2)
-    num_tokens = inputs.shape[-2]
-    parts = [padded.narrow(-2, i, num_tokens) * weight[:, i] for i in range(weight.shape[1])]
-    return torch.stack(parts).sum(0)
+    output = inputs[places[:, 0]] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        output.addcmul_(inputs[places[:, tap]], weight[:, tap])
+    return output

@@ -25,9 +25,6 @@ class _Inputs(NamedTuple):
     rate: Tensor  # [T, value heads]
     change: Tensor  # [T, value heads]
 
-    def select(self, tokens: slice | Tensor) -> "_Inputs":
-        return _Inputs(*(part[tokens] for part in self))
-
 
 class GatedDeltaNet(Mixer):
     """Queries, keys and values pass a short causal convolution, then the gated delta rule (`kernels/delta_rule.py`).
@@ -87,16 +84,16 @@ class GatedDeltaNet(Mixer):
         plan = step.plan
         assert isinstance(plan, StatePlan)
         projected = self.projections(x, norm=norm)
-        inputs = _Inputs(*projected.split((sum(self._sizes[:3]), *self._sizes[3:]), dim=-1))
         states = step.cache.states[self.layer]
         if plan.places is None:
-            mixed = self._step(plan, inputs, states)
+            mixed = self._step(plan, self._split(projected), states)
         else:
+            assert plan.prompts is not None
             mixed = projected.new_empty((len(x), self._sizes[3]))
             if len(plan.places):
-                mixed[plan.places] = self._step(plan, inputs.select(plan.places), states)
-            for prompt in plan.prompts:
-                mixed[prompt.tokens] = self._prompt(prompt, inputs.select(prompt.tokens), states)
+                mixed[plan.places] = self._step(plan, self._split(projected[plan.places]), states)
+            places = plan.prompts.places
+            mixed[places] = self._compute_prompts(plan.prompts, self._split(projected[places]), states)
         if step.taps is not None:
             self._show_states(step, plan, states)
         output: Tensor = self.out(mixed, residual)
@@ -104,18 +101,19 @@ class GatedDeltaNet(Mixer):
             step.taps.see("attention_output", output, self.layer)
         return output
 
+    def _split(self, projected: Tensor) -> "_Inputs":
+        return _Inputs(*torch.split(projected, [sum(self._sizes[:3]), *self._sizes[3:]], dim=-1))
+
     def _step(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
         """The requests with one new token: `[n, value heads * value_dim]`."""
         if self._has_kernels:
             return self._step_by_kernels(plan, inputs, states)
         memory, before = (self._read(part, plan) for part in states)
-        channels = inputs.channels.float().unsqueeze(1)
-        query, key, value = self._heads_of(causal_conv(channels, before.transpose(1, 2), self._weight))
-        output, memory = delta_rule_step(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), *self._decay_and_rate(inputs), memory
-        )
+        seen = torch.cat((before, inputs.channels.float().unsqueeze(2)), dim=2)  # [n, channels, width]
+        query, key, value = self._heads_of((seen * self._weight).sum(2))
+        output, memory = delta_rule_step(query, key, value, *self._decay_and_rate(inputs), memory)
         states[0][plan.targets] = memory
-        states[1][plan.targets] = torch.cat((before[:, :, 1:], channels.transpose(1, 2)), dim=2)
+        states[1][plan.targets] = seen[:, :, 1:]
         return self._norm_and_gate(output, inputs.gate)
 
     def _step_by_kernels(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
@@ -141,32 +139,29 @@ class GatedDeltaNet(Mixer):
         return decay, inputs.rate.float().sigmoid()
 
     @staticmethod
-    def _read(part: Tensor, plan: StatePlan) -> Tensor:
+    def _read(part: Tensor, plan: StatePlan | PromptStates) -> Tensor:
+        """The states that texts go on from; zeros for those that begin."""
         found = part[plan.sources]
         return found.masked_fill_(plan.is_first.view(-1, *[1] * (found.dim() - 1)), 0)
 
-    def _prompt(self, prompt: PromptStates, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
-        """One request of several new tokens. Chunks end where blocks end."""
-        memory, before = (torch.zeros_like(part[0]) if prompt.source < 0 else part[prompt.source] for part in states)
-        channels = inputs.channels.float()
-        query, key, value = self._heads_of(causal_conv(channels, before.t(), self._weight))
-        decay, rate = self._decay_and_rate(inputs)
-        size, num_tokens = prompt.chunk_size, len(channels)
-        num_before = prompt.start % size  # tokens of the first chunk that were computed earlier
-        num_after = -(num_before + num_tokens) % size
+    def _compute_prompts(self, prompts: PromptStates, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
+        """The requests with several new tokens: `[P, value heads * value_dim]`."""
+        memory, before = (self._read(part, prompts) for part in states)
+        channels = torch.cat((before.transpose(1, 2).flatten(0, 1), inputs.channels.float()))
+        width = self.conv.shape[2]
+        heads = self._heads_of(causal_conv(channels, prompts.conv_places(width), self._weight))
+        shape = (prompts.num_chunks, prompts.chunk_size)
 
-        def in_chunks(rows: Tensor) -> Tensor:  # [T, heads, …] to [heads, chunks, tokens, …]
-            padded = F.pad(rows, (0, 0) * (rows.dim() - 1) + (num_before, num_after))
-            return padded.view(-1, size, *rows.shape[1:]).movedim(2, 0)
+        def in_chunks(rows: Tensor) -> Tensor:  # [P, heads, …] to [chunks, heads, tokens, …]
+            padded = rows.new_zeros((shape[0] * shape[1], *rows.shape[1:]))
+            padded[prompts.chunk_places] = rows
+            return padded.view(*shape, *rows.shape[1:]).transpose(1, 2)
 
-        outputs, memories = delta_rule_chunks(
-            in_chunks(query), in_chunks(key), in_chunks(value), in_chunks(decay), in_chunks(rate), memory
-        )
-        padded = torch.cat((before.t(), channels))
-        for end, block in prompt.targets:
-            states[0][block] = memories[-(-(num_before + end) // size) - 1]
-            states[1][block] = padded[end : end + before.shape[1]].t()
-        mixed = outputs.movedim(0, 2).flatten(0, 1)[num_before : num_before + num_tokens]
+        query, key, value, decay, rate = map(in_chunks, (*heads, *self._decay_and_rate(inputs)))
+        outputs, memories = delta_rule_chunks(query, key, value, decay, rate, memory, prompts.order)
+        states[0][prompts.targets] = memories[prompts.target_chunks]
+        states[1][prompts.targets] = channels[prompts.kept_inputs(width)].transpose(1, 2)
+        mixed = outputs.transpose(1, 2).flatten(0, 1)[prompts.chunk_places]
         return self._norm_and_gate(mixed, inputs.gate)
 
     @property
@@ -193,8 +188,10 @@ class GatedDeltaNet(Mixer):
     def _show_states(self, step: ForwardContext, plan: StatePlan, states: list[Tensor]) -> None:
         """Show each request's state `[N, heads, key_dim, value_dim]`, those with one new token first."""
         assert step.taps is not None
-        ends = [prompt.targets[-1][1] for prompt in plan.prompts if prompt.targets]
-        blocks = torch.cat((plan.targets, plan.targets.new_tensor(ends)))
+        blocks = plan.targets
+        if plan.prompts is not None:
+            is_last = plan.prompts.target_requests.diff(append=plan.targets.new_tensor([-1])) != 0
+            blocks = torch.cat((blocks, plan.prompts.targets[is_last]))
         shown = states[0][blocks]
         step.taps.see("state", shown, self.layer, is_shared_out=True)
         states[0][blocks] = shown

@@ -16,29 +16,114 @@ from infinilm.kernels.delta_rule import CHUNK
 
 @dataclass(frozen=True, slots=True)
 class PromptStates:
-    """A request of several new tokens."""
+    """R requests of several new tokens, P in all, laid end to end.
 
-    tokens: slice
-    """Its places in the batch."""
-    start: int
-    """Tokens before the first of them."""
-    source: int
-    """The block whose state it goes on from; -1: the text begins here."""
-    targets: tuple[tuple[int, int], ...]
-    """Tokens up to the end of each block that it computes in, or up to its own end, and the block."""
+    A text is cut into chunks from its beginning, so that blocks end where chunks end. Tokens of a request's first chunk
+    that were computed earlier, and those that its last chunk lacks, are padding.
+    """
+
+    places: Tensor  # [P] int64, in the batch
+    requests: Tensor  # [P] int64
+    offsets: Tensor  # [P] int64, in the request
+    firsts: Tensor  # [R] int64, each request's first token, in P
+    sources: Tensor  # [R] int64, blocks
+    is_first: Tensor  # [R] bool
     chunk_size: int
-    """Tokens to compute at a time, counted from the text's beginning: blocks end where chunks end."""
+    chunk_places: Tensor  # [P] int64, in the chunks' tokens
+    num_chunks: int
+    order: tuple[tuple[Tensor, Tensor], ...]  # see `delta_rule_chunks`
+    targets: Tensor  # [Q] int64, blocks
+    target_chunks: Tensor  # [Q] int64, after which the state is kept
+    target_requests: Tensor  # [Q] int64
+    target_ends: Tensor  # [Q] int64, new tokens of the request that the state has seen
+
+    def conv_places(self, width: int) -> Tensor:
+        """What a convolution of that `width` sees: `[P, width]`, places in `width - 1` earlier inputs of each request,
+        followed by the new tokens."""
+        taps = torch.arange(width, device=self.offsets.device)
+        return self._inputs_before(self.requests, self.offsets, width, taps)
+
+    def kept_inputs(self, width: int) -> Tensor:
+        """The inputs that a convolution has to keep: `[Q, width - 1]`, counted in the same way."""
+        taps = torch.arange(width - 1, device=self.offsets.device)
+        return self._inputs_before(self.target_requests, self.target_ends, width, taps)
+
+    def _inputs_before(self, requests: Tensor, offsets: Tensor, width: int, taps: Tensor) -> Tensor:
+        num_before = width - 1
+        firsts = len(self.sources) * num_before + self.firsts
+        reached = offsets[:, None] + taps - num_before
+        earlier = requests[:, None] * num_before + num_before + reached
+        return torch.where(reached < 0, earlier, firsts[requests][:, None] + reached)
+
+    @classmethod
+    def of(
+        cls,
+        rows: IntArray,
+        batch: HostBatch,
+        tables: IntArray,
+        *,
+        sources: IntArray,
+        ends: IntArray,
+        block_size: int,
+        device: torch.device,
+    ) -> "PromptStates":
+        """`rows` are the requests' places in the batch; the rest is as in `StatePlan.of`, which calls this."""
+        size = math.gcd(block_size, CHUNK)
+        lengths = batch.query_lens[rows]
+        starts = batch.context_lens[rows] - lengths
+        lasts = np.cumsum(batch.query_lens)[rows]
+        requests = np.repeat(np.arange(len(rows)), lengths)
+        firsts = np.cumsum(lengths) - lengths
+        offsets = np.arange(len(requests)) - firsts[requests]
+        num_chunks = -(-(starts % size + lengths) // size)
+        first_chunks = np.cumsum(num_chunks) - num_chunks
+        order = []
+        for index in range(int(num_chunks.max())):
+            texts = np.flatnonzero(num_chunks > index)
+            text, chunk = to_device(device, texts, first_chunks[texts] + index)
+            order.append((text, chunk))
+        targets: list[tuple[int, int, int, int]] = []
+        for request, row in enumerate(rows.tolist()):
+            if batch.slot_mapping[lasts[request] - 1] < 0:
+                continue  # a step that only warms up
+            start, end = int(starts[request]), int(batch.context_lens[row])
+            for index in range(start // block_size, -(-end // block_size)):
+                limit = min((index + 1) * block_size, end)
+                last = int(first_chunks[request]) + -(-(start % size + limit - start) // size) - 1
+                targets.append((int(tables[row, index]), last, request, limit - start))
+                ends[tables[row, index]] = limit
+        kept = np.array(targets, dtype=np.int64).reshape(-1, 4)
+        chunk_places = (first_chunks * size + starts % size)[requests] + offsets
+        places = (lasts - lengths)[requests] + offsets
+        arrays = (places, requests, offsets, firsts, sources[rows], chunk_places, *kept.T)
+        place, request_of, offset, first, origin, in_chunks, blocks, chunks, owners, limits = to_device(device, *arrays)
+        return cls(
+            places=place,
+            requests=request_of,
+            offsets=offset,
+            firsts=first,
+            sources=origin.clamp(min=0),
+            is_first=origin < 0,
+            chunk_size=size,
+            chunk_places=in_chunks,
+            num_chunks=int(num_chunks.sum()),
+            order=tuple(order),
+            targets=blocks,
+            target_chunks=chunks,
+            target_requests=owners,
+            target_ends=limits,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Requests with one new token are computed together, the others one after another."""
+    """What requests with one new token do, and the others."""
 
     places: Tensor | None  # [n] int64, of the single tokens in the batch; None: all are
     sources: Tensor  # [n] int64, blocks
     is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
     targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
-    prompts: tuple[PromptStates, ...]
+    prompts: PromptStates | None = None
 
     @classmethod
     def of(
@@ -49,24 +134,18 @@ class StatePlan:
         lasts = np.cumsum(batch.query_lens)
         starts = batch.context_lens - batch.query_lens
         sources = find_sources(tables, starts, block_size, ends)
-        is_kept = batch.slot_mapping[lasts - 1] >= 0  # not in a step that only warms up
-        singles = np.flatnonzero(batch.query_lens == 1)
+        singles, others = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens > 1)
+        prompts = None
+        if len(others):
+            where = {"sources": sources, "ends": ends}
+            prompts = PromptStates.of(others, batch, tables, block_size=block_size, device=device, **where)
         own = tables[singles, starts[singles] // block_size]
-        ends[own[is_kept[singles]]] = batch.context_lens[singles][is_kept[singles]]
-        own = np.where(is_kept[singles], own, len(ends))
-        prompts = []
-        for row in np.flatnonzero(batch.query_lens > 1).tolist():
-            start, end = int(starts[row]), int(batch.context_lens[row])
-            targets = []
-            if is_kept[row]:
-                for block in range(start // block_size, -(-end // block_size)):
-                    limit = min((block + 1) * block_size, end)
-                    targets.append((limit - start, int(tables[row, block])))
-                    ends[tables[row, block]] = limit
-            tokens = slice(int(lasts[row]) - (end - start), int(lasts[row]))
-            prompts.append(PromptStates(tokens, start, int(sources[row]), tuple(targets), math.gcd(block_size, CHUNK)))
-        places, origin, target = to_device(device, lasts[singles] - 1, sources[singles], own)
-        return cls(places if prompts else None, origin.clamp(min=0), origin < 0, target, tuple(prompts))
+        is_kept = batch.slot_mapping[lasts[singles] - 1] >= 0
+        ends[own[is_kept]] = batch.context_lens[singles][is_kept]
+        places, origin, targets = to_device(
+            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends))
+        )
+        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts)
 
 
 def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:
@@ -117,7 +196,7 @@ class GraphStates:
     def first(self, size: int) -> StatePlan:
         """The plan of `size` rows."""
         sources, targets = self._blocks[:, :size]
-        return StatePlan(None, sources, self._is_first[:size], targets, ())
+        return StatePlan(None, sources, self._is_first[:size], targets)
 
     def fill(self, tables: IntArray, context_lens: IntArray, size: int) -> None:
         """Send a step's blocks to the device, for a graph of `size` rows."""

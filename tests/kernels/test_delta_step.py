@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infinilm.kernels.delta_rule import causal_conv, delta_rule_chunks, delta_rule_step, normalize
+from infinilm.kernels.delta_rule import delta_rule_chunks, delta_rule_step, normalize
 from infinilm.kernels.delta_step import conv_step, delta_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,8 @@ def test_convolution(num_channels: int, width: int, dtype: torch.dtype) -> None:
     states, weight = random(6, num_channels, width - 1), random(num_channels, 1, width, dtype=dtype)
     where = places()
     before = states[where["sources"]] * ~where["is_first"][:, None, None]
-    convolved = causal_conv(inputs.unsqueeze(1), before.transpose(1, 2), weight.squeeze(1).float()).squeeze(1)
+    seen = torch.cat((before, inputs.float().unsqueeze(2)), dim=2)
+    convolved = (seen * weight.squeeze(1).float()).sum(2)
     expected = states.clone()
     expected[where["targets"]] = torch.cat((before[:, :, 1:], inputs.float().unsqueeze(2)), dim=2)
     found = conv_step(inputs, states, weight, **where)
@@ -83,19 +84,26 @@ def test_step(heads: int, key_heads: int, key_dim: int, value_dim: int, dtype: t
 
 
 def test_chunks_are_the_rule_token_by_token() -> None:
+    """Two texts, of two chunks and of one."""
     heads, num_chunks, size, key_dim, value_dim = 2, 3, 16, 8, 12
-    query, key = (normalize(random(heads, num_chunks, size, key_dim, seed=seed)) for seed in range(2))
-    value = random(heads, num_chunks, size, value_dim)
-    decay, rate = -random(heads, num_chunks, size).abs(), random(heads, num_chunks, size, seed=1).sigmoid()
-    state = random(heads, key_dim, value_dim)
-    outputs, states = delta_rule_chunks(query, key, value, decay, rate, state)
-    for chunk in range(num_chunks):
-        for token in range(size):
-            here = (slice(None), chunk, token)
-            output, after = delta_rule_step(
-                *(query[here][None], key[here][None], value[here][None], decay[here][None], rate[here][None]),
-                state[None],
-            )
-            state = after.squeeze(0)
-            torch.testing.assert_close(outputs[:, chunk, token], output.squeeze(0), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states[chunk], state, rtol=1e-4, atol=1e-5)
+    query, key = (normalize(random(num_chunks, heads, size, key_dim, seed=seed)) for seed in range(2))
+    value = random(num_chunks, heads, size, value_dim)
+    decay, rate = -random(num_chunks, heads, size).abs(), random(num_chunks, heads, size, seed=1).sigmoid()
+    state = random(2, heads, key_dim, value_dim)
+    order = [
+        (torch.tensor(texts, device=DEVICE), torch.tensor(chunks, device=DEVICE))
+        for texts, chunks in (([0, 1], [0, 2]), ([0], [1]))
+    ]
+    outputs, states = delta_rule_chunks(query, key, value, decay, rate, state.clone(), order)
+    for text, chunks in ((0, (0, 1)), (1, (2,))):
+        now = state[text]
+        for chunk in chunks:
+            for token in range(size):
+                here = (chunk, slice(None), token)
+                output, after = delta_rule_step(
+                    *(query[here][None], key[here][None], value[here][None], decay[here][None], rate[here][None]),
+                    now[None],
+                )
+                now = after.squeeze(0)
+                torch.testing.assert_close(outputs[here], output.squeeze(0), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(states[chunk], now, rtol=1e-4, atol=1e-5)
