@@ -163,7 +163,10 @@ class TorchAttention:
 def _read(
     cache: Tensor, slots: Tensor | _Run, num_requests: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`."""
+    """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`.
+
+    Latent vectors are both.
+    """
     shape = (num_requests, num_keys, *cache.shape[2:])
     if isinstance(slots, _Run):
         step = cache.stride(1)
@@ -171,8 +174,8 @@ def _read(
         found = cache.as_strided(shape, strides, cache.storage_offset() + slots.first * step)
     else:
         found = cache.flatten(2).flatten(0, 1).index_select(0, slots).view(shape)
-    key, value = found.to(dtype).transpose(1, 3).unbind(2)
-    return key, value
+    parts = found.to(dtype).transpose(1, 3).unbind(2)
+    return parts[0], parts[-1]
 
 
 def _as_run(slots: Tensor) -> Tensor | _Run:
@@ -205,6 +208,7 @@ def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scoring: _Scoring) 
     has_nonfinite = is_nonfinite.device.type != "cpu" or bool(is_nonfinite.any())  # a GPU is not waited for
     if has_nonfinite:
         key = key.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
+        value = value.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
     output = scoring.attend_tokens(
         query.permute(1, 2, 0, 3),
         key.expand(-1, query.shape[2], -1, -1),

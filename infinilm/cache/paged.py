@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.cache.specs import AttentionSpec, CacheGroup, CacheSpec, StateSpec, group_layers, resolve_layers
+from infinilm.cache.specs import AttentionSpec, CacheGroup, CacheSpec, LatentSpec, StateSpec, group_layers, resolve_layers
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels.nonfinite import mark_nonfinite
 
@@ -125,8 +125,8 @@ class Cache:
             next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(sizes, dtypes, shapes, strict=True)
         )
         self.tensors = [[next(views) for _ in _tensor_dtypes(group, dtype)] for group in self.groups]
-        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, or the tensors
-        of the states, `[layers of the group, blocks, …]` each."""
+        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, or latent vectors,
+        which are both, `[…, block_size, 1, 1, dim]`, or the tensors of the states, `[layers, blocks, …]` each."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         owners = resolve_layers(specs)
         by_layer = {layer: places[owners[layer]] for layer in held or range(len(specs))}
@@ -208,10 +208,14 @@ def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> i
 
 def _tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int) -> list[tuple[int, ...]]:
     first = (len(group.layers), num_blocks)
-    if isinstance(group.spec, AttentionSpec):
-        return [(*first, block_size, 2, group.spec.num_kv_heads, group.spec.head_dim)]
-    return [(*first, *shape) for shape in group.spec.shapes]
+    match group.spec:
+        case AttentionSpec(num_kv_heads, head_dim):
+            return [(*first, block_size, 2, num_kv_heads, head_dim)]
+        case LatentSpec(rank, rope_dim):
+            return [(*first, block_size, 1, 1, rank + rope_dim)]
+        case StateSpec(shapes):
+            return [(*first, *shape) for shape in shapes]
 
 
 def _tensor_dtypes(group: CacheGroup, dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype] if isinstance(group.spec, AttentionSpec) else [torch.float32] * len(group.spec.shapes)
+    return [torch.float32] * len(group.spec.shapes) if isinstance(group.spec, StateSpec) else [dtype]

@@ -24,10 +24,17 @@ class SharedKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention: one compressed vector of `rank` and one rotary key of `rope_dim` numbers."""
+    """Multi-head latent attention: one compressed vector of `rank` and one rotary key of `rope_dim` numbers.
+
+    All ranks have the whole of it.
+    """
 
     rank: int
     rope_dim: int
+
+    @property
+    def window(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,15 @@ class StateSpec:
 CacheSpec = AttentionSpec | SharedKV | LatentSpec | StateSpec
 
 
+OwnSpec = AttentionSpec | LatentSpec | StateSpec
+"""The kinds of layers that keep something themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers with equal specs. They have one pool of blocks and one block table per sequence."""
 
-    spec: AttentionSpec | StateSpec
+    spec: OwnSpec
     layers: tuple[int, ...]
 
 
@@ -65,13 +76,8 @@ def resolve_layers(specs: Sequence[CacheSpec]) -> list[int]:
             if not 0 <= spec.layer < layer:
                 raise InvalidValueError(f"layer {layer}: {spec} must name an earlier layer, 0 to {layer - 1}")
             owners.append(owners[spec.layer])
-        elif isinstance(spec, AttentionSpec | StateSpec):
-            owners.append(layer)
         else:
-            raise InvalidValueError(
-                f"layer {layer}: {type(spec).__name__} is defined but not implemented yet; "
-                "use AttentionSpec, StateSpec or SharedKV"
-            )
+            owners.append(layer)
     return owners
 
 
@@ -80,10 +86,10 @@ def group_layers(specs: Sequence[CacheSpec], held: range | None = None) -> tuple
 
     A rank that holds only some layers, `held`, has the groups of the whole model with those layers in them.
     """
-    groups: dict[AttentionSpec | StateSpec, list[int]] = {}
+    groups: dict[OwnSpec, list[int]] = {}
     for layer, owner in enumerate(resolve_layers(specs)):
         spec = specs[layer]
-        if owner == layer and isinstance(spec, AttentionSpec | StateSpec):
+        if owner == layer and not isinstance(spec, SharedKV):
             own = groups.setdefault(spec, [])
             if held is None or layer in held:
                 own.append(layer)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from infinilm.attention import AttentionBackend, ForwardBatch
+from infinilm.attention import AttentionBackend, ForwardBatch, TorchAttention
 from infinilm.cache.paged import Cache
-from infinilm.cache.specs import StateSpec
+from infinilm.cache.specs import LatentSpec, StateSpec
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Shard, WeightShard
@@ -234,6 +234,8 @@ class Decoder(nn.Module):
                 made = batch.state_plans
                 plan: Any = plan_states(batch, cache, index) if made is None else made[index]
             else:
+                if isinstance(group.spec, LatentSpec):  # which no other backend knows
+                    backend = TorchAttention()
                 windows = {group.spec.window} if batch.more_groups else self._windows
                 plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)
             steps.append(ForwardContext(part, cache, backend, plan, taps))
