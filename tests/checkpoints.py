@@ -36,6 +36,8 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
 YARN = {"rope_type": "yarn", "truncate": False}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64}
 
+LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -301,6 +303,73 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "eos_token_id": 2,
             "sliding_window": 24,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek-v2-plain": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "beta_fast": 32,
+                "beta_slow": 1,
+            },
+        },
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "rope_interleave": False,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
         },
     ),
     "qwen3.5": (

@@ -92,6 +92,7 @@ def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
             IS_SIGMOID=routing.is_sigmoid,
             GROUPS=routing.num_groups,
             TOP_GROUPS=routing.top_groups,
+            GROUP_BEST=routing.group_best,
             BLOCK_GROUPS=triton.next_power_of_2(routing.num_groups),
             EARLY=early,
             num_warps=1,
@@ -239,6 +240,7 @@ def _choose_kernel(
     IS_SIGMOID: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -267,7 +269,7 @@ def _choose_kernel(
             members = tl.where(own_group == group, rank, OUT_RANK)
             best = tl.max(members, axis=0)
             second = tl.max(tl.where(experts == tl.argmax(members, axis=0), OUT_RANK, members), axis=0)
-            sums = tl.where(groups == group, best + second, sums)
+            sums = tl.where(groups == group, best + second if GROUP_BEST == 2 else best, sums)
         is_in = experts < 0
         for _ in tl.static_range(TOP_GROUPS):
             best_group = tl.argmax(sums, axis=0)

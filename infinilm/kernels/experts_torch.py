@@ -20,7 +20,8 @@ class Routing(NamedTuple):
     num_groups: int = 1
     """Experts come in groups of as many, next to each other."""
     top_groups: int = 1
-    """A token's experts are in so many groups: those whose two best have the largest sum."""
+    """A token's experts are in so many groups: those whose `group_best` best, 1 or 2, have the largest sum."""
+    group_best: int = 2
     scale: float = 1.0
     """What weights are multiplied by in the end."""
 
@@ -39,7 +40,7 @@ def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None =
     ranks = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         groups = ranks.unflatten(1, (routing.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.top_groups, dim=-1).indices
+        best = groups.topk(routing.group_best, dim=-1).values.sum(dim=-1).topk(routing.top_groups, dim=-1).indices
         is_out = torch.ones_like(groups[..., 0]).scatter_(1, best, 0.0).bool()
         ranks = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
     ids = ranks.topk(routing.top_k, dim=-1).indices

@@ -19,7 +19,7 @@ from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 
 class LatentAttention(Mixer):
-    """A token mixer whose cache holds, per token, a normalised vector of `rank` numbers and a rotated key of `rope_dim`.
+    """A token mixer whose cache holds, of each token, a normalised vector of `rank` and a rotated key of `rope_dim`.
 
     A head's query has `plain_dim` numbers without and `rope_dim` with rotation. With a `query_rank` queries, too, are
     made from a smaller vector.
@@ -46,7 +46,6 @@ class LatentAttention(Mixer):
         group = options.get("group", SINGLE)
         dtype, device = options["dtype"], options["device"]
         options = below(options, prefix)
-        whole = {"dtype": dtype, "device": device, "formats": options["formats"]}
         self.rank, self.rope_dim, self.plain_dim, self.value_dim = rank, rotary.dim, plain_dim, value_dim
         self.rotary, self.scale = rotary, scale
         self.heads = ShardRange.share("num_attention_heads", num_heads, group.rank, group.size)
@@ -60,7 +59,7 @@ class LatentAttention(Mixer):
             latents = {"q_a_proj": query_rank} | latents
             self.query = ColumnParallelLinear(query_rank, {"q_b_proj": query_size}, bias=False, **options)
             self.query_norm = RMSNorm(query_rank, norm_eps, dtype=dtype, device=device)
-        self.latents = Linear(hidden_size, latents, bias=bias, **whole)
+        self.latents = Linear(hidden_size, latents, bias=bias, dtype=dtype, device=device, formats=options["formats"])
         self.latent_norm = RMSNorm(rank, norm_eps, dtype=dtype, device=device)
         # By head: the rows that make a key, then those that make a value.
         shape = (self.heads.length * (plain_dim + value_dim), rank)
@@ -79,7 +78,9 @@ class LatentAttention(Mixer):
         before = latents.shape[1] - self.rank - self.rope_dim
         query_input = x if self.query_norm is None else self.query_norm(latents[:, :before])
         query = self.query(query_input).view(len(x), self.heads.length, -1)
-        kept = torch.cat((self.latent_norm(latents[:, before : before + self.rank]), latents[:, before + self.rank :]), 1)
+        kept = torch.cat(
+            (self.latent_norm(latents[:, before : before + self.rank]), latents[:, before + self.rank :]), 1
+        )
         # The rotated parts of all heads and of the key, turned as one.
         rotated = torch.cat((query[..., self.plain_dim :], kept[:, None, self.rank :]), dim=1)
         apply_rotary(rotated, *step.angles(self.rotary), out=rotated, is_interleaved=self.rotary.is_interleaved)

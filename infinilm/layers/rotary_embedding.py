@@ -149,9 +149,10 @@ def attention_factor(rope: Mapping[str, Any]) -> float:
         return math.sqrt(1 + math.log(factor) / math.log(rope["original_max_position_embeddings"]))
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return yarn_scale(factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_scale(factor: float, weight: float) -> float:
+    """What YaRN sharpens attention by, for positions stretched by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0

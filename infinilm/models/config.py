@@ -41,6 +41,7 @@ _NEUTRAL_KEYS = frozenset(
             "embd_pdrop",
             "finetuning_task",
             "hidden_dropout",
+            "qk_head_dim",
             "id2label",
         ),
         *("is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),

@@ -19,6 +19,7 @@ from infinilm.models.dense import CausalLM, LlamaConfig, Ministral3Config, Mistr
 from infinilm.models.gemma import Gemma2Config, Gemma3Config, GemmaForCausalLM
 from infinilm.models.gemma4 import Gemma4Config, Gemma4ForCausalLM
 from infinilm.models.hybrid import Qwen35Config, Qwen35ForCausalLM
+from infinilm.models.latent import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 from infinilm.models.relatives import (
     Glm4Config,
     Glm4ForCausalLM,
@@ -71,6 +72,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma2": ModelFamily("Gemma2ForCausalLM", Gemma2Config, GemmaForCausalLM),
     "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, GemmaForCausalLM),
     "gemma4_text": ModelFamily("Gemma4ForCausalLM", Gemma4Config, Gemma4ForCausalLM),
+    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
     "glm4_moe": ModelFamily("Glm4MoeForCausalLM", Glm4MoeConfig, Glm4MoeForCausalLM),
     "gpt_oss": ModelFamily("GptOssForCausalLM", GptOssConfig, GptOssForCausalLM),

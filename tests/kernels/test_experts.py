@@ -55,6 +55,7 @@ def test_choice(num_experts: int, top_k: int, renormalizes: bool, dtype: torch.d
     [
         Routing(24, 5, renormalizes=True, is_sigmoid=True, scale=2.5),
         Routing(24, 5, renormalizes=False, is_sigmoid=True, num_groups=4, top_groups=2),
+        Routing(24, 5, renormalizes=False, num_groups=4, top_groups=2, group_best=1),
         Routing(24, 6, renormalizes=True, num_groups=6, top_groups=3, scale=0.5),
         Routing(24, 4, renormalizes=True, is_sigmoid=True, num_groups=6, top_groups=1),
     ],

@@ -185,6 +185,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "capped scores": ("gemma2-capped", {"num_key_value_heads": 1}),
     "fused matrices, half of each head rotated": ("phi3-window", {"num_key_value_heads": 12}),
     "neighbours rotated": ("glm4", {"num_key_value_heads": 12}),
+    "latent vectors": ("deepseek-v3", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
     "recurrent layers": (
         "qwen3.5",
         {"num_key_value_heads": 12, "linear_num_key_heads": 12, "linear_num_value_heads": 12},
