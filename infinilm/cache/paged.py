@@ -133,8 +133,8 @@ class Cache:
             next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(sizes, dtypes, shapes, strict=True)
         )
         self.tensors = [[next(views) for _ in _tensor_dtypes(group, dtype)] for group in self.groups]
-        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, or latent
-        vectors, which are both, `[…, block_size, 1, 1, dim]`, or the tensors of the states, `[layers, blocks, …]` each."""
+        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`; latent vectors,
+        which are both, `[layers, blocks, block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         owners = resolve_layers(specs)
         by_layer = {layer: places[owners[layer]] for layer in held or range(len(specs))}
