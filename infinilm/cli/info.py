@@ -185,7 +185,7 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
         weight_bytes = outline_model(model_config, torch.float32, formats=formats).num_bytes()
         kinds[QUANTIZED] = (torch.float32, torch.float16, weight_bytes)
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
-        token_bytes = context_bytes(model_config, 1, kv_dtype)
+        token_bytes = context_bytes(model_config, 2, kv_dtype) - context_bytes(model_config, 1, kv_dtype)
         workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)
         left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
         needs[name] = {

@@ -191,9 +191,16 @@ def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dty
 
 
 def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
-    """What a text of so many tokens takes in the KV cache, over all ranks: sliding layers keep their window."""
+    """What a text of so many tokens takes in the KV cache, over all ranks.
+
+    Sliding layers keep their window, recurrent layers one state however long the text is.
+    """
     groups = group_layers(model_config.cache_specs())
-    return sum(bytes_per_block(group, 1, dtype) * min(group.spec.window or num_tokens, num_tokens) for group in groups)
+    return sum(
+        bytes_per_block(group, 1, dtype)
+        * (1 if isinstance(group.spec, StateSpec) else min(group.spec.window or num_tokens, num_tokens))
+        for group in groups
+    )
 
 
 def format_bytes(count: float) -> str:
