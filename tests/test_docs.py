@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import infinilm
-from infinilm.debug import ALIASES, EXPERT_POINTS, POINTS
+from infinilm.debug import ALIASES, EXPERT_POINTS, POINTS, STATE_POINTS
 from infinilm.errors import InvalidValueError
 from infinilm.lowlevel.infer_input import TENSOR_FIELDS
 from infinilm.models import LlamaConfig, register_model
@@ -229,7 +229,12 @@ def table_after(document: str, heading: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "points"), [("point", POINTS), ("point of a layer with experts.*?", EXPERT_POINTS)]
+    ("heading", "points"),
+    [
+        ("point", POINTS),
+        ("point of a layer with experts.*?", EXPERT_POINTS),
+        ("point of a recurrent layer.*?", STATE_POINTS),
+    ],
 )
 def test_the_table_of_points_is_the_hooks_own(heading: str, points: dict[str, str]) -> None:
     expected = []

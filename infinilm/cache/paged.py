@@ -113,26 +113,7 @@ class Cache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
-        shapes = [
-            shape
-            for group, count in zip(self.groups, self.num_blocks, strict=True)
-            # One more for states that nobody keeps, such as those of a graph's padding.
-            for shape in _tensor_shapes(group, count + isinstance(group.spec, StateSpec), block_size)
-        ]
-        for shape in shapes:
-            if min(shape[1:]) < 1:  # a rank may hold no layer of a group
-                raise InvalidValueError(
-                    f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more"
-                )
-        dtypes = [kind for group in self.groups for kind in _tensor_dtypes(group, dtype)]
-        sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True)]
-        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        parts = iter(torch.split(self.memory.zeros(sum(aligned)), aligned))
-        views = iter(
-            next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(sizes, dtypes, shapes, strict=True)
-        )
-        self.tensors = [[next(views) for _ in _tensor_dtypes(group, dtype)] for group in self.groups]
+        self.tensors = self._allocate()
         """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`; latent vectors,
         which are both, `[layers, blocks, block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
@@ -156,6 +137,33 @@ class Cache:
                 self.states[layer] = own
             else:
                 (self.layers[layer],) = own
+
+    def _allocate(self) -> list[list[Tensor]]:
+        """The tensors of all groups, in one piece of memory."""
+        # A group of states has one block more, for those that nobody keeps, such as the states of a graph's padding.
+        counts = [
+            count + isinstance(group.spec, StateSpec) for group, count in zip(self.groups, self.num_blocks, strict=True)
+        ]
+        shapes = [
+            _tensor_shapes(group, count, self.block_size) for group, count in zip(self.groups, counts, strict=True)
+        ]
+        for shape in (shape for own in shapes for shape in own):
+            if min(shape[1:]) < 1:  # a rank may hold no layer of a group
+                raise InvalidValueError(
+                    f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more"
+                )
+        kinds = [_tensor_dtypes(group, self.dtype) for group in self.groups]
+        sizes = [
+            [math.prod(shape) * kind.itemsize for shape, kind in zip(*own, strict=True)]
+            for own in zip(shapes, kinds, strict=True)
+        ]
+        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for own in sizes for size in own]
+        # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
+        parts = iter(torch.split(self.memory.zeros(sum(aligned)), aligned))
+        return [
+            [next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(*own, strict=True)]
+            for own in zip(sizes, kinds, shapes, strict=True)
+        ]
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.

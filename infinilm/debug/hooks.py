@@ -21,7 +21,6 @@ POINTS = {
     "layer{i}_attention_v_after_proj": "[T, kv_heads * head_dim]",
     "layer{i}_attention_q_after_rope": "[T, heads, head_dim]",
     "layer{i}_attention_k_after_rope": "[T, kv_heads, head_dim]",
-    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, each request's state after a recurrent layer's step",
     "layer{i}_attention_output": "[T, hidden], after o_proj, before the residual is added",
     "layer{i}_after_attention_residual": "[T, hidden]",
     "layer{i}_post_attention_layernorm": "[T, hidden]",
@@ -43,10 +42,15 @@ EXPERT_POINTS = {
 }
 """Those of layers with experts, which have no gate, up and intermediate of one MLP: they come in their place."""
 
+STATE_POINTS = {
+    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, a state per request, those with one new token first",
+}
+"""Those of recurrent layers, which have no queries, keys and values: they come in their place."""
+
 ALIASES = {f"layer{{i}}_attention_{x}_after_proj": f"layer{{i}}_{x}_proj" for x in "qkv"}
 """Alternative names of some points."""
 
-_ALL_POINTS = (*POINTS, *EXPERT_POINTS)
+_ALL_POINTS = (*POINTS, *EXPERT_POINTS, *STATE_POINTS)
 _NAMES = (*_ALL_POINTS, *ALIASES.values())
 
 

@@ -61,7 +61,7 @@ class Attention(Mixer):
             hidden_size, *heads, bias=qkv_bias, projections=projections, has_gate=has_gate, **options
         )
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
-        self.num_heads, self.num_kv_heads = self.qkv.heads.length, self.qkv.kv_heads.length  # of this rank
+        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
         self.cap, self.sinks = cap, None
         if has_sinks:
             sinks = torch.empty(self.num_heads, dtype=torch.float32, device=options["device"])

@@ -131,6 +131,7 @@ class QKVParallelLinear(Linear):
         self.kv_heads = ShardRange.share(
             "num_key_value_heads", num_kv_heads, group.rank // self.num_copies, group.size // self.num_copies
         )
+        self.num_heads, self.num_kv_heads = self.heads.length, self.kv_heads.length  # of this rank
         q, kv = (
             ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (self.heads, self.kv_heads)
         )
