@@ -13,7 +13,7 @@ CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/py
 SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
-.PHONY: run serve docs test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
+.PHONY: run serve docs model-table test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
 	clean
 
 run: native
@@ -28,6 +28,10 @@ serve: native
 # The reference of the public API, from its docstrings: build/docs/index.html.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/api_reference.py build/docs
+
+# The table of model families in docs/models.md, with differences from transformers that are measured anew.
+model-table: $(VENV)/.dev
+	$(BIN)/python docs/model_table.py
 
 test:
 	$(MAKE) --jobs=2 --output-sync format-check lint types native

@@ -60,6 +60,19 @@ class Linear:
     def multiply(self, x: Floats, out: Floats, accumulate: bool) -> None:
         """`out` `[T, out]` = or += `x Wᵀ + b`, with `x` `[T, in]` rounded to 16 bits by groups of 32."""
 
+class Experts:
+    """A layer's experts: gate and up side by side, and down, of each."""
+
+    def __init__(self, gate_up: list[Linear], down: list[Linear]) -> None: ...
+    def mix(self, x: Floats, ids: Tensor, weights: Floats, out: Floats, accumulate: bool) -> None:
+        """`out` `[T, hidden]` = or += the sum of the experts `ids` `[T, k]` int32 of each row of `x`, times `weights`.
+
+        An expert that no row chose is not read. A row's are added in the order of its ids.
+        """
+
+def score(x: Floats, weight: Floats, out: Floats) -> None:
+    """`out` `[T, out]` = `x W` in float32, with `weight` `[in, out]`; a row's sums do not depend on other rows."""
+
 class Layer:
     """One decoder layer's weights."""
 
@@ -99,7 +112,16 @@ class Decoder:
 def store(new: Floats, cache: Tensor, step: Step) -> None:
     """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""
 
-def attend(query: Floats, cache: Tensor, step: Step, out: Floats, scale: float, window: int | None) -> None:
+def attend(
+    query: Floats,
+    cache: Tensor,
+    step: Step,
+    out: Floats,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Floats | None = None,
+) -> None:
     """Attend `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
 
 def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_finite: Tensor) -> None:

@@ -76,8 +76,10 @@ inline void merge_into(Gathered row, Gathered part, int dim) {
     row.maximum = maximum;
 }
 
-inline void normalize(Gathered row, int dim, float* out) {
-    const float factor = row.weight > 0.0f ? 1.0f / row.weight : 0.0f;
+// A sink adds to the weights and not to the values.
+inline void normalize(Gathered row, int dim, const float* sink, float* out) {
+    const float weight = row.weight + (sink ? exponential_of(*sink - row.maximum) : 0.0f);
+    const float factor = weight > 0.0f ? 1.0f / weight : 0.0f;
     for (int d = 0; d < dim; ++d) out[d] = row.values[d] * factor;
 }
 
@@ -96,6 +98,14 @@ inline void score(const float* query, const float* keys, int any_dim, float* sco
             for (int k = 0; k < kLanes; ++k) sums[k] = multiply_add(q, load(keys + (first + k) * dim + d), sums[k]);
         }
         store(scores + first, sums_of(sums));
+    }
+}
+
+// cap * tanh(score / cap) of a row's scores.
+inline void cap_scores(float* scores, float cap) {
+    for (int k = 0; k < kTileKeys; k += kLanes) {
+        const Floats grown = exponential(load(scores + k) * (2.0f / cap));
+        store(scores + k, all(cap) - all(2.0f * cap) / (grown + 1.0f));
     }
 }
 
@@ -216,6 +226,9 @@ private:
         for (int r = 0; r < rows_; ++r) {
             if (first[r] < end[r]) score<kDim>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys);
         }
+        for (int r = 0; r < rows_ && task_.cap > 0.0f; ++r) {
+            if (first[r] < end[r]) cap_scores(scores_ + r * kTileKeys, task_.cap);
+        }
         for (int r = 0; r < rows_; ++r) {
             if (first[r] < end[r]) weigh(scores_ + r * kTileKeys, first[r], end[r], wide_, row(split_, r));
         }
@@ -231,7 +244,8 @@ private:
                 const int64_t index = int64_t(first_token_) * task_.heads + r;
                 std::copy(result.values, result.values + wide_ + 2, task_.partial + index * (wide_ + 2));
             } else {
-                normalize(result, dim_, task_.out + offset(r, task_.out_stride));
+                const float* sink = task_.sinks ? task_.sinks + r % task_.heads : nullptr;
+                normalize(result, dim_, sink, task_.out + offset(r, task_.out_stride));
             }
         }
     }
@@ -275,7 +289,7 @@ void attend(const AttentionTask& task, const CacheView& cache) {
 
 int partial_size(int head_dim) { return padded(head_dim) + 2; }
 
-void merge(const float* partials, int64_t stride, int splits, int head_dim, float* out) {
+void merge(const float* partials, int64_t stride, int splits, int head_dim, const float* sink, float* out) {
     alignas(64) float total[kMaxHeadDim + 2];
     alignas(64) float part[kMaxHeadDim + 2];
     const int wide = padded(head_dim);
@@ -284,7 +298,7 @@ void merge(const float* partials, int64_t stride, int splits, int head_dim, floa
         std::copy(partials + s * stride, partials + s * stride + wide + 2, part);
         merge_into(gathered_at(total, wide), gathered_at(part, wide), wide);
     }
-    normalize(gathered_at(total, wide), head_dim, out);
+    normalize(gathered_at(total, wide), head_dim, sink, out);
 }
 
 }  // namespace infinilm::INFINILM_ISA

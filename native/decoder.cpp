@@ -55,40 +55,53 @@ Linear::Linear(std::vector<std::shared_ptr<const Matrix>> matrices, const float*
 }
 
 void Linear::multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const {
+    std::vector<Product> products;
+    list_products(0, rows, out, accumulate, products);
+    multiply_all(products, x);
+}
+
+void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate,
+                           std::vector<Product>& products) const {
+    int first = 0;
+    for (const auto& matrix : matrices_) {
+        products.push_back({&matrix->view(), first_row, end_row, bias_ ? bias_ + first : nullptr, out + first, rows_, accumulate});
+        first += matrix->view().rows;
+    }
+}
+
+void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
     constexpr int kTaskRows = 64;
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
-        const PackedMatrix* matrix;
-        int first_row, panels_per_task;
-        int64_t first_task;
+        int panels_per_task;
+        int64_t row_blocks, first_task;
     };
     std::vector<Piece> pieces;
-    const int64_t row_blocks = (rows + kTaskRows - 1) / kTaskRows;
+    pieces.reserve(products.size());
     int64_t tasks = 0;
-    int first_row = 0;
-    for (const auto& each : matrices_) {
-        const PackedMatrix& matrix = each->view();
+    for (const Product& each : products) {
+        const PackedMatrix& matrix = *each.matrix;
         const int most = std::max(1, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
-        pieces.push_back({&matrix, first_row, per_task, tasks});
+        const int64_t row_blocks = (each.end_row - each.first_row + kTaskRows - 1) / kTaskRows;
+        pieces.push_back({per_task, row_blocks, tasks});
         tasks += row_blocks * ((matrix.panels() + per_task - 1) / per_task);
-        first_row += matrix.rows;
     }
     const Kernels& k = kernels();
-    const int64_t stride = rows_;
     parallel_for(tasks, 1, [&](int64_t task) {
-        size_t i = pieces.size() - 1;
-        while (task < pieces[i].first_task) --i;
-        const Piece& piece = pieces[i];
+        const auto after = std::upper_bound(pieces.begin(), pieces.end(), task,
+                                            [](int64_t value, const Piece& piece) { return value < piece.first_task; });
+        const Piece& piece = *(after - 1);
+        const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        const int64_t row = place % row_blocks * kTaskRows;
-        const int panel = int(place / row_blocks) * piece.panels_per_task;
-        k.multiply(*piece.matrix, x, int(row), int(std::min(row + kTaskRows, rows)), panel,
-                   std::min(panel + piece.panels_per_task, piece.matrix->panels()),
-                   bias_ ? bias_ + piece.first_row : nullptr, out + piece.first_row, stride, accumulate);
+        const int64_t row = own.first_row + place % piece.row_blocks * kTaskRows;
+        const int panel = int(place / piece.row_blocks) * piece.panels_per_task;
+        k.multiply(*own.matrix, x, int(row), int(std::min(row + kTaskRows, own.end_row)), panel,
+                   std::min(panel + piece.panels_per_task, own.matrix->panels()), own.bias, own.out, own.stride,
+                   own.accumulate);
     });
 }
 
@@ -142,6 +155,7 @@ void list_tasks(const Step& step, const CacheView& cache, const AttentionTask& l
             for (task.kv_head = 0; task.kv_head < cache.kv_heads; ++task.kv_head) {
                 const int64_t head = int64_t(task.kv_head) * like.heads * cache.head_dim;
                 task.query = like.query + (token + first) * like.query_stride + head;
+                task.sinks = like.sinks ? like.sinks + task.kv_head * like.heads : nullptr;
                 task.out = like.out + (token + first) * like.out_stride + head;
                 tasks.push_back(task);
             }
@@ -175,7 +189,7 @@ void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<
 }  // namespace
 
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
-            float scale, int64_t window, float* out, int64_t out_stride) {
+            const Scoring& scoring, float* out, int64_t out_stride) {
     const Kernels& k = kernels();
     Workspace& space = workspace();
     std::vector<AttentionTask>& tasks = space.tasks;
@@ -184,7 +198,8 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     AttentionTask like{};
     like.query = query, like.query_stride = query_stride;
     like.out = out, like.out_stride = out_stride;
-    like.heads = heads, like.scale = scale, like.window = window;
+    like.heads = heads, like.scale = scoring.scale, like.window = scoring.window;
+    like.cap = scoring.cap, like.sinks = scoring.sinks;
     list_tasks(step, cache, like, tasks);
     // If that makes too few to keep the threads busy, the keys are shared out, too.
     if (int64_t(tasks.size()) < 8 * num_threads()) split_tasks(partial_row, tasks, space.partials);
@@ -194,7 +209,8 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
         for (end = first + 1; task.partial && end < tasks.size() && tasks[end].out == task.out;) ++end;
         const int64_t rows = task.partial ? int64_t(task.tokens) * heads : 0;
         for (int64_t r = 0; r < rows; ++r) {
-            k.merge(task.partial + r * partial_row, rows * partial_row, int(end - first), cache.head_dim,
+            const float* sink = task.sinks ? task.sinks + r % heads : nullptr;
+            k.merge(task.partial + r * partial_row, rows * partial_row, int(end - first), cache.head_dim, sink,
                     task.out + r / heads * out_stride + r % heads * cache.head_dim);
         }
     }
@@ -217,7 +233,7 @@ void run_layer(const Layer& layer, const Step& step, const CacheView& cache, flo
     });
     float* attended = space.attended.reserve(tokens * attended_size);
     const float scale = 1.0f / std::sqrt(float(cache.head_dim));
-    attend(step, cache, qkv, qkv_size, layer.rope.num_heads, scale, layer.window, attended, attended_size);
+    attend(step, cache, qkv, qkv_size, layer.rope.num_heads, {scale, layer.window}, attended, attended_size);
     const Activations rounded = space.rows.reserve(tokens, int(attended_size));
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(attended, attended_size, nullptr, eps, int(t), rounded); });
     layer.out->multiply(rounded, tokens, hidden, true);

@@ -39,6 +39,19 @@ private:
     Activations view_{};
 };
 
+// Some rows of x times a matrix.
+struct Product {
+    const PackedMatrix* matrix;
+    int64_t first_row, end_row;
+    const float* bias;  // or null
+    float* out;         // of row 0, the matrix's first column
+    int64_t stride;     // of out
+    bool accumulate;
+};
+
+// All of them, shared out over the threads together.
+void multiply_all(const std::vector<Product>& products, const Activations& x);
+
 class Linear {
 public:
     Linear(std::vector<std::shared_ptr<const Matrix>> matrices, const float* bias);
@@ -47,6 +60,8 @@ public:
     int out_features() const { return rows_; }
     // out [rows, out] = or += x W^T + b.
     void multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const;
+    // The products that multiply some rows; `out` is that of row 0.
+    void list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate, std::vector<Product>& products) const;
 
 private:
     std::vector<std::shared_ptr<const Matrix>> matrices_;
@@ -67,9 +82,17 @@ struct Step {
     void check(const CacheView& cache) const;
 };
 
+// How scores become weights; see AttentionTask.
+struct Scoring {
+    float scale;
+    int64_t window;
+    float cap = 0.0f;
+    const float* sinks = nullptr;  // [num_heads]
+};
+
 // Attend every token of the step to its request's keys. Strides are from token to token.
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
-            float scale, int64_t window, float* out, int64_t out_stride);
+            const Scoring& scoring, float* out, int64_t out_stride);
 
 struct Layer {
     const float* input_norm;

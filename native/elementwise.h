@@ -26,6 +26,24 @@ void rms_norm(const float* x, const float* weight, float eps, int columns, float
     for (; i < columns; ++i) out[i] = x[i] * factor * weight[i];
 }
 
+void score(const float* x, const float* weight, int columns, int count, float* out) {
+    constexpr int kVectors = 4;
+    int i = 0;
+    for (; i + kVectors * kLanes <= count; i += kVectors * kLanes) {
+        Floats sums[kVectors] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)};
+        for (int c = 0; c < columns; ++c) {
+            const float* line = weight + int64_t(c) * count + i;
+            for (int v = 0; v < kVectors; ++v) sums[v] = multiply_add(all(x[c]), load(line + v * kLanes), sums[v]);
+        }
+        for (int v = 0; v < kVectors; ++v) store(out + i + v * kLanes, sums[v]);
+    }
+    for (; i < count; ++i) {
+        float sum = 0.0f;
+        for (int c = 0; c < columns; ++c) sum += x[c] * weight[int64_t(c) * count + i];
+        out[i] = sum;
+    }
+}
+
 // Round one group of 32 floats. What is no number becomes 0, but a scale that is none either shows in the results.
 inline void quantize_group(const Floats (&x)[kGroup / kLanes], int row, int group, const Activations& out) {
     constexpr int kPerHalf = kGroup / kLanes / 2;

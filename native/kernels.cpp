@@ -13,7 +13,7 @@ namespace infinilm::INFINILM_ISA {
 
 extern const Kernels table;
 const Kernels table = {
-    INFINILM_NAME(INFINILM_ISA), quantize, silu_quantize, rms_norm, multiply, rope_store, attend, merge, partial_size,
+    INFINILM_NAME(INFINILM_ISA), quantize, silu_quantize, score, rms_norm, multiply, rope_store, attend, merge, partial_size,
     scan, weigh,
 };
 

@@ -54,7 +54,9 @@ struct AttentionTask {
     const int64_t* blocks;  // the request's
     int64_t first_key, end_key;  // a multiple of kSplit; any
     float scale;
-    int64_t window;  // 0: none
+    int64_t window;      // 0: none
+    float cap;           // scores are cap * tanh(score / cap); 0: they are not bounded
+    const float* sinks;  // [heads], scores of a key without a value; null: none
     float* partial;  // null: normalise, and write to out; else [tokens * heads, partial_size]
 };
 
@@ -79,6 +81,8 @@ struct Kernels {
     void (*quantize)(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out);
     // Round silu(gate) * up of a row [gate, up].
     void (*silu_quantize)(const float* gate_up, int64_t stride, int row, const Activations& out);
+    // out[i] = the sum over columns of x[column] * weight[column, i], in their order.
+    void (*score)(const float* x, const float* weight, int columns, int count, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int columns, float* out);
     // out[row, 16 panel ...] = or += x[row] W^T (+ bias) for some rows and panels.
     void (*multiply)(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
@@ -86,8 +90,8 @@ struct Kernels {
     // qkv: one token's heads [heads of q, k and v, head_dim]; keys and values go to slot, unless it is negative.
     void (*rope_store)(float* qkv, int64_t position, int64_t slot, const RopeStore& how, const CacheView& cache);
     void (*attend)(const AttentionTask& task, const CacheView& cache);
-    // Put the partial results of a row's splits together: [splits, stride] floats to out [head_dim].
-    void (*merge)(const float* partials, int64_t stride, int splits, int head_dim, float* out);
+    // Put the partial results of a row's splits together: [splits, stride] floats to out [head_dim]. A sink may be null.
+    void (*merge)(const float* partials, int64_t stride, int splits, int head_dim, const float* sink, float* out);
     int (*partial_size)(int head_dim);  // floats that a row takes in AttentionTask::partial
     // A block's greatest logit, +infinity if one is NaN, and what the scores of its tokens can't exceed.
     void (*scan)(const float* logits, int count, uint32_t first_token, const Contest& contest, float* maximum,

@@ -12,6 +12,7 @@
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "experts.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -121,6 +122,43 @@ struct PyLinear {
     }
 };
 
+struct PyExperts {
+    std::vector<PyLinear> linears;  // which keep their biases alive
+    std::shared_ptr<const Experts> experts;
+
+    PyExperts(const std::vector<PyLinear>& gate_up, const std::vector<PyLinear>& down) : linears(gate_up) {
+        linears.insert(linears.end(), down.begin(), down.end());
+        std::vector<std::shared_ptr<const Linear>> first, second;
+        for (const PyLinear& each : gate_up) first.push_back(each.linear);
+        for (const PyLinear& each : down) second.push_back(each.linear);
+        experts = std::make_shared<Experts>(std::move(first), std::move(second));
+    }
+
+    void mix(Array<const float, 2> x, Array<const int32_t, 2> ids, Array<const float, 2> weights, Array<float, 2> out,
+             bool accumulate) const {
+        const size_t rows = x.shape(0), size = size_t(experts->hidden());
+        require(x.shape(1) == size && out.shape(1) == size && out.shape(0) == rows,
+                "x and out must be [T, " + std::to_string(size) + "]");
+        require(ids.shape(0) == rows && weights.shape(0) == rows && ids.shape(1) == weights.shape(1),
+                "ids and weights must be [T, k]");
+        for (size_t i = 0; i < ids.size(); ++i) {
+            require(ids.data()[i] >= 0 && ids.data()[i] < experts->count(), "there is no such expert");
+        }
+        nb::gil_scoped_release release;
+        experts->mix(x.data(), int64_t(rows), ids.data(), weights.data(), int(ids.shape(1)), out.data(), accumulate);
+    }
+};
+
+void score_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float, 2> out) {
+    require(x.shape(1) == weight.shape(0) && out.shape(0) == x.shape(0) && out.shape(1) == weight.shape(1),
+            "x must be [T, in], weight [in, out] and out [T, out]");
+    nb::gil_scoped_release release;
+    const int columns = int(weight.shape(0)), count = int(weight.shape(1));
+    parallel_for(int64_t(x.shape(0)), 1, [&](int64_t t) {
+        kernels().score(x.data() + t * columns, weight.data(), columns, count, out.data() + t * count);
+    });
+}
+
 struct PyLayer {
     Floats1 input_norm, post_norm;
     std::optional<Floats1> q_norm, k_norm;
@@ -209,7 +247,7 @@ void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
 }
 
 void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 3> out, float scale,
-               std::optional<int64_t> window) {
+               std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks) {
     const CacheView view = view_cache(cache, 0);
     const int heads = int(query.shape(1));
     require(int64_t(query.shape(0)) == py_step.step.tokens && int(query.shape(2)) == view.head_dim &&
@@ -219,9 +257,11 @@ void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 
     require(out.shape(0) == query.shape(0) && out.shape(1) == query.shape(1) && out.shape(2) == query.shape(2),
             "out must be like query");
     require(!window || *window > 0, "window must be positive");
+    require(!cap || *cap > 0.0f, "cap must be positive");
+    const Scoring scoring{scale, window.value_or(0), cap.value_or(0.0f), vector_or_null(sinks, size_t(heads), "sinks")};
     py_step.step.check(view);
     nb::gil_scoped_release release;
-    attend(py_step.step, view, query.data(), query.stride(0), heads, scale, window.value_or(0), out.data(),
+    attend(py_step.step, view, query.data(), query.stride(0), heads, scoring, out.data(),
            int64_t(heads) * view.head_dim);
 }
 
@@ -306,6 +346,12 @@ NB_MODULE(_native, module) {
         .def_prop_ro("out_features", [](const PyLinear& self) { return self.linear->out_features(); })
         .def("multiply", &PyLinear::multiply, "x"_a.noconvert(), "out"_a.noconvert(), "accumulate"_a);
 
+    nb::class_<PyExperts>(module, "Experts")
+        .def(nb::init<const std::vector<PyLinear>&, const std::vector<PyLinear>&>(), "gate_up"_a, "down"_a)
+        .def("mix", &PyExperts::mix, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
+             "out"_a.noconvert(), "accumulate"_a);
+    module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
+
     nb::class_<PyLayer>(module, "Layer")
         .def(nb::init<Floats1, const PyLinear&, std::optional<Floats1>, std::optional<Floats1>, const PyLinear&, Floats1,
                       const PyLinear&, const PyLinear&, float, int, int, int, std::optional<int64_t>>(),
@@ -322,7 +368,8 @@ NB_MODULE(_native, module) {
         .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
 
     module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
-    module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none());
+    module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none(),
+               "cap"_a = nb::none(), "sinks"_a = nb::none());
     module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
                "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
 }

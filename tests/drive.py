@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from infinilm.attention import AttentionBackend, ForwardBatch, TorchAttention
+from infinilm.attention.batch import HostBatch
 from infinilm.cache.paged import PagedKVCache
 from infinilm.models import CausalLM
 
@@ -27,14 +28,15 @@ def make_batch(
     ]
     width = max(len(table) for table in tables)
     query_lens = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
-    return ForwardBatch(
-        input_ids=torch.tensor([token for chunk in chunks for token in chunk], device=device),
-        positions=torch.tensor(positions, device=device),
-        slot_mapping=torch.tensor(slots, device=device),
-        block_tables=torch.tensor([[*table, *[-1] * (width - len(table))] for table in tables], device=device),
+    batch = HostBatch(
+        input_ids=np.array([token for chunk in chunks for token in chunk], dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        slot_mapping=np.array(slots, dtype=np.int64),
+        block_tables=np.array([[*table, *[-1] * (width - len(table))] for table in tables], dtype=np.int64),
         query_lens=query_lens,
         context_lens=query_lens + np.array(starts, dtype=np.int64),
     )
+    return batch.to_device(torch.device(device))
 
 
 @dataclass

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import infinilm
-from infinilm.debug import ALIASES, POINTS
+from infinilm.debug import ALIASES, EXPERT_POINTS, POINTS, STATE_POINTS
 from infinilm.errors import InvalidValueError
 from infinilm.lowlevel.infer_input import TENSOR_FIELDS
 from infinilm.models import LlamaConfig, register_model
-from infinilm.models.registry import FAMILIES
+from infinilm.models.registry import _BUILT_IN, FAMILIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -233,17 +234,37 @@ def table_after(document: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-def test_the_table_of_points_is_the_hooks_own() -> None:
+@pytest.mark.parametrize(
+    ("heading", "points"),
+    [
+        ("point", POINTS),
+        ("point of a layer with experts.*?", EXPERT_POINTS),
+        ("point of a recurrent layer.*?", STATE_POINTS),
+    ],
+)
+def test_the_table_of_points_is_the_hooks_own(heading: str, points: dict[str, str]) -> None:
     expected = []
-    for point, shape in POINTS.items():
+    for point, shape in points.items():
         names = [point, ALIASES[point]] if point in ALIASES else [point]
         array, end, rest = shape.partition("]")
         expected.append([", ".join(f"`{name}`" for name in names), f"`{array}{end}`{rest}"])
-    assert table_after("docs/low-level.md", "point") == expected
+    assert table_after("docs/low-level.md", heading) == expected
 
 
 def test_the_table_of_inputs_has_every_field() -> None:
     assert sorted(row[0].strip("`") for row in table_after("docs/low-level.md", "field")) == sorted(TENSOR_FIELDS)
+
+
+def test_the_table_of_models_has_every_family() -> None:
+    """`make model-table` writes it; the last columns, which it measures, are not compared."""
+    spec = present(spec_from_file_location("model_table", ROOT / "docs/model_table.py"))
+    script = module_from_spec(spec)
+    present(spec.loader).exec_module(script)
+    expected = [line.split(" | ")[:4] for line in script.make_table({}).splitlines()[2:]]
+    found = table_after("docs/models.md", "`model_type`")
+    built_in = [row for row in expected if row[0].strip("| `") in _BUILT_IN]
+    assert [row[:4] for row in found] == [[cell.strip("| ") for cell in row] for row in built_in]
+    assert all(0 < float(row[5]) < 1e-4 for row in found)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,19 @@ class AttentionBackend(Protocol):
         `[blocks, block_size, 2, kv_heads, head_dim]`."""
 
     def attend(
-        self, query: torch.Tensor, cache: torch.Tensor, plan: Any, *, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's own context, causally and, with a
-        `window`, to the last `window` tokens only. Returns `[T, heads, head_dim]`."""
+        `window`, to the last `window` tokens only. Returns `[T, heads, head_dim]`.
+
+        With a `cap`, scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 is for each head the score of a
+        key that every token sees, with a value of zeros.
+        """

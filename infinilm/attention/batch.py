@@ -1,5 +1,6 @@
 """The input of one forward pass."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +48,12 @@ class HostBatch:
             query_lens=self.query_lens,
             context_lens=self.context_lens,
             more_groups=tuple(zip(*others, strict=True)),
+            host=self,
         )
+
+    def tables_of(self, group: int) -> IntArray:
+        """The block tables of a group of layers."""
+        return self.block_tables if group == 0 or self.more_tables is None else self.more_tables[group - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class ForwardBatch:
     plan: Any = None
     """The attention backend's plan of the batch, if it was made in advance: a captured graph has its own."""
     more_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # slot_mapping and block_tables of other groups
+    host: HostBatch | None = None  # what it was made from; a captured graph has none, but
+    state_plans: Mapping[int, Any] | None = None  # its plans of recurrent layers, by group
 
     def of_groups(self) -> "list[ForwardBatch]":
         """The batch as each group of layers sees it; one for all where they have the same tables."""

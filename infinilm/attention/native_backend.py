@@ -48,10 +48,20 @@ class NativeAttention:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
         self._library.store(new, cache, plan)
 
-    def attend(self, query: Tensor, cache: Tensor, plan: Any, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         out = torch.empty(query.shape)
-        self._library.attend(query, cache, plan, out, scale, window)
+        self._library.attend(query, cache, plan, out, scale, window, cap, sinks)
         return out
 
 

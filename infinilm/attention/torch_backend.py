@@ -18,6 +18,8 @@ from infinilm.kernels.nonfinite import mark_nonfinite
 # A group of decoding requests may read this many padded tokens, and as many again as it has real ones, before
 # a second group, with kernel calls of its own, is the lesser cost.
 _FREE_PADDING = 256
+# Scores that are in memory at a time where they are capped or have sinks: torch's own attention keeps fewer.
+_MAX_SCORES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,44 @@ class _PrefillRow:
     num_keys: int
     window: int | None
     mask: Tensor | None  # [new tokens, num_keys], added to the scores; None: plain causal, nothing cached
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """How the scores of queries and keys become weights."""
+
+    scale: float
+    cap: float | None
+    sinks: Tensor | None  # [kv_heads, group, 1]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """`query` `[B, kv_heads, group, head_dim]`, one token each, to keys, values `[B, kv_heads, keys, head_dim]`."""
+        if self.cap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
+        return self._weigh(query, key, value, mask, self.sinks)
+
+    def attend_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """`query` `[kv_heads, group, tokens, head_dim]` to keys and values likewise; without a mask causally."""
+        if self.cap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
+            )
+        if mask is None:
+            mask = query.new_full((query.shape[2], key.shape[2]), float("-inf")).triu_(1)
+        sinks = None if self.sinks is None else self.sinks.unsqueeze(-1)
+        step = max(1, _MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+        parts = zip(torch.split(query, step, dim=2), torch.split(mask, step), strict=True)
+        return torch.cat([self._weigh(part, key, value, hidden, sinks) for part, hidden in parts], dim=2)
+
+    def _weigh(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+        scores = (query @ key.transpose(-1, -2)).float() * self.scale
+        if self.cap is not None:
+            scores = (scores / self.cap).tanh_().mul_(self.cap)
+        if mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +133,40 @@ class TorchAttention:
         rows = new if plan.stored is None else new[plan.stored]
         cache.flatten(0, 1).index_copy_(0, plan.slots, mark_nonfinite(rows.to(cache.dtype)))
 
-    def attend(self, query: Tensor, cache: Tensor, plan: TorchPlan, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: TorchPlan,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         kv_heads = cache.shape[3]
         # Query heads that share a kv head lie next to each other.
         query = query.view(len(query), kv_heads, -1, query.shape[-1])  # [T, kv_heads, group, head_dim]
         window_plan = plan.windows[window]
+        scoring = _Scoring(scale, cap, None if sinks is None else sinks.view(kv_heads, -1, 1))
         if len(window_plan.decode) == 1 and window_plan.decode[0].rows is None:
-            return _decode(query, cache, window_plan.decode[0], scale).flatten(1, 2)
+            return _decode(query, cache, window_plan.decode[0], scoring).flatten(1, 2)
         output = torch.empty_like(query)
         for group in window_plan.decode:
-            output[group.rows] = _decode(query[group.rows], cache, group, scale)
+            output[group.rows] = _decode(query[group.rows], cache, group, scoring)
         for row in window_plan.prefill:
-            output[row.tokens] = _prefill(query[row.tokens], cache, row, scale)
+            output[row.tokens] = _prefill(query[row.tokens], cache, row, scoring)
         return output.flatten(1, 2)
 
 
 def _read(
     cache: Tensor, slots: Tensor | _Run, num_requests: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`."""
+    """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`.
+
+    Latent vectors are both.
+    """
     shape = (num_requests, num_keys, *cache.shape[2:])
     if isinstance(slots, _Run):
         step = cache.stride(1)
@@ -120,8 +174,8 @@ def _read(
         found = cache.as_strided(shape, strides, cache.storage_offset() + slots.first * step)
     else:
         found = cache.flatten(2).flatten(0, 1).index_select(0, slots).view(shape)
-    key, value = found.to(dtype).transpose(1, 3).unbind(2)
-    return key, value
+    parts = found.to(dtype).transpose(1, 3).unbind(2)
+    return parts[0], parts[-1]
 
 
 def _as_run(slots: Tensor) -> Tensor | _Run:
@@ -134,16 +188,16 @@ def _as_run(slots: Tensor) -> Tensor | _Run:
     return slots.flatten()
 
 
-def _decode(query: Tensor, cache: Tensor, group: _DecodeGroup, scale: float) -> Tensor:
+def _decode(query: Tensor, cache: Tensor, group: _DecodeGroup, scoring: _Scoring) -> Tensor:
     """`query` `[B, kv_heads, group, head_dim]`, one token per request.
 
     The query heads of a kv head take the place of query positions, so no key is repeated for them.
     """
     key, value = _read(cache, group.slots, len(query), group.num_keys, query.dtype)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask, scale=scale)
+    return scoring.attend(query, key, value, group.mask)
 
 
-def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scale: float) -> Tensor:
+def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scoring: _Scoring) -> Tensor:
     """`query` `[new tokens, kv_heads, group, head_dim]` of one request.
 
     The kv heads take the place of the batch, so that a key is expanded over its query heads, not copied.
@@ -154,13 +208,12 @@ def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scale: float) -> Te
     has_nonfinite = is_nonfinite.device.type != "cpu" or bool(is_nonfinite.any())  # a GPU is not waited for
     if has_nonfinite:
         key = key.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
-    output = F.scaled_dot_product_attention(
+        value = value.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
+    output = scoring.attend_tokens(
         query.permute(1, 2, 0, 3),
         key.expand(-1, query.shape[2], -1, -1),
         value.expand(-1, query.shape[2], -1, -1),
-        attn_mask=row.mask,
-        is_causal=row.mask is None,
-        scale=scale,
+        row.mask,
     )
     if has_nonfinite:
         output = output.masked_fill(_sees_any(is_nonfinite, len(query), row.window).unsqueeze(-1), torch.nan)

@@ -8,7 +8,7 @@ and nothing here ever waits for the device.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -145,39 +145,46 @@ class TritonAttention:
         store_kv(new, cache, plan.slots)
 
     def attend(
-        self, query: Tensor, cache: Tensor, plan: DecodePlan | MixedPlan, *, scale: float, window: int | None
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: DecodePlan | MixedPlan,
+        *,
+        scale: float,
+        window: int | None,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
+        scoring: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks}
         if isinstance(plan, DecodePlan):
-            return self._decode(query, cache, plan, scale, window)
+            return self._decode(query, cache, plan, scoring)
         output = query.new_empty(query.shape)
         if plan.decode is not None:  # first: what it leaves for padding may be a prompt's place
             tokens = plan.decode_tokens
-            output[tokens] = self._decode(query[tokens], cache, plan.decode, scale, window)
+            output[tokens] = self._decode(query[tokens], cache, plan.decode, scoring)
         has_short, context_lens = True, plan.context_lens
-        if plan.long and self._attend_long(query, cache, plan, output, scale=scale, window=window):
+        is_plain = cap is None and sinks is None  # which cuDNN is not asked for
+        if plan.long and is_plain and self._attend_long(query, cache, plan, output, scale=scale, window=window):
             has_short, context_lens = plan.has_short, plan.short_context_lens
         if has_short:
-            prefill_attention(
-                query, cache, plan.tables, plan.query_starts, context_lens, scale=scale, window=window, out=output
-            )
+            prefill_attention(query, cache, plan.tables, plan.query_starts, context_lens, **scoring, out=output)
         return output
 
     def has_long(self, query_lens: IntArray, context_lens: IntArray) -> bool:
         """Whether a batch has requests that are long enough for cuDNN."""
         return bool(self._long_prefill.covers(query_lens, context_lens))
 
-    def _decode(self, query: Tensor, cache: Tensor, plan: DecodePlan, scale: float, window: int | None) -> Tensor:
+    def _decode(self, query: Tensor, cache: Tensor, plan: DecodePlan, scoring: dict[str, Any]) -> Tensor:
         num_rows, heads, head_dim = query.shape
         return decode_attention(
             query,
             cache,
             plan.tables,
             plan.context_lens,
-            scale=scale,
-            window=window,
             workspace=plan.workspace or self.workspace(num_rows, heads, head_dim, query.device),
-            shared=plan.shared if window is None else None,
+            shared=plan.shared if scoring["window"] is None else None,
+            **scoring,
         )
 
     def _attend_long(

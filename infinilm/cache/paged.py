@@ -6,12 +6,24 @@ import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.cache.specs import CacheGroup, CacheSpec, group_layers, resolve_layers
+from infinilm.cache.specs import (
+    AttentionSpec,
+    CacheGroup,
+    CacheSpec,
+    LatentSpec,
+    StateSpec,
+    group_layers,
+    resolve_layers,
+)
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels.nonfinite import mark_nonfinite
+
+_ALIGNMENT = 256
+"""Bytes; tensors of any type may begin at a multiple of it."""
 
 
 class CacheMemory:
@@ -101,27 +113,57 @@ class Cache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
-        shapes = [
-            (len(group.layers), count, block_size, 2, group.spec.num_kv_heads, group.spec.head_dim)
-            for group, count in zip(self.groups, self.num_blocks, strict=True)
-        ]
-        for shape in shapes:
-            if min(shape[1:]) < 1:  # a rank may hold no layer of a group
-                raise InvalidValueError(
-                    f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more"
-                )
-        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
-        parts = torch.split(self.memory.zeros(sum(sizes)), sizes)
-        self.tensors = [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        """By group: `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`."""
+        self.tensors = self._allocate()
+        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`; latent vectors,
+        which are both, `[layers, blocks, block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         owners = resolve_layers(specs)
         by_layer = {layer: places[owners[layer]] for layer in held or range(len(specs))}
         self.group_of = {layer: group for layer, (group, _) in by_layer.items()}
         """By layer held: the index of its group."""
-        self.layers = {layer: self.tensors[group][index] for layer, (group, index) in by_layer.items()}
-        """The keys and values of each layer held, `[blocks, block_size, 2, kv_heads, head_dim]`."""
+        self.layers: dict[int, Tensor] = {}
+        """The keys and values of each attention layer held, `[blocks, block_size, 2, kv_heads, head_dim]`."""
+        self.states: dict[int, list[Tensor]] = {}
+        """The state's tensors of each recurrent layer held, `[blocks + 1, …]` each."""
+        self.state_ends = {
+            index: np.zeros(count, dtype=np.int64)
+            for index, (group, count) in enumerate(zip(self.groups, self.num_blocks, strict=True))
+            if isinstance(group.spec, StateSpec)
+        }
+        """By group of recurrent layers: the tokens of its text that each block's state has seen, on the host."""
+        for layer, (group, index) in by_layer.items():
+            own = [tensor[index] for tensor in self.tensors[group]]
+            if isinstance(self.groups[group].spec, StateSpec):
+                self.states[layer] = own
+            else:
+                (self.layers[layer],) = own
+
+    def _allocate(self) -> list[list[Tensor]]:
+        """The tensors of all groups, in one piece of memory."""
+        # A group of states has one block more, for those that nobody keeps, such as the states of a graph's padding.
+        counts = [
+            count + isinstance(group.spec, StateSpec) for group, count in zip(self.groups, self.num_blocks, strict=True)
+        ]
+        shapes = [
+            _tensor_shapes(group, count, self.block_size) for group, count in zip(self.groups, counts, strict=True)
+        ]
+        for shape in (shape for own in shapes for shape in own):
+            if min(shape[1:]) < 1:  # a rank may hold no layer of a group
+                raise InvalidValueError(
+                    f"a KV cache of shape {list(shape)} holds nothing; every size must be 1 or more"
+                )
+        kinds = [_tensor_dtypes(group, self.dtype) for group in self.groups]
+        sizes = [
+            [math.prod(shape) * kind.itemsize for shape, kind in zip(*own, strict=True)]
+            for own in zip(shapes, kinds, strict=True)
+        ]
+        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for own in sizes for size in own]
+        # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
+        parts = iter(torch.split(self.memory.zeros(sum(aligned)), aligned))
+        return [
+            [next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(*own, strict=True)]
+            for own in zip(sizes, kinds, shapes, strict=True)
+        ]
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.
@@ -175,5 +217,21 @@ class StaticKVCache(PagedKVCache):
 
 
 def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:
-    """What one block takes over all layers of a group, keys and values together."""
-    return 2 * len(group.layers) * block_size * group.spec.num_kv_heads * group.spec.head_dim * dtype.itemsize
+    """What one block takes over all layers of a group: keys and values together, or a state."""
+    shapes, dtypes = _tensor_shapes(group, 1, block_size), _tensor_dtypes(group, dtype)
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True))
+
+
+def _tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int) -> list[tuple[int, ...]]:
+    first = (len(group.layers), num_blocks)
+    match group.spec:
+        case AttentionSpec(num_kv_heads, head_dim):
+            return [(*first, block_size, 2, num_kv_heads, head_dim)]
+        case LatentSpec(rank, rope_dim):
+            return [(*first, block_size, 1, 1, rank + rope_dim)]
+        case StateSpec(shapes):
+            return [(*first, *shape) for shape in shapes]
+
+
+def _tensor_dtypes(group: CacheGroup, dtype: torch.dtype) -> list[torch.dtype]:
+    return [torch.float32] * len(group.spec.shapes) if isinstance(group.spec, StateSpec) else [dtype]

@@ -1,4 +1,4 @@
-"""What each layer keeps per token, and the groups of layers that share block tables. No torch here."""
+"""What each layer keeps, and the groups of layers that share block tables. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,28 +24,47 @@ class SharedKV:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention: one compressed vector of `rank` and one rotary key of `rope_dim` numbers."""
+    """Multi-head latent attention: one compressed vector of `rank` and one rotary key of `rope_dim` numbers.
+
+    All ranks have the whole of it.
+    """
 
     rank: int
     rope_dim: int
 
+    @property
+    def window(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A recurrent layer: tensors of fixed size per sequence; dtypes by name, such as `float32`."""
+    """A recurrent layer: float32 tensors of fixed size, whose first dimension ranks share.
+
+    A block holds the state after the last of its tokens that is computed, so a full block is the state at its end, from
+    which any text with that beginning can go on.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
+
+    @property
+    def window(self) -> int:
+        """The state after the token before is all that a token needs, as if it saw that token and itself."""
+        return 2
 
 
 CacheSpec = AttentionSpec | SharedKV | LatentSpec | StateSpec
+
+
+OwnSpec = AttentionSpec | LatentSpec | StateSpec
+"""The kinds of layers that keep something themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers with equal specs. They have one pool of blocks and one block table per sequence."""
 
-    spec: AttentionSpec
+    spec: OwnSpec
     layers: tuple[int, ...]
 
 
@@ -57,13 +76,8 @@ def resolve_layers(specs: Sequence[CacheSpec]) -> list[int]:
             if not 0 <= spec.layer < layer:
                 raise InvalidValueError(f"layer {layer}: {spec} must name an earlier layer, 0 to {layer - 1}")
             owners.append(owners[spec.layer])
-        elif isinstance(spec, AttentionSpec):
-            owners.append(layer)
         else:
-            raise InvalidValueError(
-                f"layer {layer}: {type(spec).__name__} is defined but not implemented yet; "
-                "use AttentionSpec or SharedKV"
-            )
+            owners.append(layer)
     return owners
 
 
@@ -72,10 +86,10 @@ def group_layers(specs: Sequence[CacheSpec], held: range | None = None) -> tuple
 
     A rank that holds only some layers, `held`, has the groups of the whole model with those layers in them.
     """
-    groups: dict[AttentionSpec, list[int]] = {}
+    groups: dict[OwnSpec, list[int]] = {}
     for layer, owner in enumerate(resolve_layers(specs)):
         spec = specs[layer]
-        if owner == layer and isinstance(spec, AttentionSpec):
+        if owner == layer and not isinstance(spec, SharedKV):
             own = groups.setdefault(spec, [])
             if held is None or layer in held:
                 own.append(layer)

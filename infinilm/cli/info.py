@@ -12,7 +12,7 @@ import typer
 from infinilm.cli.display import console, format_count, make_facts, make_table
 from infinilm.cli.options import ModelArgument
 from infinilm.config import Config
-from infinilm.errors import InvalidValueError
+from infinilm.errors import CheckpointError, InfinilmError, InvalidValueError
 from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,23 +27,79 @@ QUANTIZED = "quantised"  # … with those of weights kept as they are stored
 
 
 def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str, Any]:
-    """Everything that `infinilm info` prints, as plain values. Reads no weights."""
+    """Everything that `infinilm info` prints, as plain values. Reads no weights.
+
+    Of a model that the engine can't run, those that its headers tell, and why it can't.
+    """
     from infinilm.loading.checkpoint import open_checkpoint
     from infinilm.models import ModelConfig
-    from infinilm.models.auto import find_default_sampling
+    from infinilm.models.config import text_config
 
-    with closing(open_checkpoint(path)) as checkpoint:
-        config = ModelConfig.from_dict(checkpoint.config)
-        tokenizer = checkpoint.tokenizer()
-        stored: Counter[str] = Counter()
-        formats = checkpoint.formats()
-        for name, shape in checkpoint.shapes().items():
-            stored[formats[name]] += math.prod(shape)
-        memory = _memory_needs(checkpoint, config, stored.total())
-        sampling = find_default_sampling(checkpoint)
-        ranks = _rank_needs(config, tp_size, num_stages) if tp_size * num_stages > 1 else []
+    try:
+        with closing(open_checkpoint(path)) as checkpoint:
+            config = ModelConfig.from_dict(checkpoint.config)
+            is_part = text_config(checkpoint.config) is not checkpoint.config
+            whole = {"part_of": checkpoint.config.get("model_type") if is_part else None}
+            return whole | _collect(checkpoint, config, path, tp_size, num_stages)
+    except CheckpointError as error:
+        return _describe_refused(path, error)
+
+
+def _describe_refused(path: Path, error: CheckpointError) -> dict[str, Any]:
+    """What headers tell of a model that can't be run. If they can't be read either, the error is raised."""
+    from infinilm.loading.gguf import GGUFFile
+    from infinilm.loading.safetensors_checkpoint import count_stored
+    from infinilm.text.hf_tokenizer import read_json
+
+    try:
+        if path.is_dir():
+            config, stored = read_json(path / "config.json"), count_stored(path)
+            names = [config.get("model_type"), *(config.get("architectures") or [])]
+        else:
+            with closing(GGUFFile(path)) as opened:
+                names, stored = [opened.metadata.get("general.architecture")], Counter()
+                for tensor in opened.tensors.values():
+                    stored[tensor.ggml_type.name] += math.prod(tensor.shape)
+    except InfinilmError:
+        raise error from None
+    if not any(names):
+        raise error
     return {
         "path": str(path),
+        "runs": False,
+        "why_not": str(error).removeprefix(f"{path}: "),
+        "num_bytes": size_on_disk(path),
+        "license": find_license(path),
+        "architecture": ", ".join(str(name) for name in names if name),
+        "num_parameters": stored.total(),
+        "stored_as": dict(stored.most_common()),
+    }
+
+
+def _collect(
+    checkpoint: "Checkpoint", config: "ModelConfig", path: Path, tp_size: int, num_stages: int
+) -> dict[str, Any]:
+    import torch
+
+    from infinilm.models.auto import check_fits, find_default_sampling
+
+    why_not = None
+    try:
+        check_fits(checkpoint, config, torch.float32)
+    except InfinilmError as error:
+        why_not = str(error).removeprefix(f"{path}: ")
+    tokenizer = checkpoint.tokenizer()
+    stored: Counter[str] = Counter()
+    formats = checkpoint.formats()
+    for name, shape in checkpoint.shapes().items():
+        stored[formats[name]] += math.prod(shape)
+    memory = _memory_needs(checkpoint, config, stored.total())
+    sampling = find_default_sampling(checkpoint)
+    ranks = _rank_needs(config, tp_size, num_stages) if tp_size * num_stages > 1 else []
+    return {
+        "path": str(path),
+        "runs": why_not is None,
+        "why_not": why_not,
         "num_bytes": size_on_disk(path),
         "license": find_license(path),
         "architecture": config.model_type,
@@ -52,10 +108,11 @@ def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
+        "experts": _describe_experts(config),
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "rope": config.rope_parameters,
+        "rope": dict(config.main_rope),
         "sliding_window": config.sliding_window,
         "vocab_size": config.vocab_size,
         "tied_head": config.tie_word_embeddings,
@@ -65,6 +122,17 @@ def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str
         "memory": memory,
         "ranks": ranks,
     }
+
+
+def _describe_experts(config: "ModelConfig") -> dict[str, int] | None:
+    """How many experts there are, in how many layers; None for a model without."""
+    from infinilm.models.sparse import SparseConfig
+
+    if not isinstance(config, SparseConfig):
+        return None
+    num_layers = sum(map(config.is_sparse, range(config.num_hidden_layers)))
+    numbers = {"count": config.num_experts, "per_token": config.num_experts_per_tok, "size": config.expert_size}
+    return {**numbers, "layers": num_layers}
 
 
 def size_on_disk(path: Path) -> int:
@@ -101,7 +169,7 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
 
     from infinilm.distributed import DistConfig
     from infinilm.executor.loader import select_devices
-    from infinilm.executor.memory import free_memory_bytes
+    from infinilm.executor.memory import context_bytes, free_memory_bytes
     from infinilm.executor.workspace import estimate_workspace
     from infinilm.models.auto import outline_model
     from infinilm.models.quantization import choose_formats
@@ -117,14 +185,14 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
         weight_bytes = outline_model(model_config, torch.float32, formats=formats).num_bytes()
         kinds[QUANTIZED] = (torch.float32, torch.float16, weight_bytes)
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
-        token_bytes = 2 * model_config.num_hidden_layers * model_config.kv_dim() * kv_dtype.itemsize
+        token_bytes = context_bytes(model_config, 2, kv_dtype) - context_bytes(model_config, 1, kv_dtype)
         workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)
         left = int(free_bytes * config.gpu_memory_utilization) - weight_bytes - workspace_bytes
         needs[name] = {
             "weight_bytes": weight_bytes,
             "workspace_bytes": workspace_bytes,
             "kv_bytes_per_token": token_bytes,
-            "kv_bytes_of_max_context": token_bytes * max_len,
+            "kv_bytes_of_max_context": context_bytes(model_config, max_len, kv_dtype),
             "num_tokens_that_fit": max(left // token_bytes, 0),
         }
     return needs
@@ -168,18 +236,25 @@ def info(
         int, typer.Option("--pipeline-parallel-size", "--pp", "-p", min=1, metavar="N", help="Stages of the layers.")
     ] = 1,
 ) -> None:
-    """Show what a model is and whether it fits into memory. Its weights are not read."""
+    """Show what a model is, whether the engine runs it, and whether it fits into memory. Its weights are not read."""
     from infinilm.loading.sources import resolve
 
     facts = collect_facts(resolve(model), tensor_parallel_size, pipeline_parallel_size)
     if as_json:
         typer.echo(json.dumps(facts, ensure_ascii=False, indent=2))
-        return
+    else:
+        _show(facts)
+    if not facts["runs"]:
+        raise typer.Exit(1)
+
+
+def _show(facts: dict[str, Any]) -> None:
     screen = console()
     screen.print(make_facts(_describe(facts)))
-    screen.print()
-    screen.print(_memory_table(facts))
-    if facts["ranks"]:
+    if "memory" in facts:
+        screen.print()
+        screen.print(_memory_table(facts))
+    if facts.get("ranks"):
         screen.print()
         screen.print(_rank_table(facts))
 
@@ -187,21 +262,37 @@ def info(
 def _describe(facts: dict[str, Any]) -> dict[str, str]:
     from infinilm.executor.memory import format_bytes
 
-    tokenizer = facts["tokenizer"]
+    stored = ", ".join(f"{name} ({format_count(count)})" for name, count in facts["stored_as"].items())
+    described = {
+        "model": facts["path"],
+        "licence": facts["license"] or "not named in the files",
+        "architecture": facts["architecture"],
+        "runs": "yes" if facts["runs"] else f"no: {facts['why_not']}",
+        "parameters": format_count(facts["num_parameters"]),
+        "stored as": f"{stored}; {format_bytes(facts['num_bytes'])} on disk",
+    }
+    return described | _describe_model(facts) if "num_layers" in facts else described
+
+
+def _describe_model(facts: dict[str, Any]) -> dict[str, str]:
+    tokenizer, experts = facts["tokenizer"], facts["experts"]
     rope = {
         name: f"{value:g}" if isinstance(value, float) else str(value)
         for name, value in facts["rope"].items()
         if not isinstance(value, list)
     }
     rope_type = rope.pop("rope_type")
-    stored = ", ".join(f"{name} ({format_count(count)})" for name, count in facts["stored_as"].items())
+    whole = facts["part_of"]
     return {
-        "model": facts["path"],
-        "licence": facts["license"] or "not named in the files",
-        "architecture": facts["architecture"],
+        "architecture": facts["architecture"]
+        + (f", the text part of a {whole} model: images and sound are refused" if whole else ""),
         "parameters": f"{format_count(facts['num_parameters'])}{', head tied to embedding' * facts['tied_head']}",
-        "stored as": f"{stored}; {format_bytes(facts['num_bytes'])} on disk",
-        "layers": f"{facts['num_layers']} of width {facts['hidden_size']}, MLP {facts['intermediate_size']}",
+        "layers": f"{facts['num_layers']} of width {facts['hidden_size']}, MLP {facts['intermediate_size']}"
+        + (
+            ", {count} experts of {size}, {per_token} per token, in {layers} layers".format(**experts)
+            if experts
+            else ""
+        ),
         "attention": f"{facts['num_attention_heads']} heads, {facts['num_key_value_heads']} for keys and values, "
         f"of {facts['head_dim']}; "
         + (f"window of {facts['sliding_window']} tokens" if facts["sliding_window"] else "no sliding window"),

@@ -36,8 +36,22 @@ POINTS = {
 tokens, all requests concatenated (`HookRegistry.requests` has their rows).
 """
 
+EXPERT_POINTS = {
+    "layer{i}_router_logits": "[T, experts]",
+    "layer{i}_expert_ids": "[T, experts per token] int32, best first; a row's are different",
+}
+"""Those of layers with experts, which have no gate, up and intermediate of one MLP: they come in their place."""
+
+STATE_POINTS = {
+    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, a state per request, those with one new token first",
+}
+"""Those of recurrent layers, which have no queries, keys and values: they come in their place."""
+
 ALIASES = {f"layer{{i}}_attention_{x}_after_proj": f"layer{{i}}_{x}_proj" for x in "qkv"}
 """Alternative names of some points."""
+
+_ALL_POINTS = (*POINTS, *EXPERT_POINTS, *STATE_POINTS)
+_NAMES = (*_ALL_POINTS, *ALIASES.values())
 
 
 def names_of(point: str) -> tuple[str, ...]:
@@ -103,7 +117,7 @@ class HookRegistry:
         if not _can_match(name_or_pattern):
             raise InvalidValueError(
                 f"no point can match {name_or_pattern!r}; "
-                f"use * or these names, with the layer's index for {{i}}: {', '.join([*POINTS, *ALIASES.values()])}"
+                f"use * or these names, with the layer's index for {{i}}: {', '.join(_NAMES)}"
             )
         for num_layers in self._num_layers:
             _check_pattern(name_or_pattern, num_layers)
@@ -176,7 +190,7 @@ def _can_match(pattern: str) -> bool:
     """
     digits = "".join(re.findall("[0-9]", pattern))
     index = digits if re.fullmatch("0|[1-9][0-9]*", digits) else f"1{digits}"
-    return any(is_wanted([pattern], point.replace("{i}", index)) for point in POINTS)
+    return any(is_wanted([pattern], point.replace("{i}", index)) for point in _ALL_POINTS)
 
 
 def attach(registry: object, current: HookRegistry | None, num_layers: int) -> HookRegistry | None:
@@ -199,9 +213,9 @@ def attach(registry: object, current: HookRegistry | None, num_layers: int) -> H
 
 def _check_pattern(pattern: str, num_layers: int) -> None:
     """Refuse a name or pattern that matches no point of a model of `num_layers`."""
-    points = {point.replace("{i}", str(layer)) for point in POINTS for layer in range(num_layers)}
+    points = {point.replace("{i}", str(layer)) for point in _ALL_POINTS for layer in range(num_layers)}
     if not any(_match(pattern, point) is not None for point in points):
-        names = [name.replace("{i}", f"{{0 to {num_layers - 1}}}") for name in [*POINTS, *ALIASES.values()]]
+        names = [name.replace("{i}", f"{{0 to {num_layers - 1}}}") for name in _NAMES]
         raise InvalidValueError(
             f"the hook {pattern!r} matches nothing in this model, whose layers are 0 to {num_layers - 1}; its points "
             f"are {', '.join(names)}"

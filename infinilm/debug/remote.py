@@ -10,7 +10,7 @@ from infinilm.distributed.group import CommunicationGroup
 if TYPE_CHECKING:
     from infinilm.debug.taps import Taps
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 _HEADER_SIZE = 128
 """Layer, dtype, number of dimensions, up to four of them, and the point's name; no name: the stage has no more."""
 _NUM_NUMBERS = 7

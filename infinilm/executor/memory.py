@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from infinilm.cache.paged import bytes_per_block
-from infinilm.cache.specs import AttentionSpec, CacheSpec, blocks_per_row, group_layers
+from infinilm.cache.specs import AttentionSpec, CacheSpec, StateSpec, blocks_per_row, group_layers
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.executor.executor import MeasuredWorkspace
+from infinilm.kernels.delta_rule import CHUNK
 from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import ModelConfig
 from infinilm.models.stages import Stage
@@ -22,6 +23,9 @@ from infinilm.platforms import free_device_bytes
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
 # takes as much as the weights do, within these bounds.
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 1 << 30, 4 << 30
+
+STATE_SHARE = 4
+"""One block in so many has a state of recurrent layers. A running text needs a few, and the others are for prefixes."""
 
 MAX_BLOCKS = 1 << 48
 """More than any memory holds."""
@@ -65,14 +69,18 @@ class GroupMemory:
     """All that `max_num_seqs` rows can use at once; None: no limit."""
     blocks_per_row: int | None
     """With these a row computes a text of any length; None: it needs blocks for the whole text."""
+    holds_states: bool = False
+    """Whether a block holds the state of recurrent layers, which is as large as the keys of many tokens."""
 
     def num_blocks(self, count: int) -> int:
         """How many blocks it has where groups without a window have `count`."""
+        if self.holds_states and self.blocks_per_row is not None:
+            count = min(count, max(count // STATE_SHARE, 2 * self.blocks_per_row))
         return count if self.most_blocks is None else min(count, self.most_blocks)
 
     def num_bytes(self, count: int) -> int:
         """What those take."""
-        return self.num_blocks(count) * self.block_bytes
+        return (self.num_blocks(count) + self.holds_states) * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +154,15 @@ class MemoryLedger:
         )
 
     def _windowed(self) -> str:
-        """Where layers with a sliding window have blocks of their own: how many."""
+        """Where layers with a sliding window, or recurrent ones, have blocks of their own: how many."""
         if len(self.groups) == 1:
             return ""
         counts = zip(self.groups, self.group_blocks, strict=True)
-        return "".join(f", {count:,} blocks for windows of {group.window}" for group, count in counts if group.window)
+        return "".join(
+            f", {count:,} states" if group.holds_states else f", {count:,} blocks for windows of {group.window}"
+            for group, count in counts
+            if group.window
+        )
 
     def longest_text(self, num_blocks: int, max_model_len: int) -> int:
         """How long a text may be with so many blocks, up to `max_model_len`."""
@@ -161,18 +173,34 @@ class MemoryLedger:
 
 def rank_specs(model_config: ModelConfig, num_ranks: int) -> list[CacheSpec]:
     """What each layer keeps per token on one rank."""
-    return [
-        replace(spec, num_kv_heads=kv_heads_per_rank(spec.num_kv_heads, num_ranks))
-        if isinstance(spec, AttentionSpec)
-        else spec
-        for spec in model_config.cache_specs()
-    ]
+    return [_of_rank(spec, num_ranks) for spec in model_config.cache_specs()]
+
+
+def _of_rank(spec: CacheSpec, num_ranks: int) -> CacheSpec:
+    if isinstance(spec, AttentionSpec):
+        return replace(spec, num_kv_heads=kv_heads_per_rank(spec.num_kv_heads, num_ranks))
+    if isinstance(spec, StateSpec):
+        return StateSpec(tuple((shape[0] // num_ranks, *shape[1:]) for shape in spec.shapes))
+    return spec
 
 
 def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dtype: torch.dtype) -> int:
     """What one token takes in the KV cache of a rank that holds some layers, or all."""
     groups = group_layers(rank_specs(model_config, tp_size), held)
     return sum(bytes_per_block(group, 1, dtype) for group in groups)
+
+
+def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+    """What a text of so many tokens takes in the KV cache, over all ranks.
+
+    Sliding layers keep their window, recurrent layers one state however long the text is.
+    """
+    groups = group_layers(model_config.cache_specs())
+    return sum(
+        bytes_per_block(group, 1, dtype)
+        * (1 if isinstance(group.spec, StateSpec) else min(group.spec.window or num_tokens, num_tokens))
+        for group in groups
+    )
 
 
 def format_bytes(count: float) -> str:
@@ -224,9 +252,9 @@ def plan_memory(
         utilization=config.gpu_memory_utilization,
         weight_bytes=weight_bytes,
         workspace=workspace,
-        groups=_plan_groups(config, rank_specs(model_config, tp_size), stage, kv_dtype),
+        groups=_plan_groups(config, model_config, stage, kv_dtype, tp_size),
         num_blocks=0,
-        block_size=config.kvcache_block_size,
+        block_size=find_block_size(config, model_config),
         max_model_len=0,
         limited_by="the other parts, which leave no memory for any",
         stage=str(stage) if stage.count > 1 else "",
@@ -266,11 +294,20 @@ def plan_stages(plans: Sequence[MemoryLedger]) -> list[MemoryLedger]:
     return [least, *others]
 
 
+def find_block_size(config: Config, model_config: ModelConfig) -> int:
+    """The tokens of a block: `kvcache_block_size`, for models with recurrent layers a multiple of `CHUNK`.
+
+    A state is kept at the end of every block, and costs as much as the keys of many tokens.
+    """
+    is_recurrent = any(isinstance(spec, StateSpec) for spec in model_config.cache_specs())
+    return -(-config.kvcache_block_size // CHUNK) * CHUNK if is_recurrent else config.kvcache_block_size
+
+
 def _plan_groups(
-    config: Config, specs: list[CacheSpec], stage: Stage, kv_dtype: torch.dtype
+    config: Config, model_config: ModelConfig, stage: Stage, kv_dtype: torch.dtype, tp_size: int
 ) -> tuple[GroupMemory, ...]:
-    block_size = config.kvcache_block_size
-    groups = group_layers(specs, stage.layers)
+    block_size = find_block_size(config, model_config)
+    groups = group_layers(rank_specs(model_config, tp_size), stage.layers)
     are_all_windowed = all(group.spec.window is not None for group in groups)
     planned = []
     for group in groups:
@@ -284,7 +321,13 @@ def _plan_groups(
             if are_all_windowed and config.num_kvcache_blocks is not None:
                 most_blocks = None
         planned.append(
-            GroupMemory(group.spec.window, bytes_per_block(group, block_size, kv_dtype), most_blocks, per_row)
+            GroupMemory(
+                group.spec.window,
+                bytes_per_block(group, block_size, kv_dtype),
+                most_blocks,
+                per_row,
+                isinstance(group.spec, StateSpec),
+            )
         )
     return tuple(planned)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from infinilm.attention.batch import HostBatch
+from infinilm.cache.specs import LatentSpec
 from infinilm.debug.taps import show_logits
 from infinilm.executor.executor import RunnerSettings
 from infinilm.executor.step_io import LAST_TOKEN, NO_TOKEN, IntArray, StepInput, StepOutput
@@ -138,8 +139,11 @@ class ModelRunner:
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
         self._latest: StepInput | None = None  # the step submitted last
-        # The inputs of graphs hold the tables of one group. Models with more run eagerly, and so do pipeline stages.
-        use_graphs = settings.use_graphs and len(self._cache.groups) == 1 and worker.stages.size == 1
+        # The inputs of graphs hold the tables of one group of attention layers. Models with more run eagerly, and so do
+        # latent attention, which torch computes, and pipeline stages.
+        attention = [group for index, group in enumerate(self._cache.groups) if index not in self._cache.state_ends]
+        is_plain = len(attention) == 1 and not isinstance(attention[0].spec, LatentSpec)
+        use_graphs = settings.use_graphs and is_plain and worker.stages.size == 1
         self._graphs = self._make_graphs(max_num_rows, max_blocks) if use_graphs else None
 
     def _make_graphs(self, max_num_rows: int, max_blocks: int) -> "StepGraphs":

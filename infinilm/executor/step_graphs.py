@@ -27,6 +27,7 @@ from infinilm.attention.batch import IntArray
 from infinilm.attention.triton_backend import DecodePlan, MixedPlan, TritonAttention
 from infinilm.kernels.decode_attention import SharedPrefix
 from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
+from infinilm.layers.state_plan import GraphStates
 from infinilm.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -103,9 +104,14 @@ class StepGraphs:
         )
         self._staging = [torch.empty(num_values, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
         self._num_steps = 0
+        groups = range(len(self._cache.groups))
+        (self._group,) = (group for group in groups if group not in self._cache.state_ends)  # of attention layers
+        self._states = {
+            group: GraphStates(self._sizes[-1], self._cache, group, NUM_STAGING) for group in self._cache.state_ends
+        }
         config = worker.model.config
         self._workspace = self._backend.workspace(
-            self._sizes[-1], config.num_attention_heads // worker.group.size, config.head_dim, worker.device
+            self._sizes[-1], config.num_attention_heads // worker.group.size, config.max_head_dim, worker.device
         )
 
     # --- running ----------------------------------------------------------------------------------------
@@ -116,7 +122,8 @@ class StepGraphs:
         if num_rows == batch.num_decoding:
             return num_rows <= self._sizes[-1]
         return (
-            max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
+            not self._states  # prompts of recurrent layers are computed eagerly
+            and max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
             and len(tokens.input_ids) <= MIXED_TOKENS[-1]
             and not self._backend.has_long(tokens.query_lens, tokens.context_lens)
         )
@@ -146,8 +153,9 @@ class StepGraphs:
         if batch.num_decoding == num_rows:
             shape = self._choose_size(num_rows, samples=samples)
             inputs = self._decode_inputs.first(shape.num_rows)
-            num_shared = count_shared(tokens.block_tables, tokens.context_lens, self._block_size)
-            used = inputs.pack(staging.numpy(), batch.token_rows, tokens.context_lens, tokens.block_tables, num_shared)
+            tables = tokens.tables_of(self._group)
+            num_shared = count_shared(tables, tokens.context_lens, self._block_size)
+            used = inputs.pack(staging.numpy(), batch.token_rows, tokens.context_lens, tables, num_shared)
             packed = inputs.packed
         else:
             largest = max(num_rows, len(batch.sample_places))
@@ -172,6 +180,8 @@ class StepGraphs:
             packed = mixed.packed
         graph = self._graphs.get(shape) or self._capture(shape)
         packed[:used].copy_(staging[:used], non_blocking=True)
+        for group, states in self._states.items():
+            states.fill(tokens.tables_of(group), tokens.context_lens, shape.num_rows)
         graph.graph.replay()
         return graph
 
@@ -198,7 +208,7 @@ class StepGraphs:
         """The smallest step, the smallest by the kernels for many rows, and the smallest with a prompt."""
         large = [size for size in self._sizes if size >= MIN_SHARED_ROWS]
         decoding = [Shape(size, 0, True) for size in (1, *large[:1])]
-        return [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
+        return decoding if self._states else [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
 
     @torch.inference_mode()
     def compute_first(self) -> None:
@@ -230,6 +240,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             inputs.clear()
+            for states in self._states.values():
+                states.clear()
             step()  # compiles what is new and lets libraries set themselves up
             # Not by torch's context manager, which first empties the allocator's cache and collects garbage.
             graph.capture_begin(pool=self._pool)
@@ -280,7 +292,10 @@ class StepGraphs:
         return self._finish(hidden, inputs.sample_rows, inputs.sample_positions, samples=shape.samples)
 
     def _forward(self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan) -> Tensor:
-        batch = ForwardBatch(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS, plan)
+        states = {group: each.first(len(inputs.ids)) for group, each in self._states.items()}
+        batch = ForwardBatch(
+            *(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS, plan), state_plans=states
+        )
         return self._worker.model(batch, self._cache, self._backend)
 
     def _finish(self, hidden: Tensor, rows: Tensor, positions: Tensor, *, samples: bool) -> "StepOutputs":

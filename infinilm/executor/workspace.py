@@ -44,7 +44,8 @@ class StepShape:
     queries: int
     keys: int
     """Values are as many."""
-    inner: int
+    channels: int
+    """In a channel mixer."""
     vocab: int
     itemsize: int
 
@@ -53,14 +54,14 @@ class StepShape:
         cls, config: Config, model_config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, tp_size: int = 1
     ) -> "StepShape":
         """The largest step that the settings allow."""
-        head_dim = model_config.head_dim
+        head_dim = model_config.max_head_dim
         return cls(
             num_tokens=min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len),
             num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
             hidden=model_config.hidden_size,
             queries=model_config.num_attention_heads // tp_size * head_dim,
             keys=kv_heads_per_rank(model_config.num_key_value_heads, tp_size) * head_dim,
-            inner=model_config.intermediate_size // tp_size,
+            channels=model_config.channel_width(tp_size),
             vocab=model_config.vocab_size,
             itemsize=dtype.itemsize,
         )
@@ -73,8 +74,7 @@ class StepShape:
             + 2 * self.keys  # these three as they are projected
             + self.queries  # turned by their positions
             + self.queries  # what they attended to
-            + 2 * self.inner  # gate and up
-            + self.inner  # activated
+            + self.channels
         )
         return num_tokens * width * self.itemsize
 
@@ -121,13 +121,13 @@ def estimate_workspace(
     graphs: list[Shape] = []
     if _has_triton(config, device):
         heads = model_config.num_attention_heads // tp_size
-        attention_bytes = decode_attention_bytes(shape.num_rows, heads, model_config.head_dim)
-        if _attends_long(shape, model_config.head_dim, dtype, device, max_model_len):
+        attention_bytes = decode_attention_bytes(shape.num_rows, heads, model_config.max_head_dim)
+        if _attends_long(shape, model_config.max_head_dim, dtype, device, max_model_len):
             prefill_bytes = shape.long_prefill_bytes()
             gathered_bytes = 2 * shape.keys * shape.itemsize
         if uses_graphs(config, device):
             graphs = graph_shapes(shape.num_rows, shape.num_tokens)
-    angle_bytes = 4 * model_config.head_dim
+    angle_bytes = 4 * model_config.max_head_dim
     # Per block: in a step's tables, as int64 and as int32; in those of graphs, as they come and as they are used.
     table_bytes = (8 + 4) * shape.num_rows + (4 + 4) * graph_table_rows(graphs)
     return Workspace(

@@ -27,6 +27,8 @@ _SHARED_QUERIES_FLOAT32 = 16
 _MIN_QUERIES = 8
 # Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
 _COMBINED = 512
+# Numbers of the output that a program has for a shared prefix: with 4 warps, 128 in each thread.
+_MAX_SHARED_OUTPUT = 64 * 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def decode_attention(
     window: int | None,
     workspace: DecodeWorkspace,
     shared: SharedPrefix | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend one new token per row to the row's tokens in the cache, its own key and value included.
 
@@ -82,6 +86,8 @@ def decode_attention(
 
     The tokens of a `shared` prefix are read through its own table, all others through `tables`. Windows don't go
     with it: what they see is soon a row's own.
+
+    With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
     """
     _check_layout(query, cache, tables)
     workspace.check(*query.shape)
@@ -94,8 +100,10 @@ def decode_attention(
         return output
     options = _options(query, cache)
     scale *= math.log2(math.e)
+    if cap is not None:
+        cap *= math.log2(math.e)
     if shared is not None:
-        _attend_shared(query, cache, shared, workspace, scale, options)
+        _attend_shared(query, cache, shared, workspace, scale, cap, options)
     pad_group = triton.next_power_of_2(heads // kv_heads)
     num_parts, min_tokens = _parts(rows * kv_heads)
     decode_kernel[kv_heads, rows, num_parts](
@@ -108,7 +116,9 @@ def decode_attention(
         workspace.log_sums,
         workspace.arrivals,
         output,
+        sinks,
         scale,
+        cap,
         torch.iinfo(torch.int32).max if window is None else window,
         min_tokens,
         query.stride(0),
@@ -127,6 +137,7 @@ def _attend_shared(
     shared: SharedPrefix,
     workspace: DecodeWorkspace,
     scale: float,
+    cap: float | None,
     options: dict[str, Any],
 ) -> None:
     """Write the queries' results for the shared prefix to the workspace."""
@@ -134,6 +145,7 @@ def _attend_shared(
     kv_heads = cache.shape[3]
     pad_group = triton.next_power_of_2(heads // kv_heads)
     queries = _SHARED_QUERIES_FLOAT32 if query.dtype == torch.float32 else _SHARED_QUERIES
+    queries = min(queries, _MAX_SHARED_OUTPUT // options["PAD_DIM"])
     shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _SHARED_RESULTS](
         query,
         cache,
@@ -143,6 +155,7 @@ def _attend_shared(
         workspace.log_sums,
         rows,
         scale,
+        cap,
         query.stride(0),
         PAD_GROUP=pad_group,
         QUERIES=queries,
@@ -199,7 +212,15 @@ def _check_layout(query: Tensor, cache: Tensor, tables: Tensor) -> None:
 
 
 def decode_attention_torch(
-    query: Tensor, cache: Tensor, tables: Tensor, context_lens: Tensor, *, scale: float, window: int | None
+    query: Tensor,
+    cache: Tensor,
+    tables: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference; it needs no workspace and reads a shared prefix once per row."""
     rows, heads, head_dim = query.shape
@@ -212,6 +233,10 @@ def decode_attention_torch(
     # Memory past a row's end is undefined, and a weight of 0 does not cancel infinities.
     key, value = tokens.float().masked_fill(~visible[:, :, None, None, None], 0.0).unbind(2)
     score = torch.einsum("bkgd,btkd->bkgt", query.float().view(rows, kv_heads, -1, head_dim), key) * scale
+    if cap is not None:
+        score = cap * torch.tanh(score / cap)
     score = score.masked_fill(~visible[:, None, None, :], float("-inf"))
-    weight = score.softmax(-1).nan_to_num(0.0)  # NaN if a row has no tokens
+    if sinks is not None:
+        score = torch.cat((score, sinks.view(1, kv_heads, -1, 1).expand(rows, -1, -1, -1)), dim=-1)
+    weight = score.softmax(-1)[..., : tokens.shape[1]].nan_to_num(0.0)  # NaN if a row has no tokens
     return torch.einsum("bkgt,btkd->bkgd", weight, value).reshape(rows, heads, head_dim).to(query.dtype)

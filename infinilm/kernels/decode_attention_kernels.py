@@ -24,6 +24,8 @@ it to 0 for the next launch.
 *Shared prefix.* If all rows begin with the same blocks, a kernel before this one attends the queries of many rows at a
 time to them, so that they are read once, and stores its results among those to be combined. As there are many rows
 then, and results to combine anyway, a row's own tokens are split into chunks of 256, or of the size that makes 8.
+
+*Sinks.* A sink is a score without a value, so it is added once, where a row's output is made.
 """
 
 import triton
@@ -37,6 +39,7 @@ FEW_CHUNKS = tl.constexpr(8)
 # Chunks are multiples of this many tokens, and so of all tiles.
 _CHUNK_UNIT = tl.constexpr(64)
 _SHARED_CHUNK_UNIT = tl.constexpr(256)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -74,6 +77,12 @@ def _log_parts(num_tokens, min_tokens):
 
 
 @triton.jit
+def capped(score, cap):
+    """`cap * tanh(score / cap)`."""
+    return cap - 2 * cap / (1 + tl.exp2(score * (2 * _LOG2_E / cap)))
+
+
+@triton.jit
 def _attend(
     query,  # [M, PAD_DIM]
     cache,
@@ -82,6 +91,7 @@ def _attend(
     begin,
     end,
     scale,  # log2(e) included: the exponentials are of base 2
+    cap,  # log2(e) included; None: scores are not capped
     chunk,  # a multiple of TILE; None: all tokens are one chunk
     results,
     log_sums,
@@ -120,6 +130,8 @@ def _attend(
         block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
         key = tl.load(pointers, mask=mask, other=0.0)
         score = tl.dot(query, key.trans(), input_precision=PRECISION) * scale
+        if cap is not None:
+            score = capped(score, cap)
         score = tl.where(visible[None, :], score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         weight = tl.exp2(score - new_largest[:, None])
@@ -159,7 +171,8 @@ def _combine(
     results,
     log_sums,
     target,
-    first_head,  # the program's, in all three
+    sinks,  # at the kv head's; None: there are none
+    first_head,  # the program's, in all others
     num_chunks,
     num_shared,
     GROUP: tl.constexpr,
@@ -186,6 +199,10 @@ def _combine(
             chunk_results += ((result, log_sum),)  # type: ignore[assignment]
             largest = tl.maximum(largest, log_sum)
         total = tl.zeros([HEADS], tl.float32)
+        if sinks is not None:
+            sink = tl.load(sinks + member + tl.arange(0, HEADS), mask=is_head, other=0.0) * _LOG2_E
+            largest = tl.maximum(largest, sink)
+            total += tl.exp2(sink - largest)
         output = tl.zeros([HEADS, PAD_DIM], tl.float32)
         for index in tl.static_range(MAX_CHUNKS):
             result, log_sum = chunk_results[index]
@@ -213,7 +230,9 @@ def decode_kernel(
     log_sums,
     arrivals,
     target,
+    sinks,  # None: there are none
     scale,
+    cap,  # None: scores are not capped
     window,
     min_tokens,  # a program's least share of a long enough row
     query_stride,
@@ -270,6 +289,7 @@ def decode_kernel(
         begin + first_chunk * chunk,
         tl.minimum(begin + next_chunk * chunk, end),
         scale,
+        cap,
         chunk,
         results,
         log_sums,
@@ -281,7 +301,12 @@ def decode_kernel(
         TILE,
         PRECISION,
     )
+    if sinks is not None:
+        sinks += head * GROUP
     if num_chunks + num_shared == 1:
+        if sinks is not None:
+            sink = tl.load(sinks + group, mask=group < GROUP, other=0.0) * _LOG2_E
+            output /= (1 + tl.exp2(sink - log_sum))[:, None]
         tl.store(target + target_places, output.to(target.dtype.element_ty), mask=mask)
         return
     _store(results, log_sums, slots + index, group < GROUP, output, log_sum, HEAD_DIM)
@@ -293,7 +318,17 @@ def decode_kernel(
         arrived = tl.atomic_add(arrivals + row * KV_HEADS + head, 1, sem="acq_rel") + 1
     if arrived == num_parts:
         _combine(
-            results, log_sums, target, first_head, num_chunks, num_shared, GROUP, HEAD_DIM, PAD_DIM, COMBINED_HEADS
+            results,
+            log_sums,
+            target,
+            sinks,
+            first_head,
+            num_chunks,
+            num_shared,
+            GROUP,
+            HEAD_DIM,
+            PAD_DIM,
+            COMBINED_HEADS,
         )
         if num_parts > 1:
             tl.store(arrivals + row * KV_HEADS + head, 0)
@@ -309,6 +344,7 @@ def shared_kernel(
     log_sums,
     num_rows,
     scale,
+    cap,  # None: scores are not capped
     query_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -349,6 +385,7 @@ def shared_kernel(
         first,
         last,
         scale,
+        cap,
         None,
         results,
         log_sums,

@@ -15,11 +15,14 @@ from torch import Tensor
 def mark_nonfinite(new: Tensor) -> Tensor:
     """Keys and values `[T, 2, kv_heads, head_dim]`, in the cache's type, as the cache stores them.
 
-    A head's key becomes NaN if its key or its value holds a number that is not finite; such a value becomes 0.
+    A head's key becomes NaN if its key or its value holds a number that is not finite; such a value becomes 0. Latent
+    vectors `[T, 1, 1, dim]`, which are both, become NaN.
     """
     is_nonfinite = ~(new.abs().amax(-1) < torch.inf)  # [T, 2, kv_heads]
     if new.device.type == "cpu" and not bool(is_nonfinite.any()):
         return new
+    if new.shape[1] == 1:
+        return new.masked_fill(is_nonfinite.unsqueeze(-1), torch.nan)
     key, value = new.unbind(1)
     key = key.masked_fill(is_nonfinite.any(1).unsqueeze(-1), torch.nan)
     value = value.masked_fill(is_nonfinite[:, 1].unsqueeze(-1), 0.0)

@@ -14,10 +14,11 @@ _MIN_TILE = 32 * 4 * _PER_THREAD
 _MAX_WARPS = 16
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = False) -> Tensor:
     """`x` `[T, n]` over its rows' root mean square, times `weight` `[n]`: `[T, n]`, contiguous.
 
-    Computed in float32 and rounded to the input's type before it is multiplied by the weight.
+    Computed in float32 and rounded to the input's type before it is multiplied by the weight. If the weight
+    `is_zero_centred`, it is multiplied by 1 + weight and rounded once.
     """
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -35,6 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         SIZE=size,
         ROWS=rows,
         COLUMNS=columns,
+        IS_ZERO_CENTRED=is_zero_centred,
         EARLY=early,
         num_warps=min(rows * columns // (32 * _PER_THREAD), _MAX_WARPS),
         launch_pdl=early,
@@ -59,6 +61,7 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_ZERO_CENTRED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program i: rows i · `ROWS` and on."""
@@ -70,7 +73,11 @@ def _norm_kernel(
     inside = (rows < num_rows) & (columns < SIZE)
     wide = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scale = inverse_rms(tl.sum(wide * wide, axis=1), SIZE, eps)
-    normed = scale_and_weigh(wide, scale[:, None], loaded_ahead(factor, EARLY), out.dtype.element_ty)
+    factor = loaded_ahead(factor, EARLY)
+    if IS_ZERO_CENTRED:
+        normed = (wide * scale[:, None] * (1.0 + factor.to(tl.float32))).to(out.dtype.element_ty)
+    else:
+        normed = scale_and_weigh(wide, scale[:, None], factor, out.dtype.element_ty)
     tl.store(out + rows * SIZE + columns, normed, mask=inside)
 
 

@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2_E = 1.4426950408889634
+from infinilm.kernels.decode_attention_kernels import capped
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Tiles(NamedTuple):
@@ -42,7 +44,9 @@ def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
         return Tiles(rows=16, keys=16, num_warps=4, num_stages=1)
     if head_dim <= 128:
         return Tiles(rows=128, keys=64, num_warps=8, num_stages=3)
-    return Tiles(rows=128, keys=64, num_warps=8, num_stages=2)  # or shared memory runs out
+    if head_dim <= 256:
+        return Tiles(rows=128, keys=64, num_warps=8, num_stages=2)  # or shared memory runs out
+    return Tiles(rows=64, keys=32, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -82,6 +86,7 @@ def _attend(
     begin,  # a multiple of TILE_KEYS
     end,
     scale,
+    cap,  # None: scores are not capped
     window,
     block_stride,
     KV_HEADS: tl.constexpr,
@@ -107,16 +112,20 @@ def _attend(
         pointers = cache + places[:, None] + dims[None, :]
         key = _load(pointers, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
         score = tl.dot(query, key.trans(), input_precision="ieee")
+        factor = scale
+        if cap is not None:
+            score = capped(score * scale, cap)
+            factor = 1.0
         if IS_MASKED:
             is_seen = keys[None, :] <= positions[:, None]
             if HAS_WINDOW:
                 is_seen &= keys[None, :] > positions[:, None] - window
             score = tl.where(is_seen, score, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+        new_largest = tl.maximum(largest, tl.max(score, 1) * factor)
         shift = new_largest
         if HAS_WINDOW:  # a row may have seen nothing yet; without a window the first tile has a key for every row
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(score * scale - shift[:, None])
+        weight = tl.exp2(score * factor - shift[:, None])
         fade = tl.exp2(largest - shift)
         value = _load(pointers + KV_HEADS * HEAD_DIM, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
         output = tl.dot(weight.to(value.dtype), value, output * fade[:, None], input_precision="ieee")
@@ -136,8 +145,10 @@ def _prefill_kernel(
     query_starts,
     context_lens,
     target,
+    sinks,  # None: there are none
     num_requests,
     scale,  # includes log2(e): the exponentials are of base 2
+    cap,  # includes it, too; None: scores are not capped
     window,
     query_stride,
     block_stride,
@@ -194,6 +205,7 @@ def _prefill_kernel(
             0,
             num_done,
             scale,
+            cap,
             window,
             block_stride,
             KV_HEADS,
@@ -214,6 +226,7 @@ def _prefill_kernel(
         num_done,
         last + shift + 1,
         scale,
+        cap,
         window,
         block_stride,
         KV_HEADS,
@@ -223,6 +236,8 @@ def _prefill_kernel(
         True,
         HAS_WINDOW,
     )
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + heads) * _LOG2_E - largest)
     target += (tokens.to(tl.int64)[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
     rounded = (output / total[:, None]).to(target.dtype.element_ty)
     tl.store(target, rounded, mask=is_real[:, None] & (dims < HEAD_DIM)[None, :])
@@ -237,6 +252,8 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -246,6 +263,7 @@ def prefill_attention(
     contiguous; `tables` `[N, max_blocks]` int32 the requests' blocks; `query_starts` `[N + 1]` int32 where each
     request's tokens begin in the query, and where the last one's end; `context_lens` `[N]` int32 its tokens in the
     cache, the new ones being the last of them. With a `window` a token sees the last `window` of its context.
+    With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
     Returns `[T, heads, head_dim]`.
 
     A request of context length 0 is left out: its rows of `out`, which is contiguous, stay as they are, or zeros.
@@ -268,8 +286,10 @@ def prefill_attention(
         query_starts,
         context_lens,
         out,
+        sinks,
         num_requests,
-        scale * _LOG2_E,
+        scale * _LOG2_E.value,
+        None if cap is None else cap * _LOG2_E.value,
         0 if window is None else window,
         query.stride(0),
         cache.stride(0),
@@ -297,6 +317,8 @@ def prefill_attention_torch(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference, one request after another."""
     heads, head_dim = query.shape[1:]
@@ -316,6 +338,11 @@ def prefill_attention_torch(
         if window is not None:
             is_seen &= keys > places - window
         score = torch.einsum("qkgd,tkd->kgqt", rows, key) * scale
-        weight = score.masked_fill(~is_seen, float("-inf")).softmax(-1)
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        score = score.masked_fill(~is_seen, float("-inf"))
+        if sinks is not None:
+            score = torch.cat((score, sinks.view(kv_heads, -1, 1, 1).expand(-1, -1, len(rows), -1)), dim=-1)
+        weight = score.softmax(-1)[..., :context_len]
         out[own] = torch.einsum("kgqt,tkd->qkgd", weight, value).flatten(1, 2).to(query.dtype)
     return out

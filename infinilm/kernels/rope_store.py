@@ -28,14 +28,15 @@ def rope_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_interleaved: bool = False,
     marks_nonfinite: bool = True,
 ) -> Tensor:
     """Norm and rotate queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
 
     - `qkv` `[T, heads + 2 * kv_heads, head_dim]`: queries, keys, values of each token; only the stride over tokens
       is free.
-    - `positions` `[T]` int64: rows of `table` `[max_len, head_dim]` float32, cosines and then sines, half a head each.
-      Number i of a head is rotated with number i + head_dim / 2.
+    - `positions` `[T]` int64: rows of `table` `[max_len, dim]` float32, cosines and then sines, half of `dim` each. Of
+      a head's first `dim` numbers, i is rotated with i + dim / 2, or with `is_interleaved` 2i with 2i + 1.
     - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
@@ -66,6 +67,8 @@ def rope_store(
         HEAD_DIM=head_dim,
         HEADS=heads,
         PAIRS=pairs,
+        ROTATED=table.shape[1] // 2,
+        INTERLEAVED=is_interleaved,
         EARLY=early,
         MARKS_NONFINITE=marks_nonfinite,
         num_warps=_WARPS,
@@ -86,17 +89,20 @@ def rope_store_torch(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    is_interleaved: bool = False,
 ) -> Tensor:
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_torch(q, q_norm, eps), rms_norm_torch(k, k_norm, eps)
-    cos, sin = table[positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)  # [T, 1, head_dim / 2]
+    cos, sin = table[positions].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)  # [T, 1, dim / 2]
+    dim = table.shape[1]
 
     def turned(heads: Tensor) -> Tensor:
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat(
-            (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)), dim=-1
-        )
+        rotated = heads[..., :dim]
+        first, second = (rotated[..., ::2], rotated[..., 1::2]) if is_interleaved else rotated.chunk(2, dim=-1)
+        pairs = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
+        together = torch.stack(pairs, dim=-1).flatten(-2) if is_interleaved else torch.cat(pairs, dim=-1)
+        return torch.cat((together, heads[..., dim:]), dim=-1)
 
     is_stored = slots >= 0
     tokens = torch.stack((turned(k), v), dim=1)[is_stored]  # [S, 2, kv_heads, head_dim]
@@ -121,15 +127,24 @@ def _rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     EARLY: tl.constexpr,
     MARKS_NONFINITE: tl.constexpr,
 ):
-    """Program (token, group): `HEADS` of a token's heads, each as its first and its second half."""
+    """Program (token, group): `HEADS` of a token's heads, each as pairs, of which the first `ROTATED` are rotated."""
     let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, PAIRS)[None, :]
     HALF: tl.constexpr = HEAD_DIM // 2
+    # Where a pair's numbers are in a head: those of the pairs that are not rotated are the last.
+    lefts, rights = pairs, pairs + HALF
+    if INTERLEAVED:
+        lefts, rights = 2 * pairs, 2 * pairs + 1
+    if ROTATED < HALF:
+        lefts = tl.where(pairs < ROTATED, lefts, pairs + ROTATED)
+        rights = tl.where(pairs < ROTATED, rights if INTERLEAVED else pairs + ROTATED, pairs + HALF)
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     is_query = heads < Q_HEADS
     is_value = heads >= Q_HEADS + KV_HEADS
@@ -139,34 +154,36 @@ def _rope_store_kernel(
     wait_for_inputs(EARLY)
     # Volatile, so that all loads are in flight at once: otherwise the compiler delays each until it is needed.
     position, slot = tl.load(positions + token, volatile=True), tl.load(slots + token, volatile=True)
-    own = qkv + token * stride + heads * HEAD_DIM + pairs
-    first = tl.load(own, mask=inside, other=0.0, volatile=True)
-    second = tl.load(own + HALF, mask=inside, other=0.0, volatile=True)
+    own = qkv + token * stride + heads * HEAD_DIM
+    first = tl.load(own + lefts, mask=inside, other=0.0, volatile=True)
+    second = tl.load(own + rights, mask=inside, other=0.0, volatile=True)
     # A key's program reads the value, too: the key shows whether it is finite.
     if MARKS_NONFINITE:
         value = own + KV_HEADS * HEAD_DIM
-        value_first = tl.load(value, mask=is_key & in_half, other=0.0, volatile=True)
-        value_second = tl.load(value + HALF, mask=is_key & in_half, other=0.0, volatile=True)
-    cos, sin = _halves(table + position * HEAD_DIM + pairs, in_half, HALF)
+        value_first = tl.load(value + lefts, mask=is_key & in_half, other=0.0, volatile=True)
+        value_second = tl.load(value + rights, mask=is_key & in_half, other=0.0, volatile=True)
+    angles = table + position * (2 * ROTATED) + pairs
+    cos = tl.load(angles, mask=pairs < ROTATED, other=1.0)
+    sin = tl.load(angles + ROTATED, mask=pairs < ROTATED, other=0.0)
     cos, sin = cos.to(DTYPE).to(tl.float32), sin.to(DTYPE).to(tl.float32)
 
     a, b = first.to(tl.float32), second.to(tl.float32)
     if q_norm is not None:
         scale = inverse_rms(tl.sum(a * a + b * b, axis=1), HEAD_DIM, eps)[:, None]
-        q_first, q_second = _halves(q_norm + pairs, in_half, HALF)
-        k_first, k_second = _halves(k_norm + pairs, in_half, HALF)
+        q_first, q_second = _both(q_norm, lefts, rights, in_half)
+        k_first, k_second = _both(k_norm, lefts, rights, in_half)
         first_factor, second_factor = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
         a = scale_and_weigh(a, scale, first_factor, DTYPE).to(tl.float32)
         b = scale_and_weigh(b, scale, second_factor, DTYPE).to(tl.float32)
     turned_first = ((a * cos).to(DTYPE).to(tl.float32) - b * sin).to(DTYPE)
     turned_second = ((b * cos).to(DTYPE).to(tl.float32) + a * sin).to(DTYPE)
 
-    query = out + (token * Q_HEADS + heads) * HEAD_DIM + pairs
-    tl.store(query, turned_first, mask=is_query & in_half)
-    tl.store(query + HALF, turned_second, mask=is_query & in_half)
+    query = out + (token * Q_HEADS + heads) * HEAD_DIM
+    tl.store(query + lefts, turned_first, mask=is_query & in_half)
+    tl.store(query + rights, turned_second, mask=is_query & in_half)
     # In the cache a token's keys are followed by its values, as they are here.
     KEPT: tl.constexpr = cache.dtype.element_ty
-    kept = cache + (slot * 2 * KV_HEADS + heads - Q_HEADS) * HEAD_DIM + pairs
+    kept = cache + (slot * 2 * KV_HEADS + heads - Q_HEADS) * HEAD_DIM
     is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
     kept_first = tl.where(is_value, first, turned_first).to(KEPT)
     kept_second = tl.where(is_value, second, turned_second).to(KEPT)
@@ -177,10 +194,10 @@ def _rope_store_kernel(
         mark = tl.where(is_value, 0.0, float("nan")).to(KEPT)
         kept_first = tl.where(is_nonfinite, mark, kept_first)
         kept_second = tl.where(is_nonfinite, mark, kept_second)
-    tl.store(kept, kept_first, mask=is_kept)
-    tl.store(kept + HALF, kept_second, mask=is_kept)
+    tl.store(kept + lefts, kept_first, mask=is_kept)
+    tl.store(kept + rights, kept_second, mask=is_kept)
 
 
 @triton.jit
-def _halves(places, mask, HALF: tl.constexpr):
-    return tl.load(places, mask=mask, other=0.0), tl.load(places + HALF, mask=mask, other=0.0)
+def _both(places, lefts, rights, mask):
+    return tl.load(places + lefts, mask=mask, other=0.0), tl.load(places + rights, mask=mask, other=0.0)

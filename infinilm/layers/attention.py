@@ -1,17 +1,18 @@
 """Self-attention over the paged KV cache, full or within a sliding window."""
 
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
-from infinilm.layers.linear import QKVParallelLinear, RowParallelLinear, native_linears
+from infinilm.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import ParallelRMSNorm, RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
@@ -21,8 +22,10 @@ class Attention(Mixer):
     """A token mixer in which groups of query heads share a key and a value head.
 
     A token sees the last `window` tokens, itself included; None: all. Scores are multiplied by `scale`; None:
-    `head_dim**-0.5`. With `qk_norm_eps` queries and keys are normalised before they are rotated: each head by a
-    `norm_class`, or all heads as one with `norms_all_heads`.
+    `head_dim**-0.5`. With a `cap` they are then `cap * tanh(score / cap)`. With `has_sinks` each head has a sink, a
+    learned score of a key without a value. With `qk_norm_eps` queries and keys are normalised before they are
+    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`.
+    With `has_gate` the query projection also gives each query's gate, whose sigmoid its result is multiplied by.
     """
 
     def __init__(
@@ -38,9 +41,13 @@ class Attention(Mixer):
         qkv_bias: bool = False,
         out_bias: bool = False,
         scale: float | None = None,
+        cap: float | None = None,
+        has_sinks: bool = False,
         qk_norm_eps: float | None = None,
         norm_class: type[RMSNorm] = RMSNorm,
         norms_all_heads: bool = False,
+        projections: Sequence[str] = QKV,
+        has_gate: bool = False,
         prefix: str = "self_attn.",
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -48,9 +55,17 @@ class Attention(Mixer):
         options = below(options, prefix)
         self.head_dim, self.window, self.rotary = head_dim, window, rotary
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.qkv = QKVParallelLinear(hidden_size, head_dim, num_heads, num_kv_heads, bias=qkv_bias, **options)
+        heads = (head_dim, num_heads, num_kv_heads)
+        self.has_gate = has_gate
+        self.qkv = QKVParallelLinear(
+            hidden_size, *heads, bias=qkv_bias, projections=projections, has_gate=has_gate, **options
+        )
         self.out = RowParallelLinear(num_heads * head_dim, {"o_proj": hidden_size}, bias=out_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads  # of this rank
+        self.cap, self.sinks = cap, None
+        if has_sinks:
+            sinks = torch.empty(self.num_heads, dtype=torch.float32, device=options["device"])
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
@@ -62,9 +77,10 @@ class Attention(Mixer):
                 self.k_norm = ParallelRMSNorm(k, qk_norm_eps, num_copies=self.qkv.num_copies, **kind)
             else:
                 self.q_norm, self.k_norm = (norm_class(head_dim, qk_norm_eps, **kind) for _ in range(2))
-        # The kernels know norms of single heads, and rotate whole heads.
-        self._is_plain = rotary.dim == head_dim and type(self.q_norm) in (NoneType, RMSNorm)
-        self._has_kernels = has_kernels(options["device"]) and self._is_plain
+        # The kernels know norms of single heads.
+        has_plain_norms = type(self.q_norm) in (NoneType, RMSNorm)
+        self._is_plain = rotary.dim == head_dim and not rotary.is_interleaved and has_plain_norms
+        self._has_kernels = has_kernels(options["device"]) and has_plain_norms
 
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
@@ -78,10 +94,23 @@ class Attention(Mixer):
                 taps.see("input_layernorm", x, self.layer)
             qkv = self.qkv(x)
         heads = qkv.view(len(x), -1, self.head_dim)  # [T, heads of q, k and v, head_dim]
+        gate: Tensor | None = None
+        if self.has_gate:  # each query is followed by its gate
+            both, kv = heads.split((2 * self.num_heads, 2 * self.num_kv_heads), dim=1)
+            query, gate = both.unflatten(1, (-1, 2)).unbind(2)
+            heads = torch.cat((query, kv), dim=1)
         if taps is not None:
             self._show(taps, heads, "after_proj")
         q, cache = self._rope_and_store_kv(heads, cache, step)
-        attended = step.backend.attend(q, cache, step.plan, scale=self.scale, window=self.window).flatten(1)
+        if self.rotary.query_scale is not None:
+            q = q * self.rotary.query_scale.index_select(0, step.batch.positions)
+        scoring: dict[str, Any] = {"scale": self.scale, "window": self.window}
+        if self.cap is not None or self.sinks is not None:
+            scoring |= {"cap": self.cap, "sinks": self.sinks}
+        attended = step.backend.attend(q, cache, step.plan, **scoring)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        attended = attended.flatten(1)
         if taps is None:
             mixed: Tensor = self.out(attended, residual)
             return mixed
@@ -109,6 +138,7 @@ class Attention(Mixer):
                 q_norm=None if self.q_norm is None else self.q_norm.weight,
                 k_norm=None if self.k_norm is None else self.k_norm.weight,
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
+                is_interleaved=self.rotary.is_interleaved,
                 marks_nonfinite=getattr(step.plan, "has_prompts", True) or self.window is not None,
             )
             return queries, cache
@@ -119,7 +149,7 @@ class Attention(Mixer):
             if isinstance(self.q_norm, ParallelRMSNorm):  # all heads as one
                 q, k = q.flatten(1), k.flatten(1)
             normed = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1).view(qk.shape)
-        apply_rotary(normed, *step.angles(self.rotary), out=qk)
+        apply_rotary(normed, *step.angles(self.rotary), out=qk, is_interleaved=self.rotary.is_interleaved)
         if step.taps is not None:
             self._show(step.taps, heads, "after_rope")
         kv = heads[:, self.num_heads :].view(len(heads), 2, self.num_kv_heads, self.head_dim)
@@ -144,15 +174,19 @@ class Attention(Mixer):
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         own = prefix + self.prefix
         targets = self.qkv.weight_targets(own) | self.out.weight_targets(own)
-        if self.q_norm is not None and self.k_norm is not None:
-            for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None:
                 share = norm.share if isinstance(norm, ParallelRMSNorm) else ShardRange.whole(self.head_dim)
                 targets[f"{own}{name}.weight"] = WeightShard.of(norm.weight, share)
+        if self.sinks is not None:
+            targets[f"{own}sinks"] = WeightShard.of(self.sinks, self.qkv.heads)
         return targets
 
     def to_native(self) -> dict[str, Any] | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
-        if linears is None or type(self) is not Attention or not self._is_plain or self.scale != self.head_dim**-0.5:
+        scores_plainly = self.scale == self.head_dim**-0.5 and self.rotary.query_scale is None
+        scores_plainly &= self.cap is None and self.sinks is None and not self.has_gate
+        if linears is None or type(self) is not Attention or not self._is_plain or not scores_plainly:
             return None
         return linears | {
             "q_norm": None if self.q_norm is None else self.q_norm.weight,

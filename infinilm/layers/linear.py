@@ -5,7 +5,7 @@ of the outputs. A rank of a row-parallel layer has the columns for those inputs,
 So a column-parallel layer followed by a row-parallel one takes one all-reduce.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -103,8 +103,11 @@ class GateUpParallelLinear(Linear):
         return self.matrix.multiply_gated(x, norm, self.bias)
 
 
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
 class QKVParallelLinear(Linear):
-    """The projections to queries, keys and values, sharded by heads.
+    """The projections to queries, keys and values, or some of them, sharded by heads.
 
     With more ranks than key-value heads, `num_copies` ranks next to each other hold the same one.
     """
@@ -117,18 +120,25 @@ class QKVParallelLinear(Linear):
         num_kv_heads: int,
         *,
         bias: bool,
+        projections: Sequence[str] = QKV,
+        has_gate: bool = False,
         group: CommunicationGroup = SINGLE,
         **options: Unpack[WeightOptions],
     ) -> None:
         check_heads(num_heads, num_kv_heads, group.size)
         self.num_copies = max(1, group.size // num_kv_heads)
-        heads = ShardRange.share("num_attention_heads", num_heads, group.rank, group.size)
-        kv_heads = ShardRange.share(
+        self.heads = ShardRange.share("num_attention_heads", num_heads, group.rank, group.size)
+        self.kv_heads = ShardRange.share(
             "num_key_value_heads", num_kv_heads, group.rank // self.num_copies, group.size // self.num_copies
         )
-        self.num_heads, self.num_kv_heads = heads.length, kv_heads.length
-        q, kv = (ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (heads, kv_heads))
-        super().__init__(hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=bias, **options)
+        self.num_heads, self.num_kv_heads = self.heads.length, self.kv_heads.length  # of this rank
+        q, kv = (
+            ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (self.heads, self.kv_heads)
+        )
+        if has_gate:  # twice as many rows: each query head's, then its gate's
+            q = ShardRange(2 * q.start, 2 * q.length, 2 * q.full)
+        outputs = dict(zip(QKV, (q, kv, kv), strict=True))
+        super().__init__(hidden_size, {name: outputs[name] for name in projections}, bias=bias, **options)
 
 
 class RowParallelLinear(Linear):

@@ -35,14 +35,30 @@ class RMSNorm(nn.Module):
         return (wide * scale).to(x.dtype).mul_(self.weight)
 
 
+def normalized(x: Tensor, eps: float | Tensor) -> Tensor:
+    """`x / rms(x)` over the last dimension, in float32."""
+    wide = x.float()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt_()
+
+
+class WideRMSNorm(RMSNorm):
+    """`x / rms(x) * weight`, computed in float32 and rounded at the end, as Gemma 4 was trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` `[…, size]`."""
+        return (normalized(x, self._eps) * self.weight.float()).to(x.dtype)
+
+
 class ZeroCentredRMSNorm(RMSNorm):
     """`x / rms(x) * (1 + weight)`, computed in float32 and rounded at the end, as Gemma was trained."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` `[…, size]`."""
-        wide = x.float()
-        scale = (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt_()
-        return (wide * scale * (1 + self.weight.float())).to(x.dtype)
+        if self._has_kernels:
+            from infinilm.kernels.norm import rms_norm
+
+            return rms_norm(x.flatten(0, -2), self.weight, self.eps, is_zero_centred=True).view(x.shape)
+        return (normalized(x, self._eps) * (1 + self.weight.float())).to(x.dtype)
 
 
 class ParallelRMSNorm(RMSNorm):

@@ -17,10 +17,12 @@ class RotaryEmbedding(nn.Module):
     """The cosines and sines of positions 0 to `max_len` - 1, computed once.
 
     With a `partial_rotary_factor` only the first `dim` of a head's numbers are rotated. The rope type `none` rotates by
-    no angle.
+    no angle. `interleaved` pairs are neighbours: numbers 2i and 2i + 1 instead of i and i + dim / 2. With a
+    `llama_4_scaling_beta` queries are to be multiplied by `query_scale` of their position.
     """
 
     table: Tensor  # [max_len, dim] float32: cosines, then sines, half of them each
+    query_scale: Tensor | None  # [max_len, 1, 1] of the model's type
 
     def __init__(
         self,
@@ -34,35 +36,49 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype, self.dim = dtype, rotary_dim(head_dim, rope)
+        self.is_interleaved = bool(rope.get("interleaved"))
         # Computed on the host, so that every device turns by the same angles.
         frequencies = inverse_frequencies(self.dim, rope, max_len, max_position_embeddings)
         angles = torch.arange(max_len, dtype=torch.float32).unsqueeze(-1) * frequencies
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor(rope)
         self.register_buffer("table", table.to(device), persistent=False)
+        query_scale = None
+        if (beta := rope.get("llama_4_scaling_beta")) is not None:
+            periods = torch.arange(max_len) // rope["original_max_position_embeddings"]
+            query_scale = (1 + beta * torch.log(1 + periods)).to(device, dtype).view(-1, 1, 1)
+        self.register_buffer("query_scale", query_scale, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of `positions` `[T]` for `apply_rotary`, each `[T, 1, dim]`."""
         cos, sin = self.table.index_select(0, positions).to(self.dtype).unsqueeze(1).chunk(2, dim=-1)
+        if self.is_interleaved:
+            return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotary_dim(head_dim: int, rope: Mapping[str, Any]) -> int:
-    """How many of a head's numbers are rotated."""
+    """How many of a head's numbers are rotated. The rope type `proportional` turns the others by no angle."""
+    if rope["rope_type"] == "proportional":
+        return head_dim
     return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor) -> None:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, is_interleaved: bool = False) -> None:
     """Turn the heads of `x` `[T, heads, head_dim]` into `out`, which may be `x`.
 
-    Number i of a head is paired with number i + dim / 2, where the angles have `dim` numbers; the rest is copied.
+    Number i of a head is paired with number i + dim / 2, where the angles have `dim` numbers, or neighbours with each
+    other; the rest is copied.
     """
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
         if out.data_ptr() != x.data_ptr():
             out[..., dim:] = x[..., dim:]
         x, out = x[..., :dim], out[..., :dim]
-    first, second = x.chunk(2, dim=-1)
-    torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin, out=out)
+    if is_interleaved:
+        partners = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        partners = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+    torch.addcmul(x * cos, partners, sin, out=out)
 
 
 def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int) -> Tensor:
@@ -74,6 +90,9 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, ma
     match rope["rope_type"]:
         case "none":
             return torch.zeros_like(plain)
+        case "proportional":
+            is_turned = torch.arange(len(plain)) < int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+            return plain.where(is_turned, 0.0) / (rope.get("factor") or 1.0)
         case "linear":
             divisors = rope["factor"]
         case "dynamic":
@@ -130,9 +149,10 @@ def attention_factor(rope: Mapping[str, Any]) -> float:
         return math.sqrt(1 + math.log(factor) / math.log(rope["original_max_position_embeddings"]))
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return yarn_scale(factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_scale(factor: float, weight: float) -> float:
+    """What YaRN sharpens attention by, for positions stretched by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0

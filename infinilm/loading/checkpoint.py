@@ -48,13 +48,25 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face directory with safetensors, or one GGUF file."""
+    """Open a Hugging Face directory with safetensors, or one GGUF file, and see the language model in it."""
+    from infinilm.loading.parts import view_language_model
+
+    checkpoint = _open(Path(path))
+    try:
+        return view_language_model(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _open(path: Path) -> Checkpoint:
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+    from infinilm.loading.mxfp4 import Mxfp4Checkpoint
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
-    path = Path(path)
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        checkpoint = SafetensorsCheckpoint(path)
+        return Mxfp4Checkpoint(checkpoint) if checkpoint.has_codes else checkpoint
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix in PICKLE_SUFFIXES:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
-from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_FACTORS, GGUFMetadata, make_config
+from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_TENSORS, GGUFMetadata, make_config
 from infinilm.loading.quantize import PackedRows, dequantize, quantize_rows, stored_dtype
 from infinilm.text.tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ from infinilm.text.tokenizer import Tokenizer
 _SLICE_ELEMENTS = 2**18
 
 # Architectures whose files permute the rows of q and k, see `_unpermute`.
-_PERMUTED_ARCHITECTURES = {"llama", "mistral"}
+_PERMUTED_ARCHITECTURES = {"llama", "mistral", "mistral3", "granite", "smollm3"}
 
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -35,17 +36,39 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 # Where an architecture's names differ from these.
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OWN_LAYER_NAMES = {
-    "gemma3": {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3": _GEMMA_NORMS,
+    "llama": {  # with experts: Mixtral
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "olmo2": {
         "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
-    }
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 # Architectures whose files store norms as they are multiplied, 1 + weight.
-_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma3"}
+_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma2", "gemma3"}
 _SAMPLING_KEYS = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -189,20 +212,32 @@ def _unpermuted(rows: Tensor, head_dim: int) -> Tensor:
 def _name_tensors(file: GGUFFile, layer_names: Mapping[str, str]) -> dict[str, GGUFTensorInfo]:
     tensors: dict[str, GGUFTensorInfo] = {}
     for name, tensor in file.tensors.items():
-        if name == ROPE_FACTORS:
+        if name in ROPE_TENSORS:
             continue
         hf_name = _hf_name(name, layer_names)
-        if hf_name in tensors:
-            raise CheckpointError(f"{file.path}: {tensors[hf_name].name!r} and {name!r} are both {hf_name!r}")
-        tensors[hf_name] = tensor
+        for own_name, part in _of_experts(hf_name, tensor) if "{}" in hf_name else [(hf_name, tensor)]:
+            if own_name in tensors:
+                raise CheckpointError(f"{file.path}: {tensors[own_name].name!r} and {name!r} are both {own_name!r}")
+            tensors[own_name] = part
     return tensors
+
+
+def _of_experts(name: str, tensor: GGUFTensorInfo) -> Iterator[tuple[str, GGUFTensorInfo]]:
+    """The matrix of each expert by its name, of a tensor that has all of them one after the other."""
+    num_experts, *shape = tensor.shape
+    num_bytes = tensor.num_bytes // max(1, num_experts)
+    for expert in range(num_experts):
+        offset = tensor.offset + expert * num_bytes
+        yield name.format(expert), replace(tensor, shape=tuple(shape), offset=offset, num_bytes=num_bytes)
 
 
 def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
     """Hugging Face's name for a tensor. An unknown tensor keeps its name, so that strict loading reports it."""
     if match := LAYER_PATTERN.fullmatch(name):
-        layer, part, kind = match.groups()
-        if part in layer_names:
+        layer, part, expert, kind = match.groups()
+        if expert is not None and f"{part}_exps" in layer_names:
+            return f"model.layers.{layer}.{layer_names[f'{part}_exps'].format(int(expert))}.{kind}"
+        if expert is None and part in layer_names:
             return f"model.layers.{layer}.{layer_names[part]}.{kind}"
     elif (match := _OUTER_PATTERN.fullmatch(name)) and match[1] in _OUTER_NAMES:
         return f"{_OUTER_NAMES[match[1]]}.{match[2]}"

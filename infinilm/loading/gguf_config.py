@@ -13,11 +13,34 @@ _ARCHITECTURES = {
     "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "glm4": ("glm4", "Glm4ForCausalLM"),
+    "granite": ("granite", "GraniteForCausalLM"),
+    "mistral3": ("mistral", "MistralForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 """By GGUF's name: Hugging Face's `model_type` and class."""
+_SPARSE_ARCHITECTURES = {"llama": ("mixtral", "MixtralForCausalLM"), "qwen3moe": _ARCHITECTURES["qwen3moe"]}
+"""The same for files with experts."""
+_RENAMED = {"mistral3": "ministral3", "olmo2": "olmo3"}
+"""By GGUF's name: the `model_type` of files that say more, see `_own_settings`."""
 ROPE_FACTORS = "rope_freqs.weight"
-LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+ROPE_TENSORS = (ROPE_FACTORS, *LONG_FACTORS)
+"""Tensors that say how positions are rotated, which is in the config of a Hugging Face checkpoint."""
+LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
+"""Layer, part, the expert's number in files that have a tensor for each, and kind."""
+
+
+def architectures(model_type: str) -> list[str]:
+    """GGUF's names for models of a Hugging Face `model_type`."""
+    known = [name for name, (found, _) in _ARCHITECTURES.items() if found == model_type]
+    sparse = [name for name, (found, _) in _SPARSE_ARCHITECTURES.items() if found == model_type and name not in known]
+    return known + sparse + [name for name, found in _RENAMED.items() if found == model_type]
 
 
 class GGUFMetadata:
@@ -88,14 +111,14 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     hidden_size = metadata.integer("embedding_length")
     num_heads = metadata.integer("attention.head_count")
     head_dim = metadata.integer("attention.key_length", hidden_size // num_heads)
-    sliding_window = metadata.get("attention.sliding_window")
-    architecture = metadata.architecture
-    if sliding_window is not None:
+    architecture, sliding_window = metadata.architecture, None
+    if metadata.get("attention.sliding_window") not in (None, 0):
         sliding_window = metadata.integer("attention.sliding_window")
         if architecture in ("qwen2", "qwen3"):
             raise metadata.error(f"sliding window attention in {architecture} files is not supported")
         architecture = "mistral" if architecture == "llama" else architecture
-    model_type, class_name = _ARCHITECTURES[architecture]
+    experts = _expert_settings(metadata, tensors)
+    model_type, class_name = _SPARSE_ARCHITECTURES[metadata.architecture] if experts else _ARCHITECTURES[architecture]
     config: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [class_name],
@@ -111,21 +134,21 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         "rope_theta": metadata.number("rope.freq_base", 10000.0),
         "sliding_window": sliding_window,
         "attention_bias": "blk.0.attn_output.bias" in tensors,
-        "qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _stored_dtype_name(file),
+        **experts,
     }
     for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.integer(key, head_dim) != head_dim:
+        is_partial = key == "rope.dimension_count" and architecture in ("glm4", "phi3")
+        if metadata.integer(key, head_dim) != head_dim and not is_partial:
             raise metadata.error(f"{key} is {metadata.get(key)}, and the head dimension {head_dim}; they must agree")
     if head_dim % 2:
         raise metadata.error(f"the head dimension {head_dim} is odd; rotary embedding needs an even one")
     config["vocab_size"] = vocab_size = _check_sizes(metadata, config, tensors)
     config["rope_scaling"] = _rope_scaling(metadata, config, file)
-    if model_type == "gemma3_text":
-        config |= _gemma3_settings(metadata, config)
-        del config["hidden_act"]
+    config |= _own_settings(metadata, config, file)
     ends = [metadata.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return config | {
@@ -135,25 +158,120 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     }
 
 
-def _gemma3_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp knows of Gemma 3 without metadata."""
-    is_27b = config["num_hidden_layers"] == 62
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window_pattern": 6,
-        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if is_27b
-        else config["head_dim"],
+def _expert_settings(metadata: GGUFMetadata, tensors: Mapping[str, GGUFTensorInfo]) -> dict[str, Any]:
+    """The settings of mixtures of experts; empty for other files."""
+    if not metadata.get("expert_count"):
+        if metadata.architecture == "qwen3moe":
+            metadata.integer("expert_count")  # refused
+        return {}
+    experts = {
+        "num_experts": metadata.integer("expert_count"),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
     }
+    if metadata.architecture == "llama":
+        return experts
+    layers = range(metadata.integer("block_count"))
+    return experts | {
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # as llama.cpp computes these models
+        "mlp_only_layers": [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in tensors],
+    }
+
+
+def _own_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
+    """What an architecture has besides, and what llama.cpp knows of it without metadata."""
+    settings: dict[str, Any] = {}
+    match metadata.architecture:
+        case "gemma2" | "gemma3":
+            settings = _gemma_settings(metadata, config)
+        case "glm4":
+            settings = {"attention_bias": config["qkv_bias"], "qkv_bias": False}
+            settings["partial_rotary_factor"] = _rotary_part(metadata, config)
+        case "granite":
+            settings = {
+                "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+                "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5),
+                "residual_multiplier": metadata.number("residual_scale", 1.0),
+                "logits_scaling": metadata.number("logit_scale"),
+            }
+        case "mistral3" if metadata.get("attention.temperature_scale"):
+            beta = metadata.number("attention.temperature_scale")
+            settings = {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"]}
+            settings["rope_scaling"] = {**(config["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
+        case "olmo2" if config["sliding_window"] is not None:
+            settings = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
+            settings["layer_types"] = _layer_types(metadata, config["num_hidden_layers"], every=4)
+            full = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
+            sliding = {"rope_theta": metadata.number("rope.freq_base_swa", config["rope_theta"])}
+            settings |= {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+        case "phi3":
+            settings = _phi3_settings(metadata, config, file)
+    return settings
+
+
+def _phi3_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
+    settings: dict[str, Any] = {"partial_rotary_factor": _rotary_part(metadata, config)}
+    if all(name in file.tensors for name in LONG_FACTORS):
+        num_pairs = metadata.integer("rope.dimension_count", config["head_dim"]) // 2
+        short, long = (_read_factors(metadata, name, num_pairs, file) for name in LONG_FACTORS)
+        settings["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": metadata.integer("rope.scaling.original_context_length"),
+            "attention_factor": metadata.number("rope.scaling.attn_factor", 1.0),
+        }
+    return settings
+
+
+def _gemma_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str, Any]:
+    is_gemma2 = metadata.architecture == "gemma2"
+    every, layers_of_27b, caps = (2, 46, (50.0, 30.0)) if is_gemma2 else (6, 62, (None, None))
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    width = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    settings: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": _layer_types(metadata, config["num_hidden_layers"], every),
+        "query_pre_attn_scalar": width,
+        "sliding_window": config["sliding_window"] or 4096,
+    }
+    for name, default in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True):
+        settings[name] = default if metadata.get(name) is None else metadata.number(name)
+    if not is_gemma2:
+        settings["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10000.0)
+    del config["hidden_act"]
+    return settings
+
+
+def _layer_types(metadata: GGUFMetadata, num_layers: int, every: int) -> list[str]:
+    """Hugging Face's types of all layers: the last of `every` few is full, unless the metadata say which are not."""
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) < num_layers:
+            raise metadata.error(f"attention.sliding_window_pattern has {len(pattern)} layers, not {num_layers}")
+        is_sliding = [bool(flag) for flag in pattern[:num_layers]]
+    else:
+        every = metadata.integer("attention.sliding_window_pattern", every)
+        is_sliding = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    return ["sliding_attention" if flag else "full_attention" for flag in is_sliding]
+
+
+def _rotary_part(metadata: GGUFMetadata, config: dict[str, Any]) -> float:
+    """Which part of a head is rotated."""
+    if metadata.get("rope.dimension_sections"):
+        raise metadata.error("rope.dimension_sections is not supported: positions in pictures are refused")
+    head_dim: int = config["head_dim"]
+    return metadata.integer("rope.dimension_count", head_dim) / head_dim
 
 
 def _refuse_other_structures(metadata: GGUFMetadata) -> None:
     """Refuse settings that would load but be computed wrongly."""
-    if metadata.get("expert_count"):
-        raise metadata.error(f"mixtures of experts are not supported, it has {metadata.get('expert_count')} experts")
+    if metadata.get("expert_count") and metadata.architecture not in _SPARSE_ARCHITECTURES:
+        raise metadata.error(
+            f"{metadata.architecture} files with experts are not supported, it has {metadata.get('expert_count')}"
+        )
     for key in ("attention.scale", "logit_scale", "embedding_scale", "residual_scale"):
-        if metadata.get(key) is not None:
+        if metadata.get(key) is not None and metadata.architecture != "granite":
             raise metadata.error(f"metadata {metadata.architecture}.{key} is not supported")
 
 
@@ -163,21 +281,24 @@ def _check_sizes(metadata: GGUFMetadata, config: dict[str, Any], tensors: Mappin
     layers = {match[1] for name in tensors if (match := LAYER_PATTERN.fullmatch(name))}
     if len(layers) != num_layers:
         raise metadata.error(f"block_count is {num_layers}, but there are tensors of {len(layers)} layers")
-    wanted = {
-        "token_embd.weight": (None, config["hidden_size"]),
-        "blk.0.attn_q.weight": (config["num_attention_heads"] * head_dim, config["hidden_size"]),
-        "blk.0.attn_k.weight": (config["num_key_value_heads"] * head_dim, config["hidden_size"]),
-        "blk.0.ffn_gate.weight": (config["intermediate_size"], config["hidden_size"]),
-    }
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    rows: dict[str, int | None] = {"token_embd": None}
+    rows |= (
+        {"blk.0.attn_qkv": q + 2 * kv} if metadata.architecture == "phi3" else {"blk.0.attn_q": q, "blk.0.attn_k": kv}
+    )
+    is_fused = metadata.architecture in ("glm4", "phi3")
+    rows |= {"blk.0.ffn_up" if is_fused else "blk.0.ffn_gate": config["intermediate_size"] * (1 + is_fused)}
+    wanted = {f"{name}.weight": (num_rows, config["hidden_size"]) for name, num_rows in rows.items()}
+    if "num_experts" in config and 0 not in config.get("mlp_only_layers", ()):
+        del wanted["blk.0.ffn_gate.weight"]  # experts are checked with all tensors
+        wanted["blk.0.ffn_gate_inp.weight"] = (config["num_experts"], config["hidden_size"])
     for name, (num_rows, num_columns) in wanted.items():
         if name not in tensors:
             raise metadata.error(f"the tensor {name!r} is missing")
         shape = tensors[name].shape
         if len(shape) != 2 or num_rows not in (None, shape[0]) or shape[1] != num_columns:
-            rows = "vocabulary" if num_rows is None else num_rows
-            raise metadata.error(
-                f"the tensor {name!r} has shape {list(shape)}, but the metadata ask for [{rows}, {num_columns}]"
-            )
+            asked = f"[{'vocabulary' if num_rows is None else num_rows}, {num_columns}]"
+            raise metadata.error(f"the tensor {name!r} has shape {list(shape)}, but the metadata ask for {asked}")
     return tensors["token_embd.weight"].shape[0]
 
 
@@ -190,14 +311,14 @@ def _rope_scaling(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
         if kind not in (None, "none"):
             raise metadata.error(f"rope scaling {kind!r} together with the tensor {ROPE_FACTORS!r} is not supported")
         return _rope_factors(metadata, config, file)
-    if kind in (None, "none"):
+    if kind in (None, "none", "longrope" if metadata.architecture == "phi3" else "none"):
         return None
     if kind not in ("linear", "yarn"):
         raise metadata.error(f"rope scaling {kind!r} is not supported in GGUF files; linear and yarn are")
     scaling = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     understood = {"type", "factor", "original_context_length", "finetuned"}
     if kind == "yarn":
-        understood |= {"attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"}
+        understood |= {"attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
         scaling |= _yarn_details(metadata, scaling["factor"])
     if unknown := metadata.scaling_keys() - understood:
         raise metadata.error(f"rope scaling {kind!r} has keys that are not supported: {sorted(unknown)}")
@@ -211,6 +332,8 @@ def _yarn_details(metadata: GGUFMetadata, factor: float) -> dict[str, Any]:
     for name in ("beta_fast", "beta_slow"):
         if metadata.get(f"rope.scaling.yarn_{name}") is not None:
             details[name] = metadata.number(f"rope.scaling.yarn_{name}")
+    if metadata.get("rope.scaling.yarn_log_multiplier"):
+        details |= {"mscale": 1.0, "mscale_all_dim": metadata.number("rope.scaling.yarn_log_multiplier")}
     for name in ("attn_factor", "yarn_attn_factor"):
         if metadata.get(f"rope.scaling.{name}") is not None:
             # GGUF multiplies the usual factor by this one; Hugging Face replaces the usual factor.
@@ -221,16 +344,7 @@ def _yarn_details(metadata: GGUFMetadata, factor: float) -> dict[str, Any]:
 
 def _rope_factors(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any] | None:
     """Divisors of the rotary frequencies, one per pair of a head, as longrope with one set of factors."""
-    tensor = file.tensors[ROPE_FACTORS]
-    num_pairs = config["head_dim"] // 2
-    if tensor.shape != (num_pairs,) or tensor.ggml_type.name != "F32":
-        raise metadata.error(
-            f"the tensor {ROPE_FACTORS!r} must be F32 of shape [{num_pairs}], it is "
-            f"{tensor.ggml_type.name} of shape {list(tensor.shape)}"
-        )
-    factors = file.read_blocks(tensor, (0,), tensor.shape).view("<f4").ravel().tolist()
-    if not all(0 < factor < math.inf for factor in factors):
-        raise metadata.error(f"the tensor {ROPE_FACTORS!r} has factors that are not positive numbers")
+    factors = _read_factors(metadata, ROPE_FACTORS, config["head_dim"] // 2, file)
     if all(factor == 1.0 for factor in factors):
         return None
     return {
@@ -241,6 +355,19 @@ def _rope_factors(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
         "attention_factor": 1.0,
         "original_max_position_embeddings": config["max_position_embeddings"],
     }
+
+
+def _read_factors(metadata: GGUFMetadata, name: str, num_pairs: int, file: GGUFFile) -> list[float]:
+    tensor = file.tensors[name]
+    if tensor.shape != (num_pairs,) or tensor.ggml_type.name != "F32":
+        raise metadata.error(
+            f"the tensor {name!r} must be F32 of shape [{num_pairs}], it is "
+            f"{tensor.ggml_type.name} of shape {list(tensor.shape)}"
+        )
+    factors: list[float] = file.read_blocks(tensor, (0,), tensor.shape).view("<f4").ravel().tolist()
+    if not all(0 < factor < math.inf for factor in factors):
+        raise metadata.error(f"the tensor {name!r} has factors that are not positive numbers")
+    return factors
 
 
 def _stored_dtype_name(file: GGUFFile) -> str:

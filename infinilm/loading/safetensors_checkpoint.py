@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,15 @@ PICKLE_REFUSED = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_CODED_TYPES = {"U8": torch.uint8}
 _FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPES = _FLOAT_TYPES | _CODED_TYPES
+MXFP4 = "mxfp4"
+"""The only `quant_method` that is read; see `mxfp4`."""
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+# Families whose published checkpoints come with code though no one needs it.
+_FAMILIES_WITH_CODE = frozenset({"phi3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ class SafetensorsCheckpoint:
         self._tensors = _read_headers(files)
         _check_index(index, self._tensors, self.path)
         self.num_bytes = sum(_num_data_bytes(file) for file in files)
+        self.has_codes = bool(self.config.get("quantization_config"))
         self._readers = threading.local()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -59,7 +67,7 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Tensor:
         tensor = self._tensor(name)
-        target = torch.empty(tensor.shape, dtype=_FLOAT_TYPES[tensor.dtype])
+        target = torch.empty(tensor.shape, dtype=_TYPES[tensor.dtype])
         self.read_into(name, target)
         return target
 
@@ -85,7 +93,7 @@ class SafetensorsCheckpoint:
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         tensor = self._tensors[name]
-        if tensor.dtype not in _FLOAT_TYPES:
+        if tensor.dtype not in _FLOAT_TYPES and not (self.has_codes and tensor.dtype in _CODED_TYPES):
             raise CheckpointError(
                 f"{tensor.file}: {name!r} has type {tensor.dtype}; supported are {', '.join(_FLOAT_TYPES)}"
             )
@@ -114,7 +122,7 @@ class _Reader:
                 slice(start, start + length) for start, length in zip(starts[1:], target.shape[1:], strict=True)
             )
             # Whole rows count, because their pages are read even if only some columns are needed.
-            row_bytes = math.prod(tensor.shape[1:]) * _FLOAT_TYPES[tensor.dtype].itemsize
+            row_bytes = math.prod(tensor.shape[1:]) * _TYPES[tensor.dtype].itemsize
             step = max(1, self._max_mapped_bytes // row_bytes)
             for offset in range(0, len(target), step):
                 part = target[offset : offset + step]
@@ -138,17 +146,27 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: there is no config.json; is it the directory of a model?")
     config = read_json(file)
     code = config.get("auto_map") or {}
-    if not isinstance(code, dict) or any(name in code for name in _MODEL_CODE):
+    is_needed = config.get("model_type") not in _FAMILIES_WITH_CODE
+    if not isinstance(code, dict) or (is_needed and any(name in code for name in _MODEL_CODE)):
         raise CheckpointError(
             f"{file}: auto_map asks to run code that came with the model ({code!r}); code from a model "
             "directory is never run. If the architecture is one of the supported ones, delete auto_map"
         )
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization and method != MXFP4:
         raise CheckpointError(
             f"{file}: weights quantised with {method!r} are not supported; take the unquantised model or a GGUF file"
         )
     return config
+
+
+def count_stored(directory: Path) -> Counter[str]:
+    """How many numbers of each type a directory's weights have, whether or not they can be used."""
+    stored: Counter[str] = Counter()
+    for tensor in _read_headers(_weight_files(directory, _read_index(directory))).values():
+        stored[tensor.dtype] += math.prod(tensor.shape)
+    return stored
 
 
 def _read_index(directory: Path) -> dict[str, str]:

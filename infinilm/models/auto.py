@@ -126,7 +126,7 @@ def select_attention(
     if asked not in ("auto", "native") or (asked == "auto" and not is_quantized):
         return asked
     group = config.num_attention_heads // config.num_key_value_heads
-    reason = why_not_native(device, dtype, config.head_dim, group)
+    reason = why_not_native(device, dtype, config.max_head_dim, group)
     if reason is not None and asked == "native":
         raise InvalidValueError(
             f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"

@@ -11,7 +11,13 @@ from infinilm.cache.config import DTYPES
 from infinilm.cache.specs import AttentionSpec, CacheSpec
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.models.rope_parameters import DEFAULT_THETA, ROPE_SETTINGS, check_rope_parameters, read_rope_parameters
+from infinilm.models.rope_parameters import (
+    DEFAULT_THETA,
+    ROPE_SETTINGS,
+    check_rope_parameters,
+    read_rope_by_type,
+    read_rope_parameters,
+)
 
 if TYPE_CHECKING:
     from infinilm.models.registry import ModelFamily
@@ -22,17 +28,40 @@ MAX_LAYERS = 10_000
 """More than any model has: a config that says so is damaged."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
-_ALIASES = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 # Keys of Hugging Face's configurations that no result depends on, or that are read elsewhere.
 _NEUTRAL_KEYS = frozenset(
     (
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
         *("attention_dropout", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
-        *("auto_map", "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label"),
+        *(
+            "_sliding_window_pattern",
+            "auto_map",
+            "chunk_size_feed_forward",
+            "embd_pdrop",
+            "finetuning_task",
+            "hidden_dropout",
+            "qk_head_dim",
+            "id2label",
+        ),
         *("is_decoder", "is_encoder_decoder", "label2id", "mlp_dropout", "output_attentions"),
-        *("output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type", "quantization_config"),
-        *("resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params", "tokenizer_class"),
+        *(
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "output_hidden_states",
+            "output_router_logits",
+            "pretraining_tp",
+            "problem_type",
+            "quantization_config",
+        ),
+        *(
+            "resid_pdrop",
+            "return_dict",
+            "router_aux_loss_coef",
+            "router_jitter_noise",
+            "task_specific_params",
+            "tokenizer_class",
+        ),
     )
 )
 # Of these, the ones that ask for something, and the value that asks for what is done anyway.
@@ -86,11 +115,17 @@ class ModelConfig:
     initializer_range: float = 0.02
     """The standard deviation of the weights of a model that is built without a checkpoint."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
+    """Other names of settings."""
     default_theta: ClassVar[float] = DEFAULT_THETA
+    sliding_theta: ClassVar[float | None] = None
+    """If sliding layers have a rotary embedding of their own, its default. `rope_parameters` are then by layer type."""
     rotates_partially: ClassVar[bool] = False
     """Whether `partial_rotary_factor` may be less than 1."""
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
     """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
+    readable_quantizations: ClassVar[frozenset[str]] = frozenset()
+    """Methods of `quantization_config` whose weights are read."""
     known_layer_types: ClassVar[tuple[str, ...]] = (FULL_ATTENTION, SLIDING_ATTENTION)
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
     """Flags that Hugging Face's class of the family does not read; a config.json may hold them all the same."""
@@ -100,7 +135,7 @@ class ModelConfig:
         cls.__init__ = cls.__init__  # type: ignore[method-assign]
 
     def __init__(self, **settings: Any) -> None:
-        for alias, name in _ALIASES.items():
+        for alias, name in self.aliases.items():
             if alias in settings:
                 if name in settings:
                     raise InvalidTypeError(f"{alias} and {name} are the same setting; give one of them")
@@ -133,7 +168,10 @@ class ModelConfig:
     @classmethod
     def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
         """`rope_parameters`, from the settings in any of their forms."""
-        return read_rope_parameters(settings, max_position_embeddings, cls.default_theta)
+        if cls.sliding_theta is None:
+            return read_rope_parameters(settings, max_position_embeddings, cls.default_theta)
+        thetas = {FULL_ATTENTION: cls.default_theta, SLIDING_ATTENTION: cls.sliding_theta}
+        return read_rope_by_type(settings, max_position_embeddings, thetas)
 
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
@@ -158,10 +196,11 @@ class ModelConfig:
         """
         from infinilm.models.registry import FAMILIES, find_model_type
 
+        config = text_config(config)
         model_type = find_model_type(config)
         quantization = config.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if quantization and str(method) not in FAMILIES[model_type].config.readable_quantizations:
             raise CheckpointError(
                 f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
             )
@@ -176,11 +215,11 @@ class ModelConfig:
         nullable = {item.name for item in fields(cls) if "None" in str(item.type) or "Optional" in str(item.type)}
         settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **cls.window_settings, **defaults}
         for name, value in config.items():
-            if _ALIASES.get(name) not in config and (value is not None or name in nullable):
-                settings[_ALIASES.get(name, name)] = value
+            if cls.aliases.get(name) not in config and (value is not None or name in nullable):
+                settings[cls.aliases.get(name, name)] = value
         settings |= cls._read_windows(settings)
         read = {*cls.setting_names(), *ROPE_SETTINGS} - cls.ignored_settings
-        known = read | {*_ALIASES, *cls.window_settings, *_NEUTRAL_KEYS}
+        known = read | {*cls.aliases, *cls.window_settings, *_NEUTRAL_KEYS}
         known |= {name for name in cls.ignored_settings if config.get(name) is False}
         if unknown := sorted(str(name) for name, value in config.items() if name not in known and value is not None):
             logger.info("%s does not know these keys of config.json: %s", cls.__name__, ", ".join(unknown))
@@ -261,14 +300,37 @@ class ModelConfig:
         """What attention scores are multiplied by; None: `head_dim**-0.5`."""
         return None
 
-    def rope(self, layer: int) -> Mapping[str, Any]:  # noqa: ARG002 - a family's layers may differ
+    @property
+    def attention_cap(self) -> float | None:
+        """Attention scores are `cap * tanh(score / cap)`; None: they are not bounded."""
+        return None
+
+    def rope(self, layer: int) -> Mapping[str, Any]:
         """The rotary embedding of a layer."""
-        return self.rope_parameters
+        if self.sliding_theta is None:
+            return self.rope_parameters
+        rope: Mapping[str, Any] = self.rope_parameters[
+            FULL_ATTENTION if self.window(layer) is None else SLIDING_ATTENTION
+        ]
+        return rope
+
+    def layer_head_dim(self, layer: int) -> int:  # noqa: ARG002 - a family's layers may differ
+        """The size of a layer's heads."""
+        return self.head_dim
+
+    @property
+    def max_head_dim(self) -> int:
+        """The size of the largest heads."""
+        return max(map(self.layer_head_dim, range(self.num_hidden_layers)))
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer keeps per token, over all ranks."""
         heads, head_dim = self.num_key_value_heads, self.head_dim
         return tuple(AttentionSpec(heads, head_dim, self.window(layer)) for layer in range(self.num_hidden_layers))
+
+    def channel_width(self, num_ranks: int) -> int:
+        """How many numbers a channel mixer's tensors have per token, on one of so many ranks: gate, up, product."""
+        return 3 * self.intermediate_size // num_ranks
 
     def max_context_len(self) -> int:
         """The longest text the model is made for: its positions, times what its rope scaling adds to them."""
@@ -290,14 +352,15 @@ class ModelConfig:
     @property
     def main_rope(self) -> Mapping[str, Any]:
         """The rotary embedding of the layers that see whole texts."""
-        return self.rope_parameters
+        rope: Mapping[str, Any] = self.rope_parameters
+        return rope if self.sliding_theta is None else rope[FULL_ATTENTION]
 
     @property
     def rope_scaling(self) -> dict[str, Any] | None:
-        """`rope_parameters` without `rope_theta`; None if positions are not scaled."""
-        if self.rope_parameters["rope_type"] == "default":
+        """`main_rope` without `rope_theta`; None if positions are not scaled."""
+        if self.main_rope["rope_type"] == "default":
             return None
-        return {name: value for name, value in self.rope_parameters.items() if name != "rope_theta"}
+        return {name: value for name, value in self.main_rope.items() if name != "rope_theta"}
 
     @property
     def num_layers(self) -> int:
@@ -331,13 +394,14 @@ class ModelConfig:
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
         check_real("initializer_range", self.initializer_range, low=0.0, high=1e3)
         self._validate_layer_types()
-        for rope in {id(rope): rope for rope in map(self.rope, range(self.num_hidden_layers))}.values():
+        ropes = {id(rope): (rope, layer) for layer, rope in enumerate(map(self.rope, range(self.num_hidden_layers)))}
+        for rope, layer in ropes.values():
             if rope.get("partial_rotary_factor") not in (None, 1.0) and not self.rotates_partially:
                 raise InvalidValueError(
                     f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not a setting of {self.model_type} "
                     "models; they rotate whole heads (1.0)"
                 )
-            check_rope_parameters(rope, self.head_dim)
+            check_rope_parameters(rope, self.layer_head_dim(layer))
 
     def _validate_layer_types(self) -> None:
         if self.layer_types is None:
@@ -351,6 +415,17 @@ class ModelConfig:
             check_choice("layer_types", layer_type, self.known_layer_types)
         if self.sliding_window is None and SLIDING_ATTENTION in self.layer_types:
             raise InvalidValueError("layer_types names sliding_attention, but sliding_window=None; give its size")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a multimodal `config.json`; any other as it is."""
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, Mapping) or not text.get("model_type"):
+        raise CheckpointError(f"text_config={text!r:.80} must be the configuration of a model, with its model_type")
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", *_TOKEN_IDS)
+    return {name: config[name] for name in shared if config.get(name) is not None and name not in text} | dict(text)
 
 
 def _check_token_ids(name: str, value: object) -> None:

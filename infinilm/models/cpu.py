@@ -1,6 +1,7 @@
 """CPUs: whose threads compute, and a way around those that report instructions which they do not have."""
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 BELOW_AMX = "AVX512_CORE_FP16"
 PROBE = "import torch; torch.nn.functional.linear(torch.ones(8, 64).bfloat16(), torch.ones(64, 64).bfloat16())"
 
+MAX_DENSE_SHARE = 0.02
+"""Torch multiplies with one thread if its matrices, the routers of experts, are so much smaller than packed ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsers:
@@ -32,9 +36,12 @@ class ThreadUsers:
     @classmethod
     def of(cls, model: InfinilmModel, backend: AttentionBackend) -> "ThreadUsers":
         """Those of a model: the native library multiplies with quantised matrices, torch with the others."""
-        matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
-        are_packed = [isinstance(shard, PackedShard) for shard in matrices]
-        return cls(torch=not all(are_packed), native=any(are_packed) or backend.name == "native")
+        sizes = {True: 0, False: 0}  # by whether the matrices are packed
+        for shard in model.weight_targets().values():
+            if len(shard.full_shape) == 2:
+                sizes[isinstance(shard, PackedShard)] += math.prod(shard.full_shape)
+        is_dense = sizes[False] > MAX_DENSE_SHARE * sizes[True]
+        return cls(torch=is_dense, native=sizes[True] > 0 or backend.name == "native")
 
     @contextmanager
     def computing(self, num_threads: int) -> Iterator[None]:

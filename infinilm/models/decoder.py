@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from infinilm.attention import AttentionBackend, ForwardBatch
+from infinilm.attention import AttentionBackend, ForwardBatch, TorchAttention
 from infinilm.cache.paged import Cache
+from infinilm.cache.specs import LatentSpec, StateSpec
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import Shard, WeightShard
@@ -21,8 +22,10 @@ from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
+from infinilm.layers.moe import Experts
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
+from infinilm.layers.state_plan import plan_states
 from infinilm.models.config import ModelConfig
 from infinilm.models.stages import Stage
 
@@ -122,6 +125,7 @@ class Decoder(nn.Module):
 
     norms: ClassVar[LayerNorms] = PRE_NORMS
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     body_prefix: ClassVar[str] = "model."
     """Of all weights in a checkpoint but the head's."""
     unused_weights: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
@@ -159,12 +163,16 @@ class Decoder(nn.Module):
         if stage.is_last and not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(*sizes, **below(options, "lm_head."))
         self._windows = {config.window(layer) for layer in stage.layers}
+        self.build_more(body)
+
+    def build_more(self, options: LayerOptions) -> None:
+        """Make what a family has besides the layers."""
 
     def build_layer(self, layer: int, options: LayerOptions) -> DecoderLayer:
         """Make a layer."""
         mixers = self.token_mixer(layer, options), self.channel_mixer(layer, options)
         scale = self.config.residual_scale
-        return DecoderLayer(
+        return self.layer_class(
             self.config, layer, *mixers, options, norms=self.norms, norm_class=self.norm_class, residual_scale=scale
         )
 
@@ -175,6 +183,10 @@ class Decoder(nn.Module):
     def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
         """Make the channel mixer of a layer."""
         raise NotImplementedError
+
+    def layer_inputs(self, batch: ForwardBatch, hidden: Tensor) -> Tensor | None:  # noqa: ARG002 - most have none
+        """What each layer gets besides the hidden states, `[T, layers, …]`, from the embeddings `[T, hidden]`."""
+        return None
 
     def forward(
         self,
@@ -195,10 +207,11 @@ class Decoder(nn.Module):
                 taps.see("embed_tokens", hidden)
         is_whole = taps is None and backend.name == "native" and len(cache.groups) == 1 and cache.only_stores
         if is_whole and self._native is not None:
-            self._native.forward(hidden, cache.tensors[0], steps[0].plan)
+            self._native.forward(hidden, cache.tensors[0][0], steps[0].plan)
             return hidden
-        for layer, step in zip(self.layers, steps, strict=True):
-            hidden = layer(hidden, step)
+        inputs = self.layer_inputs(batch, hidden)
+        for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
+            hidden = layer(hidden, step) if inputs is None else layer(hidden, step, inputs[:, index])
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
@@ -209,15 +222,26 @@ class Decoder(nn.Module):
     def _steps(
         self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None
     ) -> list[ForwardContext]:
-        """By layer: its group's context. Groups that have the same block tables share one."""
-        windows = [{group.spec.window} for group in cache.groups] if batch.more_groups else [self._windows]
+        """By layer: its group's context. Groups of attention layers that have the same block tables share one."""
+        parts = batch.of_groups() if batch.more_groups else [batch] * len(cache.groups)
         steps: list[ForwardContext] = []
-        for part, own in zip(batch.of_groups(), windows, strict=True):
-            plan = backend.prepare(part, block_size=cache.block_size, windows=own, dtype=self.dtype)
+        shared: ForwardContext | None = None
+        for index, (group, part) in enumerate(zip(cache.groups, parts, strict=True)):
+            if shared is not None and not isinstance(group.spec, StateSpec):
+                steps.append(shared)
+                continue
+            if isinstance(group.spec, StateSpec):
+                made = batch.state_plans
+                plan: Any = plan_states(batch, cache, index) if made is None else made[index]
+            else:
+                if isinstance(group.spec, LatentSpec):  # which no other backend knows
+                    backend = TorchAttention()
+                windows = {group.spec.window} if batch.more_groups else self._windows
+                plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)
             steps.append(ForwardContext(part, cache, backend, plan, taps))
-        if batch.more_groups:
-            return [steps[cache.group_of[layer]] for layer in self.stage.layers]
-        return steps * len(self.layers)
+            if not batch.more_groups and not isinstance(group.spec, StateSpec):
+                shared = steps[-1]
+        return [steps[cache.group_of[layer]] for layer in self.stage.layers]
 
     @cached_property
     def _native(self) -> Any | None:
@@ -269,7 +293,7 @@ class Decoder(nn.Module):
 
     def num_bytes(self) -> int:
         """See `InfinilmModel`."""
-        kinds = Linear | VocabParallelEmbedding | ParallelLMHead
+        kinds = Linear | VocabParallelEmbedding | ParallelLMHead | Experts
         matrix_bytes = sum(module.matrix.num_bytes for module in self.modules() if isinstance(module, kinds))
         others = sum(weight.nbytes for name, weight in self.named_parameters() if ".matrix." not in name)
         return matrix_bytes + others + sum(rotary.table.nbytes for rotary in set(self.rotaries.values()))
@@ -290,11 +314,11 @@ def build_rotaries(
     found: list[tuple[Mapping[str, Any], RotaryEmbedding]] = []
     rotaries: dict[int, RotaryEmbedding] = {}
     for layer in layers:
-        rope = config.rope(layer)
+        rope = {**config.rope(layer), "head_dim": config.layer_head_dim(layer)}
         rotary = next((each for settings, each in found if settings == rope), None)
         if rotary is None:
             rotary = RotaryEmbedding(
-                config.head_dim,
+                config.layer_head_dim(layer),
                 rope,
                 max_len=max_len or config.max_position_embeddings,
                 max_position_embeddings=config.max_position_embeddings,

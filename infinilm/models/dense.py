@@ -1,5 +1,6 @@
-"""Llama, Mistral, Qwen2 and Qwen3: attention, full or sliding, and a gated MLP in every layer."""
+"""Llama, Mistral, Ministral 3, Qwen2 and Qwen3: attention, full or sliding, and a gated MLP in every layer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -17,7 +18,7 @@ from infinilm.models.decoder import Decoder
 
 @dataclass(init=False, frozen=True)
 class LlamaConfig(ModelConfig):
-    """Hugging Face's Llama configuration, and the flags in which its relatives differ from it."""
+    """Llama: Hugging Face's configuration of it, and the flags in which its relatives differ."""
 
     model_type: str = "llama"
     bos_token_id: int | list[int] | None = 1
@@ -35,6 +36,16 @@ class LlamaConfig(ModelConfig):
     def activation(self) -> str:
         """The activation function of the MLP."""
         return self.hidden_act
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each head of attention has a sink."""
+        return False
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the o projection adds a bias."""
+        return self.attention_bias
 
     def validate(self) -> None:
         super().validate()
@@ -57,6 +68,32 @@ class MistralConfig(LlamaConfig):
 
     window_settings = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 4096}  # noqa: RUF012
     ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+
+
+@dataclass(init=False, frozen=True)
+class Ministral3Config(LlamaConfig):
+    """Llama with queries that are scaled by their positions."""
+
+    model_type: str = "ministral3"
+    vocab_size: int = 131072
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 34
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    max_position_embeddings: int = 262144
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 11
+
+    window_settings = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}  # noqa: RUF012
+    ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+            yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
+            factors = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+            settings = {**settings, "rope_parameters": {"rope_theta": 1e6, **yarn, **factors}}
+        return super().read_rope(settings, max_position_embeddings)
 
 
 @dataclass(init=False, frozen=True)
@@ -89,7 +126,7 @@ class Qwen3Config(Qwen2Config):
 
 
 class CausalLM(Decoder):
-    """The model of all four, and the base of their relatives."""
+    """The model of all of them, and the base of their relatives."""
 
     config: LlamaConfig
     norms_all_heads: ClassVar[bool] = False
@@ -111,6 +148,7 @@ def build_attention(
     *,
     norm_class: type[RMSNorm] = RMSNorm,
     norms_all_heads: bool = False,
+    has_gate: bool = False,
     **options: Unpack[LayerOptions],
 ) -> Attention:
     return Attention(
@@ -122,11 +160,14 @@ def build_attention(
         rotary=rotary,
         window=config.window(layer),
         scale=config.attention_scale,
+        cap=config.attention_cap,
+        has_sinks=config.has_sinks,
         qkv_bias=config.attention_bias or config.qkv_bias,
-        out_bias=config.attention_bias,
+        out_bias=config.out_bias,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         norm_class=norm_class,
         norms_all_heads=norms_all_heads,
+        has_gate=has_gate,
         prefix=prefix,
         **options,
     )

@@ -1,62 +1,46 @@
-"""Gemma 3: four norms per layer around Llama's mixers, sliding and full layers with a rotary embedding each."""
+"""Gemma 2 and 3: four norms per layer around Llama's mixers, sliding and full layers, caps of scores and logits."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from infinilm.checks import check_integer, check_real
-from infinilm.layers.norm import ZeroCentredRMSNorm
+from infinilm.errors import InvalidValueError
+from infinilm.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION
 from infinilm.models.decoder import LayerNorms
 from infinilm.models.dense import CausalLM, LlamaConfig
-from infinilm.models.rope_parameters import read_rope_parameters
 
 
 @dataclass(init=False, frozen=True)
-class Gemma3Config(LlamaConfig):
-    """Gemma 3's text model. `rope_parameters` are by layer type."""
+class Gemma2Config(LlamaConfig):
+    """Llama with soft caps, scaled embeddings and a window in every other layer."""
 
-    model_type: str = "gemma3_text"
-    vocab_size: int = 262_208
+    model_type: str = "gemma2"
+    vocab_size: int = 256_000
     hidden_size: int = 2304
     intermediate_size: int = 9216
     num_hidden_layers: int = 26
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     head_dim: int = 256
-    max_position_embeddings: int = 131_072
+    max_position_embeddings: int = 8192
     pad_token_id: int | None = 0
     bos_token_id: int | list[int] | None = 2
     eos_token_id: int | list[int] | None = 1
     tie_word_embeddings: bool = True
     sliding_window: int | None = 4096
     hidden_activation: str = "gelu_pytorch_tanh"
-    rope_local_base_freq: float | None = None
-    """The base of the rotary embedding in sliding layers, as older files name it."""
     query_pre_attn_scalar: float = 256
     """Attention scores are divided by its square root."""
-    final_logit_softcapping: float | None = None
-    qk_norm: bool = True
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+    use_bidirectional_attention: bool | str | None = None
+    """Whether tokens see those after them, as in models for embeddings; refused."""
 
-    default_theta = 1_000_000.0
-    local_theta = 10_000.0
-    window_settings = {"sliding_window": 4096, "sliding_window_pattern": 6}  # noqa: RUF012
+    window_settings = {"sliding_window": 4096, "sliding_window_pattern": 2}  # noqa: RUF012
     ignored_settings = frozenset({"hidden_act", "mlp_bias"})
-
-    @classmethod
-    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-        given = settings.get("rope_parameters") or {}
-        full = {**(settings.get("rope_scaling") or {}), **(given.get(FULL_ATTENTION) or {})}
-        sliding = dict(given.get(SLIDING_ATTENTION) or {})
-        thetas = {FULL_ATTENTION: settings.get("rope_theta"), SLIDING_ATTENTION: settings.get("rope_local_base_freq")}
-        defaults = {FULL_ATTENTION: cls.default_theta, SLIDING_ATTENTION: cls.local_theta}
-        return {
-            kind: read_rope_parameters(
-                {"rope_parameters": rope, "rope_theta": thetas[kind]}, max_position_embeddings, defaults[kind]
-            )
-            for kind, rope in ((FULL_ATTENTION, full), (SLIDING_ATTENTION, sliding))
-        }
 
     @staticmethod
     def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,19 +52,14 @@ class Gemma3Config(LlamaConfig):
     def validate(self) -> None:
         super().validate()
         check_real("query_pre_attn_scalar", self.query_pre_attn_scalar, low=0.0, high=1e9, above_low=True)
-        if self.final_logit_softcapping is not None:
-            check_real("final_logit_softcapping", self.final_logit_softcapping, low=0.0, high=1e9, above_low=True)
-
-    def rope(self, layer: int) -> Mapping[str, Any]:
-        rope: Mapping[str, Any] = self.rope_parameters[
-            FULL_ATTENTION if self.window(layer) is None else SLIDING_ATTENTION
-        ]
-        return rope
-
-    @property
-    def main_rope(self) -> Mapping[str, Any]:
-        rope: Mapping[str, Any] = self.rope_parameters[FULL_ATTENTION]
-        return rope
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(self, name) is not None:
+                check_real(name, getattr(self, name), low=0.0, high=1e9, above_low=True)
+        if self.use_bidirectional_attention not in (None, False, "vision"):  # which is for images
+            raise InvalidValueError(
+                f"use_bidirectional_attention={self.use_bidirectional_attention!r} is not supported: it is for "
+                "embeddings of texts, and the engine generates text; use a checkpoint without it"
+            )
 
     @property
     def activation(self) -> str:
@@ -95,12 +74,34 @@ class Gemma3Config(LlamaConfig):
         return 1 / math.sqrt(self.query_pre_attn_scalar)
 
     @property
+    def attention_cap(self) -> float | None:
+        return self.attn_logit_softcapping
+
+    @property
     def logit_cap(self) -> float | None:
         return self.final_logit_softcapping
 
 
-class Gemma3ForCausalLM(CausalLM):
+@dataclass(init=False, frozen=True)
+class Gemma3Config(Gemma2Config):
+    """Gemma 3's text model: normalised queries and keys, five sliding layers for a full one, no caps."""
+
+    model_type: str = "gemma3_text"
+    vocab_size: int = 262_208
+    max_position_embeddings: int = 131_072
+    rope_local_base_freq: float | None = None
+    """The base of the rotary embedding in sliding layers, as older files name it."""
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    qk_norm: bool = True
+
+    default_theta = 1_000_000.0
+    sliding_theta = 10_000.0
+    window_settings = {"sliding_window": 4096, "sliding_window_pattern": 6}  # noqa: RUF012
+
+
+class GemmaForCausalLM(CausalLM):
     norms = LayerNorms(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     )
-    norm_class = ZeroCentredRMSNorm
+    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm

@@ -1,6 +1,7 @@
 """Which matrices of a checkpoint stay quantised in memory, or become so while they are read."""
 
 import logging
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -19,6 +20,8 @@ QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1"}
 OUTER_FORMAT = "Q8_0"
 """Of the embedding and the head, where rounding errors cost most."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
+ROUTERS = ("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight", "*.mlp.router.weight")
+"""Routers of experts, which stay dense: they are small, and a rounding error chooses another expert."""
 _MAX_LISTED = 8
 
 
@@ -35,7 +38,7 @@ def choose_formats(
     found: dict[str, str] = {}
     shapes = checkpoint.shapes()
     for name, stored in checkpoint.formats().items():
-        if len(shapes[name]) != 2:
+        if len(shapes[name]) != 2 or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
             continue
         if stored in FORMATS:
             found[name] = stored

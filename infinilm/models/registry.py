@@ -15,10 +15,32 @@ from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.layers.linear import check_heads
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
-from infinilm.models.dense import CausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-from infinilm.models.gemma import Gemma3Config, Gemma3ForCausalLM
-from infinilm.models.relatives import GraniteConfig, Olmo2Config, Olmo2ForCausalLM, SmolLM3Config
+from infinilm.models.dense import CausalLM, LlamaConfig, Ministral3Config, MistralConfig, Qwen2Config, Qwen3Config
+from infinilm.models.gemma import Gemma2Config, Gemma3Config, GemmaForCausalLM
+from infinilm.models.gemma4 import Gemma4Config, Gemma4ForCausalLM
+from infinilm.models.hybrid import Qwen35Config, Qwen35ForCausalLM
+from infinilm.models.latent import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from infinilm.models.relatives import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    GraniteConfig,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Phi3Config,
+    SmolLM3Config,
+)
 from infinilm.models.rope_parameters import ROPE_SETTINGS
+from infinilm.models.sparse import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    SparseCausalLM,
+)
 from infinilm.models.stages import divide_layers
 
 ModelBuilder = Callable[..., InfinilmModel]
@@ -45,9 +67,23 @@ FAMILIES: dict[str, ModelFamily] = {
     "mistral": ModelFamily("MistralForCausalLM", MistralConfig, CausalLM),
     "qwen2": ModelFamily("Qwen2ForCausalLM", Qwen2Config, CausalLM),
     "qwen3": ModelFamily("Qwen3ForCausalLM", Qwen3Config, CausalLM),
-    "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, Gemma3ForCausalLM),
+    "ministral": ModelFamily("MinistralForCausalLM", MistralConfig, CausalLM),
+    "ministral3": ModelFamily("Ministral3ForCausalLM", Ministral3Config, CausalLM),
+    "gemma2": ModelFamily("Gemma2ForCausalLM", Gemma2Config, GemmaForCausalLM),
+    "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, GemmaForCausalLM),
+    "gemma4_text": ModelFamily("Gemma4ForCausalLM", Gemma4Config, Gemma4ForCausalLM),
+    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
+    "glm4_moe": ModelFamily("Glm4MoeForCausalLM", Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": ModelFamily("GptOssForCausalLM", GptOssConfig, GptOssForCausalLM),
+    "mixtral": ModelFamily("MixtralForCausalLM", MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", Qwen3MoeConfig, SparseCausalLM),
     "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),
     "olmo2": ModelFamily("Olmo2ForCausalLM", Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": ModelFamily("Olmo3ForCausalLM", Olmo3Config, Olmo2ForCausalLM),
+    "phi3": ModelFamily("Phi3ForCausalLM", Phi3Config, CausalLM),
+    "qwen3_5_text": ModelFamily("Qwen3_5ForCausalLM", Qwen35Config, Qwen35ForCausalLM),
     "smollm3": ModelFamily("SmolLM3ForCausalLM", SmolLM3Config, CausalLM),
 }
 """By `model_type`. `register_model` adds to them."""

@@ -1,11 +1,12 @@
-"""Granite, SmolLM3 and OLMo 2: Llama with other scales, without rotation in some layers, with other norms."""
+"""Granite, SmolLM3, OLMo 2 and 3, Phi-3 and GLM-4: Llama with other scales, norms, rotations or files."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from infinilm.checks import check_integer, check_real
 from infinilm.errors import InvalidValueError
+from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION
 from infinilm.models.decoder import LayerNorms
 from infinilm.models.dense import CausalLM, LlamaConfig
 
@@ -102,6 +103,77 @@ class Olmo2Config(LlamaConfig):
     qk_norm: bool = True
 
     ignored_settings = frozenset({"mlp_bias"})
+
+
+@dataclass(init=False, frozen=True)
+class Olmo3Config(Olmo2Config):
+    """OLMo 2 with a window in three of four layers, and a rotary embedding for each kind of layer."""
+
+    model_type: str = "olmo3"
+    sliding_window: int | None = 4096
+
+    default_theta = 500_000.0
+    sliding_theta = 500_000.0
+    window_settings = {"sliding_window": 4096}  # noqa: RUF012
+
+    @staticmethod
+    def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+        count = settings["num_hidden_layers"]
+        types = [FULL_ATTENTION if (layer + 1) % 4 == 0 else SLIDING_ATTENTION for layer in range(count)]
+        return {"sliding_window": settings["sliding_window"], "layer_types": settings.get("layer_types") or types}
+
+
+@dataclass(init=False, frozen=True)
+class Phi3Config(LlamaConfig):
+    """Llama whose files have fused projections, and which may rotate a part of each head."""
+
+    model_type: str = "phi3"
+    vocab_size: int = 32064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 32000
+    eos_token_id: int | list[int] | None = 32000
+
+    rotates_partially = True
+    window_settings = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}  # noqa: RUF012
+    ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+
+
+@dataclass(init=False, frozen=True)
+class Glm4Config(LlamaConfig):
+    """Llama with four norms per layer, biases in the q, k and v projections, and neighbours rotated in half a head."""
+
+    model_type: str = "glm4"
+    vocab_size: int = 151552
+    intermediate_size: int = 13696
+    num_hidden_layers: int = 40
+    num_key_value_heads: int = 2
+    head_dim: int = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 0.00000015625
+    pad_token_id: int | None = 151329
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = field(default_factory=lambda: [151329, 151336, 151338])
+    attention_bias: bool = True
+    """Whether the q, k and v projections add a bias."""
+
+    rotates_partially = True
+    ignored_settings = frozenset({"mlp_bias"})
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        settings = {"partial_rotary_factor": 0.5, **settings}
+        return super().read_rope(settings, max_position_embeddings) | {"interleaved": True}
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+
+class Glm4ForCausalLM(CausalLM):
+    norms = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
 class Olmo2ForCausalLM(CausalLM):

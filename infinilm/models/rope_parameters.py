@@ -15,6 +15,7 @@ ROPE_SETTINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "origina
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "none": (),
+    "proportional": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -22,7 +23,9 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_max_position_embeddings"),
 }
 _LISTS: dict[str, tuple[str, ...]] = {"longrope": ("short_factor", "long_factor")}
-_OPTIONAL_NUMBERS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_OPTIONAL_NUMBERS = (
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
+)
 _OLD_NAMES = {"su": "longrope"}
 
 
@@ -53,6 +56,28 @@ def read_rope_parameters(
             _check_number("original_max_position_embeddings", rope["original_max_position_embeddings"])
             rope["factor"] = max_position_embeddings / rope["original_max_position_embeddings"]
     return rope
+
+
+def read_rope_by_type(
+    settings: Mapping[str, Any], max_position_embeddings: int, default_thetas: Mapping[str, float]
+) -> dict[str, Any]:
+    """The same for each of the layer types `full_attention` and `sliding_attention`, whose thetas differ.
+
+    Older files give the full layers' as `rope_scaling` and `rope_theta`, and the sliding layers' theta as
+    `rope_local_base_freq`.
+    """
+    given = settings.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidTypeError(f"rope_parameters={given!r} must be a dict")
+    if not any(isinstance(rope, Mapping) for rope in given.values()):
+        given = {"full_attention": given}
+    thetas = {"full_attention": settings.get("rope_theta"), "sliding_attention": settings.get("rope_local_base_freq")}
+    found = {}
+    for kind, default_theta in default_thetas.items():
+        scaling = settings.get("rope_scaling") if kind == "full_attention" else None
+        own = {"rope_parameters": {**(scaling or {}), **(given.get(kind) or {})}, "rope_theta": thetas[kind]}
+        found[kind] = read_rope_parameters(own, max_position_embeddings, default_theta)
+    return found
 
 
 def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
@@ -91,6 +116,10 @@ def _check_formulas(rope: Mapping[str, Any], head_dim: int) -> None:
     if rope["rope_theta"] <= 1:
         raise InvalidValueError(f"rope_theta={rope['rope_theta']} must be greater than 1")
     needs_original = "original_max_position_embeddings" in _NUMBERS[rope["rope_type"]]
+    if rope.get("llama_4_scaling_beta") is not None and not needs_original:
+        _check_number(
+            "rope_parameters['original_max_position_embeddings']", rope.get("original_max_position_embeddings")
+        )
     if needs_original and rope["original_max_position_embeddings"] <= 1:
         raise InvalidValueError(
             f"original_max_position_embeddings={rope['original_max_position_embeddings']} must be greater than 1"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinilm.attention import ForwardBatch, TorchAttention, select_backend
+from infinilm.attention import ForwardBatch, TorchAttention, select_backend, torch_backend
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.nonfinite import mark_nonfinite
 
@@ -12,7 +12,15 @@ KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 3, 16, 16, 40
 SCALE = HEAD_DIM**-0.5
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> torch.Tensor:
+def naive(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    *,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`query` `[new, heads, dim]` are the last tokens of `key` and `value` `[context, kv_heads, dim]`."""
     output = torch.empty(query.shape, dtype=torch.float64)
     for i in range(len(query)):
@@ -20,7 +28,12 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: i
         first = 0 if window is None else max(0, place - window + 1)
         for head in range(query.shape[1]):
             keys, values = (x[first : place + 1, head // GROUP].double() for x in (key, value))
-            output[i, head] = torch.softmax(keys @ query[i, head].double() * SCALE, dim=0) @ values
+            scores = keys @ query[i, head].double() * SCALE
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            output[i, head] = torch.softmax(scores, dim=0)[: len(keys)] @ values
     return output
 
 
@@ -33,6 +46,8 @@ def run(
     unused: float = 1e4,
     bad_tokens: tuple[tuple[int, int], ...] = (),
     bad: float = float("nan"),
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple:
     """Attend random requests through a cache whose unused slots hold `unused`. Returns ours and the naive result.
 
@@ -56,7 +71,7 @@ def run(
         query.append(q)
         new.append(kv[context - num_new :])
         slots += places[context - num_new :]
-        expected.append(naive(q, kv[:, 0], kv[:, 1], window))
+        expected.append(naive(q, kv[:, 0], kv[:, 1], window, cap=cap, sinks=sinks))
     lens = np.array(query_lens, dtype=np.int64)
     batch = ForwardBatch(
         input_ids=torch.zeros(sum(query_lens), dtype=torch.int64),
@@ -69,7 +84,7 @@ def run(
     backend = TorchAttention()
     plan = backend.prepare(batch, block_size=BLOCK_SIZE, windows={window}, dtype=torch.float32)
     backend.store(torch.cat(new), cache, plan)
-    ours = backend.attend(torch.cat(query), cache, plan, scale=SCALE, window=window)
+    ours = backend.attend(torch.cat(query), cache, plan, scale=SCALE, window=window, cap=cap, sinks=sinks)
     return ours, torch.cat(expected).float()
 
 
@@ -89,6 +104,19 @@ CASES = {
 def test_equals_attention_written_out(case: str, window: int | None, in_order: bool) -> None:
     ours, expected = run(*CASES[case], window, in_order=in_order)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize("case", CASES)
+def test_caps_and_sinks(
+    case: str, cap: float | None, has_sinks: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cap is not None:
+        monkeypatch.setattr(torch_backend, "_MAX_SCORES", 100)  # a few tokens at a time
+    sinks = torch.linspace(-2, 3, KV_HEADS * GROUP) if has_sinks else None
+    ours, expected = run(*CASES[case], window, in_order=False, unused=float("nan"), cap=cap, sinks=sinks)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 10, 33])

@@ -1,6 +1,7 @@
 """The Triton backend against the torch backend, on random batches. Unused places of the cache hold NaN."""
 
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ class Step:
     query: torch.Tensor
     new: torch.Tensor
     cache: torch.Tensor
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def run(self, backend: AttentionBackend, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and the cache afterwards."""
@@ -31,7 +34,8 @@ class Step:
         plan = backend.prepare(self.batch, block_size=cache.shape[1], windows={window}, dtype=self.query.dtype)
         backend.store(self.new, cache, plan)
         scale = self.query.shape[2] ** -0.5
-        return backend.attend(self.query, cache, plan, scale=scale, window=window), cache
+        more: dict[str, Any] = {"cap": self.cap, "sinks": self.sinks}
+        return backend.attend(self.query, cache, plan, scale=scale, window=window, **more), cache
 
 
 def make(
@@ -90,6 +94,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_torch_backend(case: str, window: int | None) -> None:
     check(make(*CASES[case]), TritonAttention(), window)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_caps_and_sinks(window: int | None) -> None:
+    """Also where cuDNN would take a prompt, which knows neither."""
+    step = make([1, 1, 7, 20], [33, 4, 7, 60])
+    step = replace(step, query=step.query * 3, cap=4.0, sinks=torch.linspace(-3, 6, GROUP, device=DEVICE))
+    check(step, TritonAttention(LongPrefill(min_pairs=1, step=16, piece=32, attention=never)), window)
+
+
+def never(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("called")
 
 
 @pytest.mark.parametrize("window", [None, 10])

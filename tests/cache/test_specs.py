@@ -8,9 +8,7 @@ from infinilm.cache.specs import (
     AttentionSpec,
     CacheGroup,
     CacheSpec,
-    LatentSpec,
     SharedKV,
-    StateSpec,
     blocks_per_row,
     group_layers,
     resolve_layers,
@@ -48,13 +46,6 @@ def test_layers_that_share_use_the_layer_they_name() -> None:
 def test_only_an_earlier_layer_can_be_shared(layer: int) -> None:
     with pytest.raises(InvalidValueError, match=f"layer 1: .*layer={layer}.* must name an earlier layer, 0 to 0"):
         group_layers([FULL, SharedKV(layer)])
-
-
-@pytest.mark.parametrize("spec", [LatentSpec(512, 64), StateSpec(((2, 3),), ("float32",))])
-def test_kinds_to_come_are_refused_by_name(spec: LatentSpec | StateSpec) -> None:
-    name = type(spec).__name__
-    with pytest.raises(InvalidValueError, match=f"layer 1: {name} is defined but not implemented yet"):
-        group_layers([FULL, spec])
 
 
 def test_a_config_has_a_spec_for_each_layer() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_reference, save
 from cli.cli_driver import Cli
+from gguf_files import write_gguf
 
 from infinilm.loading.sources import ALIASES
 
@@ -79,6 +80,7 @@ def test_a_model_larger_than_memory_is_told_so(cli: Cli, tiny_dir: Path, tmp_pat
     ("kind", "settings", "shown"),
     [
         ("mistral", {}, ["mistral", "window of 24 tokens", "default, theta 10000", "none"]),
+        ("gemma3-plain", {}, ["gemma3_text", "runs          yes", "window of 20 tokens", "default, theta 1e+06"]),
         (
             "llama-tied",
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
@@ -92,6 +94,39 @@ def test_facts_are_readable(cli: Cli, tmp_path: Path, kind: str, settings: dict[
     assert done.code == 0
     for text in [*shown, "F32", "fits here", "float32", "bfloat16", "2 of width 64, MLP 112"]:
         assert text in done.out
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}, "model_type='mamba2'"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights quantised with 'awq' are not supported"),
+        ({"num_hidden_layers": 3}, "9 missing:"),
+        ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "code from a model directory is never run"),
+    ],
+)
+def test_why_a_model_does_not_run(
+    cli: Cli, tiny_dir: Path, tmp_path: Path, edit: dict[str, object], reason: str
+) -> None:
+    config = json.loads((tiny_dir / "config.json").read_text()) | edit
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(tiny_dir / "model.safetensors")
+    done = cli("info", tmp_path, "--json")
+    facts = json.loads(done.out)
+    assert (done.code, facts["runs"]) == (1, False)
+    assert reason in facts["why_not"]
+    assert str(config["model_type"]) in facts["architecture"]
+    assert facts["num_parameters"] > 0
+    shown = cli("info", tmp_path)
+    assert shown.code == 1
+    assert "runs          no: " in shown.out
+
+
+def test_an_unknown_gguf_architecture_does_not_run(cli: Cli, tmp_path: Path) -> None:
+    file = write_gguf(make_reference("llama-gqa"), tmp_path / "model.gguf", "gpt2")
+    facts = json.loads(cli("info", file, "--json").out)
+    assert facts["architecture"] == "gpt2"
+    assert facts["why_not"].startswith("architecture 'gpt2' is not supported; supported are llama")
 
 
 def test_a_damaged_model_is_an_error(cli: Cli, tmp_path: Path) -> None:
@@ -115,3 +150,14 @@ def test_pull_lists_the_aliases(cli: Cli) -> None:
     for alias, source in ALIASES.items():
         assert alias in listed
         assert source.license in listed
+
+
+def test_experts_are_counted(cli: Cli, tmp_path: Path) -> None:
+    path = save(make_reference("qwen3-moe-mixed"), tmp_path)
+    assert json.loads(cli("info", path, "--json").out)["experts"] == {
+        "count": 8,
+        "per_token": 3,
+        "size": 64,
+        "layers": 2,
+    }
+    assert "8 experts of 64, 3 per token, in 2 layers" in " ".join(cli("info", path).out.split())

@@ -8,7 +8,22 @@ from checkpoints import make_reference, reference_logits, save
 
 from infinilm import LLM, SamplingParams
 
-FAMILIES = ["gemma3", "granite", "olmo2", "smollm3"]
+FAMILIES = [
+    *(
+        "gemma2-capped",
+        "gemma3",
+        "gemma4-shared",
+        "glm4",
+        "granite",
+        "ministral3",
+        "olmo2",
+        "olmo3",
+        "phi3-window",
+        "smollm3",
+    ),
+    *("glm4-moe", "gpt-oss", "mixtral", "qwen3-moe-mixed"),
+    *("qwen3.5", "deepseek-v2", "deepseek-v3"),
+]
 PROMPTS = [[(7 * i + 3 * j) % 150 for i in range(length)] for j, length in enumerate((45, 18, 45, 3, 70))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 

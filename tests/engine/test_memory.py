@@ -47,7 +47,7 @@ MODEL = LlamaConfig(
     max_position_embeddings=1000,
 )
 SHAPE = StepShape(
-    num_tokens=32, num_rows=4, hidden=8, queries=4 * 2, keys=2 * 2, inner=12, vocab=10, itemsize=2
+    num_tokens=32, num_rows=4, hidden=8, queries=4 * 2, keys=2 * 2, channels=36, vocab=10, itemsize=2
 )  # in bfloat16
 
 
@@ -60,7 +60,7 @@ def test_the_largest_step_is_what_the_settings_allow() -> None:
     # Four texts of seven tokens are all that there can be.
     assert StepShape.of(config, MODEL, torch.bfloat16, max_model_len=7) == replace(SHAPE, num_tokens=28)
     halves = StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000, tp_size=2)
-    assert halves == replace(SHAPE, queries=4, keys=2, inner=6)
+    assert halves == replace(SHAPE, queries=4, keys=2, channels=18)
     # With more ranks than heads of keys and values each has one.
     assert StepShape.of(config, MODEL, torch.bfloat16, max_model_len=1000, tp_size=4).keys == 2
 

@@ -30,6 +30,8 @@ class Case:
     tables: Tensor
     context_lens: Tensor
     scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None
 
     def rows(self, rows: list[int]) -> "Case":
         """The same cache, with these rows in this order."""
@@ -52,14 +54,15 @@ class Case:
                 window=window,
                 workspace=workspace,
                 shared=shared,
+                cap=self.cap,
+                sinks=self.sinks,
             )
         assert not workspace.arrivals.any()
         return output
 
     def expected(self, window: int | None = None) -> Tensor:
-        return decode_attention_torch(
-            self.query, self.cache, self.tables, self.context_lens, scale=self.scale, window=window
-        )
+        arguments = (self.query, self.cache, self.tables, self.context_lens)
+        return decode_attention_torch(*arguments, scale=self.scale, window=window, cap=self.cap, sinks=self.sinks)
 
     def shared(self, num_tokens: int) -> SharedPrefix:
         """The first row's first blocks, as what all have in common."""
@@ -114,6 +117,12 @@ def make_case(
     context_lens = torch.tensor(lens, dtype=torch.int32)
     query, cache, tables, context_lens = (each.to(DEVICE) for each in (query, cache, tables, context_lens))
     return Case(query, cache, tables, context_lens, scale=head_dim**-0.5)
+
+
+def score_otherwise(case: Case, *, cap: float | None, has_sinks: bool) -> Case:
+    """The same with scores that a cap or sinks matter to."""
+    sinks = torch.linspace(-3, 6, case.query.shape[1], device=DEVICE) if has_sinks else None
+    return replace(case, query=case.query * 3, cap=cap, sinks=sinks)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -184,6 +193,36 @@ def test_lengths(lens: list[int], parts: tuple[int, int], monkeypatch: pytest.Mo
 def test_heads_and_types(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     case = make_case([0, 21, 130], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     assert_close(case.run(), case.expected())
+
+
+def test_the_twin_caps_scores_and_has_sinks() -> None:
+    case = score_otherwise(make_case([37], heads=6, kv_heads=2, head_dim=8), cap=4.0, has_sinks=True)
+    assert case.sinks is not None
+    key, value = case.cache[case.tables[0, :3].long()].flatten(0, 1)[:37].unbind(1)  # [37, 2, 8]
+    for head in range(6):
+        score = 4 * torch.tanh((key[:, head // 3] @ case.query[0, head]) * case.scale / 4)
+        weight = torch.cat((score, case.sinks[head : head + 1])).softmax(0)[:-1]
+        torch.testing.assert_close(case.expected()[0, head], weight @ value[:, head // 3])
+
+
+@pytest.mark.parametrize(("cap", "has_sinks"), [(4.0, False), (None, True), (4.0, True)])
+@pytest.mark.parametrize("heads", [2, 7])
+def test_caps_and_sinks(cap: float | None, has_sinks: bool, heads: int) -> None:
+    """In one chunk and in several, with a window, and with a shared prefix."""
+    case = score_otherwise(make_case([0, 1, 30, 300, 600], heads=heads), cap=cap, has_sinks=has_sinks)
+    assert_close(case.run(), case.expected())
+    assert_close(case.run(20), case.expected(20))
+    case = make_case([290, 261, 0], heads=heads, shared_tokens=256)
+    case = score_otherwise(case, cap=cap, has_sinks=has_sinks)
+    assert_close(case.run(shared=case.shared(256)), case.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_heads_of_512(dtype: torch.dtype) -> None:
+    case = make_case([0, 21, 290], heads=2, head_dim=512, dtype=dtype, shared_tokens=16)
+    assert_close(case.run(), case.expected())
+    case = case.rows([1, 2])
+    assert_close(case.run(shared=case.shared(16)), case.expected())
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])

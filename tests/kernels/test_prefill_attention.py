@@ -1,6 +1,7 @@
 """Prefill attention over a paged cache, against plain torch. What no request may see of the cache is NaN."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,18 @@ class Case:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     scale: float
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def ours(self, window: int | None, tiles: Tiles | None = SMALL) -> torch.Tensor:
         arguments = (self.query, self.cache, self.tables, self.query_starts, self.context_lens)
-        return prefill_attention(*arguments, scale=self.scale, window=window, tiles=tiles)
+        scoring: dict[str, Any] = {"scale": self.scale, "window": window, "cap": self.cap, "sinks": self.sinks}
+        return prefill_attention(*arguments, **scoring, tiles=tiles)
 
     def expected(self, window: int | None) -> torch.Tensor:
         arguments = (self.query, self.cache, self.tables, self.query_starts, self.context_lens)
-        return prefill_attention_torch(*arguments, scale=self.scale, window=window)
+        scoring: dict[str, Any] = {"scale": self.scale, "window": window, "cap": self.cap, "sinks": self.sinks}
+        return prefill_attention_torch(*arguments, **scoring)
 
 
 def make(
@@ -98,9 +103,17 @@ def test_equals_torch_for_any_grouping_and_block_size(heads: int, kv_heads: int,
     check(case, 9)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(4.0, False), (None, True), (4.0, True)])
+def test_caps_and_sinks(cap: float | None, has_sinks: bool, window: int | None) -> None:
+    case = make([1, 9, 30], [40, 9, 36], heads=6, kv_heads=2)
+    sinks = torch.linspace(-3, 6, 6, device=DEVICE) if has_sinks else None
+    check(replace(case, query=case.query * 3, cap=cap, sinks=sinks), window)
+
+
 # The interpreter is slow, and can't multiply bfloat16.
 TYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
-HEAD_DIMS = [16, 32, 64, 96, 128, 256] if ON_GPU else [16, 96]
+HEAD_DIMS = [16, 32, 64, 96, 128, 256, 512] if ON_GPU else [16, 96]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

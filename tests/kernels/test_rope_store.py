@@ -24,11 +24,16 @@ class Heads:
     kv: int
     dim: int
     normed: bool = False
+    rotated: float = 1.0
+    interleaved: bool = False
 
 
 QWEN3 = Heads(16, 8, 128, normed=True)
 # Heads as in Llama and SmolLM2, one of an odd size, and so many that they take several programs.
 MODELS = [QWEN3, Heads(9, 3, 64), Heads(3, 1, 80), Heads(5, 1, 20, normed=True), Heads(32, 8, 128)]
+# A part of each head rotated, as in Phi-4-mini and GLM-4, and neighbours.
+MODELS += [Heads(6, 2, 128, rotated=0.75), Heads(4, 2, 32, normed=True, rotated=0.5, interleaved=True)]
+MODELS += [Heads(3, 1, 64, interleaved=True)]
 CASES = [(heads, dtype) for heads in MODELS for dtype in DTYPES if DEVICE == "cuda" or dtype == torch.half]
 CASES += [(QWEN3, torch.float32), (Heads(3, 1, 80), torch.bfloat16)]
 
@@ -56,7 +61,7 @@ def make_case(heads: Heads, dtype: torch.dtype, slots: list[int]) -> Case:
     torch.manual_seed(0)
     qkv = torch.randn(len(slots), heads.queries + 2 * heads.kv, heads.dim, device=DEVICE)
     rotary = rotary_of(heads, dtype)
-    settings: dict = {"num_heads": heads.queries, "num_kv_heads": heads.kv}
+    settings: dict = {"num_heads": heads.queries, "num_kv_heads": heads.kv, "is_interleaved": heads.interleaved}
     if heads.normed:
         q_norm, k_norm = (torch.randn(heads.dim, device=DEVICE).to(dtype) for _ in range(2))
         settings |= {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS}
@@ -73,7 +78,8 @@ def make_case(heads: Heads, dtype: torch.dtype, slots: list[int]) -> Case:
 
 
 def rotary_of(heads: Heads, dtype: torch.dtype) -> RotaryEmbedding:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": heads.rotated}
+    rope["interleaved"] = heads.interleaved
     return RotaryEmbedding(heads.dim, rope, max_len=300, max_position_embeddings=300, dtype=dtype, device=DEVICE)
 
 
@@ -89,7 +95,8 @@ def decoders_own(heads: Heads, case: Case) -> tuple[Tensor, Tensor]:
             norm.weight.copy_(case.settings[name])
             parts.append(norm(part))
         normed = torch.cat(parts, dim=1)
-    apply_rotary(normed, *rotary_of(heads, dtype)(case.positions), out=qk)
+    angles = rotary_of(heads, dtype)(case.positions)
+    apply_rotary(normed, *angles, out=qk, is_interleaved=heads.interleaved)
     cache, stored = case.cache.clone(), case.slots >= 0
     kv = turned[:, heads.queries :].view(len(turned), 2, heads.kv, heads.dim)
     cache.flatten(0, 1).index_copy_(0, case.slots[stored], kv[stored])

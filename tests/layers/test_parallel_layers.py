@@ -14,10 +14,10 @@ from torch import Tensor
 
 from infinilm.attention import TorchAttention
 from infinilm.cache.paged import PagedKVCache
-from infinilm.cache.specs import AttentionSpec
 from infinilm.distributed import CommunicationGroup, RankInfo
 from infinilm.distributed.shard import Shard
 from infinilm.errors import InvalidValueError
+from infinilm.executor.memory import rank_specs
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.linear import (
@@ -181,7 +181,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms of q and k": ("qwen3", {"num_key_value_heads": 12}),
     "a window": ("mistral", {"num_key_value_heads": 1}),
     "norms around the mixers": ("gemma3", {"num_key_value_heads": 1}),
+    "heads of two sizes, shared keys and values": ("gemma4-shared", {"num_key_value_heads": 12}),
+    "capped scores": ("gemma2-capped", {"num_key_value_heads": 1}),
+    "fused matrices, half of each head rotated": ("phi3-window", {"num_key_value_heads": 12}),
+    "neighbours rotated": ("glm4", {"num_key_value_heads": 12}),
+    "latent vectors": ("deepseek-v3", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
+    "recurrent layers": (
+        "qwen3.5",
+        {"num_key_value_heads": 12, "linear_num_key_heads": 12, "linear_num_value_heads": 12},
+    ),
     "scales": ("granite", {"num_key_value_heads": 12}),
+    "experts": ("qwen3-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
+    "shared experts": ("glm4-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
+    "stacked experts and sinks": ("gpt-oss", {"num_key_value_heads": 12}),
+    "experts of Mixtral": ("mixtral", {"num_key_value_heads": 1}),
     "norms of all heads": ("olmo2", {"num_key_value_heads": 12}),
     "norms of all heads, one kv head": ("olmo2", {"num_key_value_heads": 1}),
 }
@@ -198,9 +211,7 @@ def test_shared_out_models_compute_what_transformers_does(kind: str, size: int) 
     @torch.inference_mode()
     def run(group: CommunicationGroup) -> Tensor:
         model = load(reference, group=group)
-        config = model.config
-        kv_heads = kv_heads_per_rank(config.num_key_value_heads, size)
-        cache = PagedKVCache([AttentionSpec(kv_heads, config.head_dim)] * config.num_hidden_layers, 6, 16, **MAKE)
+        cache = PagedKVCache(rank_specs(model.config, size), 6, 16, **MAKE)
         return model.compute_logits(model(batch, cache, TorchAttention()))
 
     logits = run_ranks(size, run)

@@ -337,7 +337,7 @@ FEW_FACTORS = tiny_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}
     [
         (
             {"architecture": "gpt2"},
-            "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3, gemma3",
+            "architecture 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3, gemma2, gemma3,",
         ),
         ({"without": "general.architecture"}, "architecture None is not supported"),
         (
@@ -368,7 +368,10 @@ FEW_FACTORS = tiny_weights() | {"rope_freqs.weight": np.ones(3, np.float32)}
             {"change": lambda w: w.add_rope_dimension_count(8)},
             "rope.dimension_count is 8, and the head dimension 16",
         ),
-        ({"change": lambda w: w.add_expert_count(8)}, "mixtures of experts are not supported, it has 8"),
+        (
+            {"change": lambda w: w.add_expert_count(8)},
+            "llama.expert_used_count must be a positive integer, it is missing",
+        ),
         ({"change": lambda w: w.add_uint16("split.count", 3)}, "one of 3 parts of a split model"),
         ({"change": override("tokenizer.ggml.eos_token_id", 48)}, "eos_token_id is 48, which is no token"),
         ({"change": write_scaling(type="longrope")}, "rope scaling 'longrope' is not supported in GGUF"),

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinilm.errors import CheckpointError, InfinilmError, InvalidValueError
-from infinilm.models import LlamaConfig
+from infinilm.models import LlamaConfig, ModelConfig
+from infinilm.models.sparse import MAX_EXPERTS, SparseConfig
 
 SOUND = {
     "hidden_size": 64,
@@ -24,6 +25,13 @@ KEYS = [
     *("dtype", "torch_dtype", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"),
     *("partial_rotary_factor", "quantization_config", "something_else"),
 ]
+EXPERT_KEYS = [
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts", "n_group", "topk_group"),
+    *("routed_scaling_factor", "first_k_dense_replace", "use_qk_norm", "swiglu_alpha", "swiglu_limit"),
+    *KEYS[::3],
+]
+SPARSE_FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
 ROPE_KEYS = [
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor"),
     *("high_freq_factor", "short_factor", "long_factor", "attention_factor", "beta_fast", "mscale"),
@@ -43,6 +51,7 @@ values = st.one_of(
 ropes = st.dictionaries(
     st.sampled_from(ROPE_KEYS), st.one_of(values, st.sampled_from(ROPE_TYPES)), max_size=len(ROPE_KEYS)
 )
+expert_damages = st.dictionaries(st.sampled_from(EXPERT_KEYS), values, min_size=1, max_size=3)
 damages = st.dictionaries(st.sampled_from(KEYS), st.one_of(values, ropes), min_size=1, max_size=4)
 
 
@@ -57,6 +66,18 @@ def test_damage_is_an_error_of_ours(model_type: str, damage: dict) -> None:
     assert config.max_context_len() >= config.max_position_embeddings
     for layer in range(config.num_hidden_layers):
         assert config.window(layer) in (None, config.sliding_window)
+
+
+@settings(max_examples=300, deadline=None)
+@given(model_type=st.sampled_from(SPARSE_FAMILIES), damage=expert_damages)
+def test_damage_to_experts_is_an_error_of_ours(model_type: str, damage: dict) -> None:
+    try:
+        config = ModelConfig.from_dict({"model_type": model_type, **SOUND, **damage})
+    except InfinilmError:
+        return
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert isinstance(config, SparseConfig)
+    assert config.num_experts_per_tok <= config.num_experts <= MAX_EXPERTS
 
 
 def test_quantised_weights_are_refused_by_name() -> None:

@@ -20,8 +20,19 @@ from infinilm.models.registry import FAMILIES
 
 pytestmark = needs_native
 
-LAYER_BY_LAYER = ("gemma3", "granite", "olmo2", "smollm3")
-"""Families that the native library does not compute in one call."""
+LAYER_BY_LAYER = (
+    "gemma",
+    "glm4",
+    "granite",
+    "ministral3",
+    "mixtral",
+    "olmo",
+    "qwen3-moe",
+    "smollm3",
+    "phi3-longrope",
+    "phi3-window",
+)
+"""Beginnings of the kinds that the native library does not compute in one call."""
 SIZES = {"intermediate_size": 128, "vocab_size": 160}
 TOKENS = torch.randint(0, 160, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -38,8 +49,8 @@ def load_quantized(
     assert isinstance(model, CausalLM)
     load_weights(model.weight_targets(), checkpoint, show_progress=False)
     checkpoint.close()
-    matrices = [shard for shard in model.weight_targets().values() if len(shard.full_shape) == 2]
-    assert all(isinstance(shard, PackedShard) for shard in matrices)
+    matrices = {name: shard for name, shard in model.weight_targets().items() if len(shard.full_shape) == 2}
+    assert all(isinstance(shard, PackedShard) != name.endswith(".gate.weight") for name, shard in matrices.items())
     return model
 
 
@@ -58,13 +69,13 @@ def with_plain_matrices(model: CausalLM) -> CausalLM:
     return plain
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if not kind.startswith("gpt-oss")])
 def test_architectures(kind: str, tmp_path: Path) -> None:
     """Activations are rounded to 8 bits in both quantised models, at slightly different places if sums differ."""
     model = load_quantized(make_reference(kind, **SIZES), tmp_path)
     exact = Driver(with_plain_matrices(model)).run(TOKENS)
     layers = Driver(model).run(TOKENS)
-    assert (model._native is None) == (kind in LAYER_BY_LAYER)
+    assert (model._native is None) == kind.startswith(LAYER_BY_LAYER)
     fused = Driver(model, backend=NativeAttention()).run(TOKENS)
     assert exact.std() > 0.3
     for found in (layers, fused):
@@ -86,9 +97,10 @@ def test_what_quantising_costs(quantization: str, least: float, most: float, tmp
     assert least < (found - expected).abs().mean() < most
 
 
-def test_chunks_and_company_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2-window", "qwen3-moe"])
+def test_chunks_and_company_change_nothing(kind: str, tmp_path: Path) -> None:
     """A row's sums are made in an order of its own."""
-    model = load_quantized(make_reference("qwen2-window", **SIZES), tmp_path)
+    model = load_quantized(make_reference(kind, **SIZES), tmp_path)
     whole = Driver(model, backend=NativeAttention()).run(TOKENS)
     assert Driver(model, backend=NativeAttention(), seed=1).run(TOKENS, chunk=7).equal(whole)
     assert Driver(model, backend=NativeAttention(), block_size=32).run(TOKENS, chunk=1).equal(whole)

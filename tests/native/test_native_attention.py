@@ -22,6 +22,8 @@ class Case:
     cache: Tensor
     batch: ForwardBatch
     window: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -31,13 +33,15 @@ class Case:
         cache, backend = self.cache.clone(), TorchAttention()
         plan = backend.prepare(self.batch, block_size=cache.shape[1], windows={self.window}, dtype=self.query.dtype)
         backend.store(self.new, cache, plan)
-        return backend.attend(self.query, cache, plan, scale=self.scale, window=self.window)
+        return backend.attend(
+            self.query, cache, plan, scale=self.scale, window=self.window, cap=self.cap, sinks=self.sinks
+        )
 
     def native(self, native: Any) -> Tensor:
         cache, out = self.cache.clone(), torch.full_like(self.query, torch.nan)
         step = make_step(native, self.batch)
         native.store(self.new, cache, step)
-        native.attend(self.query, cache, step, out, self.scale, self.window)
+        native.attend(self.query, cache, step, out, self.scale, self.window, self.cap, self.sinks)
         return out
 
 
@@ -99,6 +103,15 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES)
 def test_equals_torch(native: Any, batch: str, window: int | None) -> None:
     case = make_case(*BATCHES[batch], window=window)
+    torch.testing.assert_close(case.native(native), case.torch(), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize(("cap", "has_sinks"), [(4.0, False), (None, True), (4.0, True)])
+def test_caps_and_sinks(native: Any, cap: float | None, has_sinks: bool, window: int | None) -> None:
+    case = make_case([1, 20, 1], [900, 270, 5], window=window)
+    case.query *= 3
+    case.cap, case.sinks = cap, torch.linspace(-3, 6, 6) if has_sinks else None
     torch.testing.assert_close(case.native(native), case.torch(), atol=5e-6, rtol=0)
 
 

@@ -66,7 +66,7 @@ class GGUFWeight:
 
     def __init__(self, formats: Sequence[str], rows: Sequence[int], columns: int, device: torch.device | str) -> None:
         is_outline = torch.device(device).type == "meta"
-        make: Any = MatrixOutline if is_outline else _library().Matrix
+        make: Any = MatrixOutline if is_outline else load_library().Matrix
         self.matrices = [make(format, count, columns) for format, count in zip(formats, rows, strict=True)]
         self._num_rows, self._num_columns = sum(rows), columns
 
@@ -107,14 +107,14 @@ class GGUFWeight:
 
     def to_native(self, bias: Tensor | None) -> Any:
         """See `Weight`."""
-        return _library().Linear(self.matrices, bias)
+        return load_library().Linear(self.matrices, bias)
 
     @cached_property
     def _linear(self) -> Any:
         return self.to_native(None)
 
 
-def _library() -> Any:
+def load_library() -> Any:
     library = native.load()
     if library is None:
         raise EngineError("the native library, which computes with quantised weights, was not built with the package")

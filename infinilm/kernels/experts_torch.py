@@ -1,0 +1,83 @@
+"""The choice of experts and their products in plain torch: the twins of `experts`, and what runs without Triton."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """How a router's logits choose experts."""
+
+    num_experts: int
+    top_k: int
+    """The experts of each token."""
+    renormalizes: bool
+    """Whether the scores of the chosen experts are divided by their sum."""
+    is_sigmoid: bool = False
+    """Whether scores are the logits' sigmoids, each by itself, instead of their softmax."""
+    num_groups: int = 1
+    """Experts come in groups of as many, next to each other."""
+    top_groups: int = 1
+    """A token's experts are in so many groups: those whose `group_best` best, 1 or 2, have the largest sum."""
+    group_best: int = 2
+    scale: float = 1.0
+    """What weights are multiplied by in the end."""
+
+
+class ClampedGate(NamedTuple):
+    """GPT-OSS's gate: `(up + 1) * gate * sigmoid(alpha * gate)`, both limited; lines of gate and up alternate."""
+
+    alpha: float
+    limit: float
+
+
+def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `experts.choose_experts`."""
+    wide = logits.float()
+    scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(dim=-1)
+    ranks = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        groups = ranks.unflatten(1, (routing.num_groups, -1))
+        best = groups.topk(routing.group_best, dim=-1).values.sum(dim=-1).topk(routing.top_groups, dim=-1).indices
+        is_out = torch.ones_like(groups[..., 0]).scatter_(1, best, 0.0).bool()
+        ranks = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+    ids = ranks.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if routing.renormalizes:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids.int(), weights * routing.scale
+
+
+def mix_experts_torch(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    residual: Tensor | None = None,
+    *,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    gate: ClampedGate | None = None,
+) -> Tensor:
+    """See `experts.mix_experts`. An expert that no row chose is not read, for which this waits for the ids."""
+    mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        first, second = (None if bias is None else bias[expert] for bias in biases)
+        inner = gate_torch(F.linear(x[rows], gate_up[expert], first), gate)
+        result = F.linear(inner, down[expert], second)
+        mixed.index_add_(0, rows, result.float() * weights[rows, places, None])
+    mixed = mixed.to(x.dtype)
+    return mixed if residual is None else mixed.add_(residual)
+
+
+def gate_torch(gate_up: Tensor, how: ClampedGate | None) -> Tensor:
+    """What becomes of gate and up `[n, 2 * inner]`: `[n, inner]`. None: `silu(gate) * up`, gates first."""
+    if how is None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+    gate = gate_up[..., ::2].clamp(max=how.limit)
+    up = gate_up[..., 1::2].clamp(-how.limit, how.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))

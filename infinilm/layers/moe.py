@@ -1,0 +1,187 @@
+"""The sparse channel mixer: a router chooses some experts, each a small gated MLP, for every token."""
+
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from infinilm.distributed.group import SINGLE
+from infinilm.distributed.shard import Shard, ShardRange, WeightShard
+from infinilm.errors import InvalidValueError
+from infinilm.kernels.experts_torch import ClampedGate, Routing, choose_experts_torch
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightOptions, below
+from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts
+from infinilm.layers.linear import Linear
+from infinilm.layers.mixer import ForwardContext, Mixer
+from infinilm.layers.mlp import MLP
+from infinilm.layers.norm import RMSNorm
+
+
+class ExpertNames(NamedTuple):
+    """What a checkpoint calls the parts of a sparse layer."""
+
+    prefix: str = "mlp."
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router_bias: str = "e_score_correction_bias"
+    is_stacked: bool = False
+    """Whether gate and up, and down, of all experts are one tensor each, inputs first, and have biases."""
+
+
+class Experts(nn.Module):
+    """The experts of a layer. Each rank has a share of every expert's intermediate size."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert_size: int,
+        num_experts: int,
+        names: ExpertNames,
+        *,
+        gate: ClampedGate | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self._names, self._num_experts = names, num_experts
+        self._group = group = options.get("group", SINGLE)
+        self._inner = ShardRange.share("moe_intermediate_size", expert_size, group.rank, group.size)
+        self._hidden = ShardRange.whole(hidden_size)
+        formats = options.get("formats", DENSE)
+        found = [
+            [formats.find(names[:2], self._hidden), formats.find(names[2:], self._inner)]
+            for names in self._tensor_names()
+        ]
+        self.matrix: ExpertWeights
+        if not names.is_stacked and all(None not in own for own in found):
+            packed = [[each for part in own for each in part or ()] for own in found]
+            self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"])
+        else:
+            sizes = (num_experts, hidden_size, self._inner.length)
+            how: dict[str, Any] = {"has_biases": names.is_stacked, "adds_last_bias": group.rank == 0, "gate": gate}
+            self.matrix = DenseExperts(*sizes, **how, dtype=options["dtype"], device=options["device"])
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
+
+        It is added to the residual, if there is one.
+        """
+        mixed = self.matrix.mix(x, ids, weights, residual if self._group.rank == 0 else None)
+        return self._group.all_reduce(mixed) if self._group.communicates else mixed
+
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
+        """The weights to load, by their names in a checkpoint."""
+        if self._names.is_stacked and isinstance(self.matrix, DenseExperts):
+            parts = [f"{prefix}experts.{part}" for part in (self._names.gate, self._names.down)]
+            names = [name for part in parts for name in (part, f"{part}_bias")]
+            return dict(zip(names, self.matrix.stacked_shards(self._inner, self._hidden), strict=True))
+        names = [f"{prefix}{name}" for expert in self._tensor_names() for name in expert]
+        shards = [shard for expert in self.matrix.shards(self._inner, self._hidden) for shard in expert]
+        return dict(zip(names, shards, strict=True))
+
+    def _tensor_names(self) -> list[list[str]]:
+        """By expert: the names of gate, up and down, after the layer's prefix."""
+        parts = self._names.gate, self._names.up, self._names.down
+        return [[f"experts.{expert}.{part}.weight" for part in parts] for expert in range(self._num_experts)]
+
+
+class SparseMLP(Mixer):
+    """`Σ weight · expert(x)` over the experts that the router chooses for a token."""
+
+    def __init__(
+        self,
+        layer: int,
+        hidden_size: int,
+        expert_size: int,
+        routing: Routing,
+        names: ExpertNames,
+        *,
+        router_dtype: torch.dtype | None = None,
+        has_router_bias: bool = False,
+        shared_size: int = 0,
+        adds_router_bias: bool = False,
+        gate: ClampedGate | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        """`router_dtype` is what the router computes in (default: as the rest).
+
+        A bias that it adds (`adds_router_bias`) is a part of the logits; another (`has_router_bias`) is added to the
+        scores by which experts are chosen, not to their weights. Shared experts, of the
+        intermediate size `shared_size` together, compute every token besides those chosen.
+        """
+        super().__init__(layer, names.prefix)
+        if shared_size:
+            shared = f"{names.prefix}shared_experts."
+            self.shared: MLP | None = MLP(layer, hidden_size, shared_size, prefix=shared, **options)
+        else:
+            self.shared = None
+        options = below(options, names.prefix)
+        self.routing, self._names = routing, names
+        # Whole on every rank: it is small, and all ranks must choose the same experts.
+        kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"]}
+        self._router_dtype = kind["dtype"]
+        self.router = Linear(hidden_size, {names.router: routing.num_experts}, bias=adds_router_bias, **kind)
+        self.router_bias: nn.Parameter | None = None
+        if has_router_bias:
+            bias = torch.empty(routing.num_experts, dtype=torch.float32, device=options["device"])
+            self.router_bias = nn.Parameter(bias, requires_grad=False)
+        self.experts = Experts(hidden_size, expert_size, routing.num_experts, names, gate=gate, **options)
+        self._has_kernels = has_kernels(options["device"])
+
+    def forward(
+        self, x: Tensor, step: ForwardContext | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        taps = None if step is None else step.taps
+        if norm is not None:
+            x = norm(x)
+            if taps is not None:
+                taps.see("post_attention_layernorm", x, self.layer)
+        logits = self._score(x)
+        if taps is not None:
+            taps.see("router_logits", logits, self.layer)
+        ids, weights = self._choose(logits)
+        if taps is None:
+            if self.shared is not None:
+                residual = self.shared(x, None, residual)
+            mixed: Tensor = self.experts(x, ids, weights, residual)
+            return mixed
+        taps.see("expert_ids", ids, self.layer)
+        self._check_ids(ids)
+        output: Tensor = self.experts(x, ids, weights, None if self.shared is None else self.shared(x))
+        taps.see("mlp_output", output, self.layer)
+        return output if residual is None else output.add_(residual)
+
+    def _score(self, x: Tensor) -> Tensor:
+        """The router's logits `[T, experts]`."""
+        if isinstance(self.experts.matrix, PackedExperts) and isinstance(self.router.matrix, DenseWeight):
+            scores = self.experts.matrix.score(x, self.router.matrix.weight)
+            return scores if self.router.bias is None else scores + self.router.bias
+        logits: Tensor = self.router(x.to(self._router_dtype))
+        return logits
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each row, int32 `[T, k]`, best first, and their weights, float32 `[T, k]`."""
+        if self._has_kernels:
+            from infinilm.kernels.experts import choose_experts  # which needs Triton
+
+            return choose_experts(logits, self.routing, self.router_bias)
+        return choose_experts_torch(logits, self.routing, self.router_bias)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Refuse what a hook made of the chosen experts, unless they are experts and different ones."""
+        ordered = ids.sort(dim=1).values
+        is_known = ((ordered >= 0) & (ordered < self.routing.num_experts)).all()
+        if not (is_known and (ordered[:, 1:] > ordered[:, :-1]).all()):
+            raise InvalidValueError(
+                f"a hook of layer{self.layer}_expert_ids returned {ids.tolist()}; a row must be {ids.shape[1]} "
+                f"different experts from 0 to {self.routing.num_experts - 1}"
+            )
+
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
+        own = prefix + self.prefix
+        targets = self.router.weight_targets(own) | self.experts.weight_targets(own)
+        if self.router_bias is not None:
+            targets[f"{own}{self._names.router}.{self._names.router_bias}"] = WeightShard.whole(self.router_bias)
+        return targets if self.shared is None else targets | self.shared.weight_targets(prefix)

@@ -1,0 +1,211 @@
+"""Where the states of recurrent layers are read and written in one step."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infinilm.attention.batch import ForwardBatch, HostBatch, IntArray
+from infinilm.cache.paged import Cache
+from infinilm.errors import InvalidValueError
+from infinilm.kernels.copies import to_device
+from infinilm.kernels.delta_rule import CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStates:
+    """R requests of several new tokens, P in all, laid end to end.
+
+    A text is cut into chunks from its beginning, so that blocks end where chunks end. Tokens of a request's first chunk
+    that were computed earlier, and those that its last chunk lacks, are padding.
+    """
+
+    places: Tensor  # [P] int64, in the batch
+    requests: Tensor  # [P] int64
+    offsets: Tensor  # [P] int64, in the request
+    firsts: Tensor  # [R] int64, each request's first token, in P
+    sources: Tensor  # [R] int64, blocks
+    is_first: Tensor  # [R] bool
+    chunk_size: int
+    chunk_places: Tensor  # [P] int64, in the chunks' tokens
+    num_chunks: int
+    order: tuple[tuple[Tensor, Tensor], ...]  # see `delta_rule_chunks`
+    targets: Tensor  # [Q] int64, blocks
+    target_chunks: Tensor  # [Q] int64, after which the state is kept
+    target_requests: Tensor  # [Q] int64
+    target_ends: Tensor  # [Q] int64, new tokens of the request that the state has seen
+
+    def conv_places(self, width: int) -> Tensor:
+        """What a convolution of that `width` sees: `[P, width]`, places in `width - 1` earlier inputs of each request,
+        followed by the new tokens."""
+        taps = torch.arange(width, device=self.offsets.device)
+        return self._inputs_before(self.requests, self.offsets, width, taps)
+
+    def kept_inputs(self, width: int) -> Tensor:
+        """The inputs that a convolution has to keep: `[Q, width - 1]`, counted in the same way."""
+        taps = torch.arange(width - 1, device=self.offsets.device)
+        return self._inputs_before(self.target_requests, self.target_ends, width, taps)
+
+    def _inputs_before(self, requests: Tensor, offsets: Tensor, width: int, taps: Tensor) -> Tensor:
+        num_before = width - 1
+        firsts = len(self.sources) * num_before + self.firsts
+        reached = offsets[:, None] + taps - num_before
+        earlier = requests[:, None] * num_before + num_before + reached
+        return torch.where(reached < 0, earlier, firsts[requests][:, None] + reached)
+
+    @classmethod
+    def of(
+        cls,
+        rows: IntArray,
+        batch: HostBatch,
+        tables: IntArray,
+        *,
+        sources: IntArray,
+        ends: IntArray,
+        block_size: int,
+        device: torch.device,
+    ) -> "PromptStates":
+        """`rows` are the requests' places in the batch; the rest is as in `StatePlan.of`, which calls this."""
+        size = math.gcd(block_size, CHUNK)
+        lengths = batch.query_lens[rows]
+        starts = batch.context_lens[rows] - lengths
+        lasts = np.cumsum(batch.query_lens)[rows]
+        requests = np.repeat(np.arange(len(rows)), lengths)
+        firsts = np.cumsum(lengths) - lengths
+        offsets = np.arange(len(requests)) - firsts[requests]
+        num_chunks = -(-(starts % size + lengths) // size)
+        first_chunks = np.cumsum(num_chunks) - num_chunks
+        order = []
+        for index in range(int(num_chunks.max())):
+            texts = np.flatnonzero(num_chunks > index)
+            text, chunk = to_device(device, texts, first_chunks[texts] + index)
+            order.append((text, chunk))
+        targets: list[tuple[int, int, int, int]] = []
+        for request, row in enumerate(rows.tolist()):
+            if batch.slot_mapping[lasts[request] - 1] < 0:
+                continue  # a step that only warms up
+            start, end = int(starts[request]), int(batch.context_lens[row])
+            for index in range(start // block_size, -(-end // block_size)):
+                limit = min((index + 1) * block_size, end)
+                last = int(first_chunks[request]) + -(-(start % size + limit - start) // size) - 1
+                targets.append((int(tables[row, index]), last, request, limit - start))
+                ends[tables[row, index]] = limit
+        kept = np.array(targets, dtype=np.int64).reshape(-1, 4)
+        chunk_places = (first_chunks * size + starts % size)[requests] + offsets
+        places = (lasts - lengths)[requests] + offsets
+        arrays = (places, requests, offsets, firsts, sources[rows], chunk_places, *kept.T)
+        place, request_of, offset, first, origin, in_chunks, blocks, chunks, owners, limits = to_device(device, *arrays)
+        return cls(
+            places=place,
+            requests=request_of,
+            offsets=offset,
+            firsts=first,
+            sources=origin.clamp(min=0),
+            is_first=origin < 0,
+            chunk_size=size,
+            chunk_places=in_chunks,
+            num_chunks=int(num_chunks.sum()),
+            order=tuple(order),
+            targets=blocks,
+            target_chunks=chunks,
+            target_requests=owners,
+            target_ends=limits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """What requests with one new token do, and the others."""
+
+    places: Tensor | None  # [n] int64, of the single tokens in the batch; None: all are
+    sources: Tensor  # [n] int64, blocks
+    is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
+    targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
+    prompts: PromptStates | None = None
+
+    @classmethod
+    def of(
+        cls, batch: HostBatch, tables: IntArray, *, block_size: int, device: torch.device, ends: IntArray
+    ) -> "StatePlan":
+        """`tables` `[N, max_blocks]` are the group's. `ends` `[blocks]` are the tokens of the text that each block's
+        state has seen; it is checked and brought up to date here, on the host."""
+        lasts = np.cumsum(batch.query_lens)
+        starts = batch.context_lens - batch.query_lens
+        sources = find_sources(tables, starts, block_size, ends)
+        singles, others = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens > 1)
+        prompts = None
+        if len(others):
+            where = {"sources": sources, "ends": ends}
+            prompts = PromptStates.of(others, batch, tables, block_size=block_size, device=device, **where)
+        own = tables[singles, starts[singles] // block_size]
+        is_kept = batch.slot_mapping[lasts[singles] - 1] >= 0
+        ends[own[is_kept]] = batch.context_lens[singles][is_kept]
+        places, origin, targets = to_device(
+            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends))
+        )
+        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts)
+
+
+def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:
+    """The plan of a step for a group of recurrent layers."""
+    assert batch.host is not None
+    return StatePlan.of(
+        batch.host,
+        batch.host.tables_of(group),
+        block_size=cache.block_size,
+        device=cache.device,
+        ends=cache.state_ends[group],
+    )
+
+
+def find_sources(tables: IntArray, starts: IntArray, block_size: int, ends: IntArray) -> IntArray:
+    """The blocks `[N]` whose states texts go on from that have `starts` `[N]` tokens; -1 for those that begin.
+
+    Refuses a text that goes on from a token whose state is not there any more.
+    """
+    rows = np.arange(len(starts))
+    sources = np.where(starts > 0, tables[rows, np.maximum(starts - 1, 0) // block_size], -1)
+    wrong = np.flatnonzero((sources >= 0) & (ends[np.maximum(sources, 0)] != starts))
+    if len(wrong):
+        row = int(wrong[0])
+        raise InvalidValueError(
+            f"request {row} goes on after {starts[row]} tokens, but the recurrent state kept there has seen "
+            f"{max(int(ends[sources[row]]), 0)}; a model with recurrent layers can't go back within a block: go on "
+            "from the end of the text or of a block, or compute it from the beginning"
+        )
+    return sources
+
+
+class GraphStates:
+    """A plan of up to `size` decoding rows that captured graphs read: where it lies stays, what is in it changes."""
+
+    def __init__(self, size: int, cache: Cache, group: int, num_staging: int) -> None:
+        self._ends, self._block_size = cache.state_ends[group], cache.block_size
+        self._blocks = torch.empty((2, size), dtype=torch.int64, device=cache.device)
+        self._is_first = torch.zeros(size, dtype=torch.bool, device=cache.device)
+        self._staging = [torch.empty((2, size), dtype=torch.int64, pin_memory=True) for _ in range(num_staging)]
+        self._num_steps = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Have nothing but padding, which reads and writes the spare block."""
+        self._blocks.fill_(len(self._ends))
+
+    def first(self, size: int) -> StatePlan:
+        """The plan of `size` rows."""
+        sources, targets = self._blocks[:, :size]
+        return StatePlan(None, sources, self._is_first[:size], targets)
+
+    def fill(self, tables: IntArray, context_lens: IntArray, size: int) -> None:
+        """Send a step's blocks to the device, for a graph of `size` rows."""
+        starts = context_lens - 1
+        staging = self._staging[self._num_steps % len(self._staging)]
+        self._num_steps += 1
+        blocks = staging.numpy()
+        blocks[:, :size] = len(self._ends)
+        blocks[0, : len(starts)] = find_sources(tables, starts, self._block_size, self._ends)
+        blocks[1, : len(starts)] = tables[np.arange(len(starts)), starts // self._block_size]
+        self._ends[blocks[1, : len(starts)]] = context_lens
+        self._blocks[:, :size].copy_(staging[:, :size], non_blocking=True)

@@ -1,0 +1,103 @@
+"""Qwen3.5: three of four layers are gated delta nets, the others gated attention."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from infinilm.cache.specs import AttentionSpec, CacheSpec, StateSpec
+from infinilm.checks import check_integer
+from infinilm.errors import InvalidValueError
+from infinilm.layers.delta_net import GatedDeltaNet
+from infinilm.layers.formats import LayerOptions
+from infinilm.layers.mixer import Mixer
+from infinilm.layers.norm import ZeroCentredRMSNorm
+from infinilm.models.config import FULL_ATTENTION
+from infinilm.models.dense import CausalLM, LlamaConfig, build_attention
+
+LINEAR_ATTENTION = "linear_attention"
+
+
+@dataclass(init=False, frozen=True)
+class Qwen35Config(LlamaConfig):
+    """Qwen3 with gated delta nets in the layers whose type is `linear_attention`, and gates in the others."""
+
+    model_type: str = "qwen3_5_text"
+    vocab_size: int = 248_320
+    intermediate_size: int = 12288
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    max_position_embeddings: int = 32768
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    qk_norm: bool = True
+
+    rotates_partially = True
+    known_layer_types = (FULL_ATTENTION, LINEAR_ATTENTION)
+    window_settings = {"full_attention_interval": 4}  # noqa: RUF012
+    ignored_settings = frozenset({"mlp_bias"})
+
+    @staticmethod
+    def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+        every, count = settings["full_attention_interval"], settings["num_hidden_layers"]
+        check_integer("full_attention_interval", every, low=1)
+        types = [FULL_ATTENTION if (layer + 1) % every == 0 else LINEAR_ATTENTION for layer in range(count)]
+        return {"sliding_window": None, "layer_types": settings.get("layer_types") or types}
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        rope = super().read_rope(settings, max_position_embeddings)
+        rope.setdefault("partial_rotary_factor", 0.25)
+        # How positions in a picture are mixed; those of text are all the same.
+        return {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"):
+            check_integer(f"linear_{name}", getattr(self, f"linear_{name}"), low=2 if name == "conv_kernel_dim" else 1)
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise InvalidValueError(
+                f"linear_num_value_heads={self.linear_num_value_heads} must be a multiple of "
+                f"linear_num_key_heads={self.linear_num_key_heads}"
+            )
+
+    def is_recurrent(self, layer: int) -> bool:
+        return self.layer_types is not None and self.layer_types[layer] == LINEAR_ATTENTION
+
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        heads, key_dim, value_dim = (
+            self.linear_num_value_heads,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+        )
+        num_channels = 2 * self.linear_num_key_heads * key_dim + heads * value_dim
+        state = StateSpec(((heads, key_dim, value_dim), (num_channels, self.linear_conv_kernel_dim - 1)))
+        attention = AttentionSpec(self.num_key_value_heads, self.head_dim)
+        return tuple(state if self.is_recurrent(layer) else attention for layer in range(self.num_hidden_layers))
+
+
+class Qwen35ForCausalLM(CausalLM):
+    norm_class = ZeroCentredRMSNorm
+    unused_weights = (*CausalLM.unused_weights, "mtp.*")
+    config: Qwen35Config
+
+    def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
+        config = self.config
+        if not config.is_recurrent(layer):
+            return build_attention(
+                config, layer, self.rotaries[layer], norm_class=self.norm_class, has_gate=True, **options
+            )
+        return GatedDeltaNet(
+            layer,
+            config.hidden_size,
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
+            conv_width=config.linear_conv_kernel_dim,
+            norm_eps=config.rms_norm_eps,
+            **options,
+        )

@@ -1,0 +1,311 @@
+"""Qwen3-MoE, Mixtral, GLM-4-MoE and GPT-OSS: mixtures of experts in place of the MLP, in all layers or some."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from infinilm.checks import check_choice, check_flag, check_integer, check_real
+from infinilm.distributed.group import SINGLE, CommunicationGroup
+from infinilm.errors import InvalidValueError
+from infinilm.kernels.experts_torch import ClampedGate, Routing
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.formats import LayerOptions
+from infinilm.layers.mixer import Mixer
+from infinilm.layers.moe import ExpertNames, SparseMLP
+from infinilm.models.config import FULL_ATTENTION, MAX_LAYERS, SLIDING_ATTENTION, ModelConfig
+from infinilm.models.dense import CausalLM, LlamaConfig
+from infinilm.models.stages import Stage
+
+MAX_EXPERTS = 10_000
+"""More than any model has: a config that says so is damaged."""
+
+
+@dataclass(init=False, frozen=True)
+class SparseConfig(LlamaConfig):
+    """What mixtures of experts share. A family says by the properties below what its settings mean."""
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    aliases = {**ModelConfig.aliases, "num_local_experts": "num_experts"}  # noqa: RUF012
+    ignored_settings = frozenset({"mlp_bias"})
+
+    @property
+    def expert_size(self) -> int:
+        """The intermediate size of an expert."""
+        return self.intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen."""
+        return Routing(self.num_experts, self.num_experts_per_tok, renormalizes=True)
+
+    def is_sparse(self, layer: int) -> bool:  # noqa: ARG002 - a family's layers may differ
+        """Whether a layer has experts."""
+        return True
+
+    def channel_width(self, num_ranks: int) -> int:
+        # Of each expert: its input, what its matrices make of it, and its output.
+        of_experts = self.num_experts_per_tok * (2 * self.hidden_size + 3 * self.expert_size // num_ranks)
+        return max(super().channel_width(num_ranks), of_experts)
+
+    def validate(self) -> None:
+        super().validate()
+        check_integer("num_experts", self.num_experts, low=1, high=MAX_EXPERTS)
+        check_integer("num_experts_per_tok", self.num_experts_per_tok, low=1, high=self.num_experts)
+        check_integer("moe_intermediate_size", self.expert_size, low=1)
+        check_choice("hidden_act", self.hidden_act, ("silu",))
+
+
+@dataclass(init=False, frozen=True)
+class MixtralConfig(SparseConfig):
+    """Mistral with experts in all layers."""
+
+    model_type: str = "mixtral"
+    intermediate_size: int = 14336
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+
+    default_theta = 1_000_000.0
+    window_settings = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}  # noqa: RUF012
+    ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+
+
+@dataclass(init=False, frozen=True)
+class Qwen3MoeConfig(SparseConfig):
+    """Qwen3 with experts in every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
+
+    model_type: str = "qwen3_moe"
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 32768
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    qk_norm: bool = True
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+    window_settings = {"use_sliding_window": False, "max_window_layers": 0, "sliding_window": 4096}  # noqa: RUF012
+
+    @staticmethod
+    def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+        window = settings["sliding_window"] if settings["use_sliding_window"] else None
+        return {"sliding_window": window, "layer_types": None}  # of all layers, whatever max_window_layers says
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.num_experts, self.num_experts_per_tok, self.norm_topk_prob)
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
+
+    def validate(self) -> None:
+        check_integer("decoder_sparse_step", self.decoder_sparse_step, low=1)
+        check_flag("norm_topk_prob", self.norm_topk_prob)
+        if not isinstance(self.mlp_only_layers, list | None):
+            raise InvalidValueError(f"mlp_only_layers={self.mlp_only_layers!r} must be a list of layers, or None")
+        for layer in self.mlp_only_layers or ():
+            check_integer("mlp_only_layers", layer, low=0)
+        super().validate()
+
+
+@dataclass(init=False, frozen=True)
+class Glm4MoeConfig(SparseConfig):
+    """Llama with experts from layer `first_k_dense_replace` on, some of them shared by all tokens."""
+
+    model_type: str = "glm4_moe"
+    vocab_size: int = 151552
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 46
+    num_attention_heads: int = 96
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 1408
+    norm_topk_prob: bool = True
+    n_shared_experts: int = 1
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    first_k_dense_replace: int = 1
+
+    rotates_partially = True
+    aliases = {  # noqa: RUF012
+        **SparseConfig.aliases,
+        "n_routed_experts": "num_experts",
+        "use_qk_norm": "qk_norm",
+        "attention_bias": "qkv_bias",  # the o projection has none
+    }
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        return super().read_rope({"partial_rotary_factor": 0.5, **settings}, max_position_embeddings)
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            self.num_experts,
+            self.num_experts_per_tok,
+            self.norm_topk_prob,
+            is_sigmoid=True,
+            num_groups=self.n_group,
+            top_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace
+
+    def validate(self) -> None:
+        super().validate()
+        check_integer("n_shared_experts", self.n_shared_experts, low=0)
+        check_integer("first_k_dense_replace", self.first_k_dense_replace, low=0)
+        check_flag("norm_topk_prob", self.norm_topk_prob)
+        check_real("routed_scaling_factor", self.routed_scaling_factor, low=0.0, high=1e6, above_low=True)
+        check_integer("n_group", self.n_group, low=1)
+        check_integer("topk_group", self.topk_group, low=1, high=self.n_group)
+        group_size = self.num_experts // self.n_group
+        fits = self.num_experts % self.n_group == 0 and group_size * self.topk_group >= self.num_experts_per_tok
+        if not fits or (self.n_group > 1 and group_size < 2):
+            raise InvalidValueError(
+                f"n_group={self.n_group} must divide n_routed_experts={self.num_experts} into groups of 2 or more, and "
+                f"topk_group={self.topk_group} of them must have num_experts_per_tok={self.num_experts_per_tok} experts"
+            )
+
+
+@dataclass(init=False, frozen=True)
+class GptOssConfig(SparseConfig):
+    """Llama with experts in all layers, biases, attention sinks, and a window in every other layer."""
+
+    model_type: str = "gpt_oss"
+    vocab_size: int = 201088
+    hidden_size: int = 2880
+    intermediate_size: int = 2880
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    sliding_window: int | None = 128
+    attention_bias: bool = True
+    num_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    default_theta = 150_000.0
+    window_settings = {"sliding_window": 128}  # noqa: RUF012
+    readable_quantizations = frozenset({"mxfp4"})
+
+    @classmethod
+    def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
+        if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+            yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+            settings = {**settings, "rope_parameters": yarn}
+        return super().read_rope(settings, max_position_embeddings)
+
+    @staticmethod
+    def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+        count = settings["num_hidden_layers"]
+        check_integer("num_hidden_layers", count, low=1, high=MAX_LAYERS)
+        types = [FULL_ATTENTION if layer % 2 else SLIDING_ATTENTION for layer in range(count)]
+        return {"sliding_window": settings["sliding_window"], "layer_types": settings.get("layer_types") or types}
+
+    @property
+    def has_sinks(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        super().validate()
+        for name in ("swiglu_alpha", "swiglu_limit"):
+            check_real(name, getattr(self, name), low=0.0, high=1e6, above_low=True)
+
+
+class SparseCausalLM(CausalLM):
+    """A decoder with experts in the layers that its configuration says."""
+
+    config: SparseConfig
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
+
+    def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
+        config = self.config
+        if not config.is_sparse(layer):
+            return super().channel_mixer(layer, options)
+        sizes = (config.hidden_size, config.expert_size)
+        return SparseMLP(layer, *sizes, config.routing, self.expert_names, **self.expert_options(), **options)
+
+    def expert_options(self) -> dict[str, Any]:
+        """The family's options of `SparseMLP`."""
+        return {}
+
+
+class MixtralForCausalLM(SparseCausalLM):
+    expert_names = ExpertNames("block_sparse_moe.", "gate", "w1", "w3", "w2")
+
+
+class Glm4MoeForCausalLM(SparseCausalLM):
+    config: Glm4MoeConfig
+
+    def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
+        if self.config.model_type == "glm4_moe" and has_kernels(options["device"]):
+            raise InvalidValueError(
+                f"model_type='glm4_moe' can't run on {options['device']}: its first step fails there; use device='cpu'"
+            )
+        return super().channel_mixer(layer, options)
+
+    def expert_options(self) -> dict[str, Any]:
+        shared_size = self.config.n_shared_experts * self.config.moe_intermediate_size
+        return {"router_dtype": torch.float32, "has_router_bias": True, "shared_size": shared_size}
+
+    def is_ignorable(self, name: str) -> bool:
+        """See `InfinilmModel`. Layers after the last predict tokens after the next."""
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return super().is_ignorable(name) or (found is not None and int(found[1]) >= self.config.num_hidden_layers)
+
+
+class GptOssForCausalLM(SparseCausalLM):
+    config: GptOssConfig
+    expert_names = ExpertNames(router="router", gate="gate_up_proj", is_stacked=True)
+
+    def __init__(
+        self,
+        config: GptOssConfig,
+        *,
+        max_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        group: CommunicationGroup = SINGLE,
+        stage: Stage | None = None,
+    ) -> None:
+        # Without `formats`: a tensor of all experts can't be kept quantised.
+        super().__init__(config, max_len=max_len, dtype=dtype, device=device, group=group, stage=stage)
+
+    def expert_options(self) -> dict[str, Any]:
+        gate = ClampedGate(self.config.swiglu_alpha, self.config.swiglu_limit)
+        return {"adds_router_bias": True, "gate": gate}

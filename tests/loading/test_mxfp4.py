@@ -1,0 +1,88 @@
+"""Experts in MXFP4: decoded as transformers' reference values, whole, in parts, and refused if they do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_reference, reference_logits, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from infinilm import InferEngine
+from infinilm.distributed import DistConfig
+from infinilm.errors import CheckpointError, InvalidValueError
+from infinilm.loading.checkpoint import open_checkpoint
+
+LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+TOKENS = list(range(3, 40))
+
+
+def encode(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks, scales and what they stand for, of `[experts, in, out]`."""
+    groups = values.transpose(1, 2).unflatten(2, (-1, 32))  # [experts, out, in / 32, 32]
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil()
+    scaled = groups / exponents.exp2()[..., None]
+    nearest = (scaled.abs()[..., None] - LEVELS).abs().argmin(-1)
+    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+    blocks = codes[..., ::2] | (codes[..., 1::2] << 4)
+    decoded = LEVELS[nearest] * scaled.sign() * exponents.exp2()[..., None]
+    return blocks, (exponents + 127).to(torch.uint8), decoded.flatten(2).transpose(1, 2)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return make_reference("gpt-oss")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference's experts are rounded, too."""
+    path = save(reference, tmp_path_factory.mktemp("mxfp4"))
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        blocks, scales, decoded = encode(weights.pop(name))
+        weights |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales}
+        with torch.no_grad():
+            reference.get_parameter(name).copy_(decoded)
+    save_file(weights, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_logits_are_those_of_the_decoded_weights(checkpoint: Path, reference: Any, tp_size: int) -> None:
+    with InferEngine(checkpoint, DistConfig(tp_size), "cpu", dtype="float32") as engine:
+        found = engine.forward(input_ids=[TOKENS], return_logits=True).logits
+    assert found is not None
+    torch.testing.assert_close(found[0], reference_logits(reference, TOKENS), atol=1e-4, rtol=0)
+
+
+def test_any_part_can_be_read(checkpoint: Path, reference: Any) -> None:
+    stored = open_checkpoint(checkpoint)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    expected = reference.get_parameter(name).detach()
+    assert stored.shapes()[name] == tuple(expected.shape)
+    assert stored.formats()[name] == "MXFP4"
+    assert f"{name}_blocks" not in stored.shapes()
+    assert stored.read(name).equal(expected)
+    part = torch.empty(2, 40, 6)
+    stored.read_into(name, part, (1, 17, 100))
+    assert part.equal(expected[1:3, 17:57, 100:106])
+    stored.close()
+
+
+def test_blocks_without_scales_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks' of shape \[5, 64, 2, 16\], with scales of None"):
+        open_checkpoint(tmp_path)
+
+
+def test_other_formats_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(InvalidValueError, match="quantization='q8': the builder of model_type='gpt_oss'"):
+        InferEngine(checkpoint, device_type="cpu", quantization="q8")
