@@ -422,7 +422,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "granite-plain": ("Granite", {"attention_multiplier": 0.25}),
+    "granite-plain": ("Granite", {"attention_multiplier": 0.3}),
     "granite-tied": ("Granite", {"attention_multiplier": 0.2, "tie_word_embeddings": True, "mlp_bias": True}),
     "olmo2": ("Olmo2", {}),
     "olmo2-bias": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
