@@ -36,7 +36,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
 YARN = {"rope_type": "yarn", "truncate": False}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64}
 
-LATENT = {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 24}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
@@ -363,13 +363,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             **LATENT,
             "num_key_value_heads": 4,
             "rope_interleave": False,
-            "n_routed_experts": 8,
+            "n_routed_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "first_k_dense_replace": 1,
             "n_group": 2,
             "topk_group": 1,
             "norm_topk_prob": False,
+            "routed_scaling_factor": 0.5,
         },
     ),
     "qwen3.5": (
@@ -459,7 +460,7 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
             if name.endswith("sinks"):
                 weight.copy_(noise)
-            if name.endswith(("mlp.gate.weight", "mlp.router.weight")) and prefix != "Glm4Moe":
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")) and prefix not in ("Glm4Moe", "DeepseekV3"):
                 weight.mul_(3)  # the last experts of a token count little, so that rounding may choose others
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

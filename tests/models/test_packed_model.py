@@ -21,6 +21,7 @@ from infinilm.models.registry import FAMILIES
 pytestmark = needs_native
 
 LAYER_BY_LAYER = (
+    "deepseek",
     "gemma",
     "glm4",
     "granite",
@@ -28,6 +29,7 @@ LAYER_BY_LAYER = (
     "mixtral",
     "olmo",
     "qwen3-moe",
+    "qwen3.5",
     "smollm3",
     "phi3-longrope",
     "phi3-window",
@@ -50,7 +52,8 @@ def load_quantized(
     load_weights(model.weight_targets(), checkpoint, show_progress=False)
     checkpoint.close()
     matrices = {name: shard for name, shard in model.weight_targets().items() if len(shard.full_shape) == 2}
-    assert all(isinstance(shard, PackedShard) != name.endswith(".gate.weight") for name, shard in matrices.items())
+    dense = (".gate.weight", ".kv_b_proj.weight")
+    assert all(isinstance(shard, PackedShard) != name.endswith(dense) for name, shard in matrices.items())
     return model
 
 
@@ -78,8 +81,10 @@ def test_architectures(kind: str, tmp_path: Path) -> None:
     assert (model._native is None) == kind.startswith(LAYER_BY_LAYER)
     fused = Driver(model, backend=NativeAttention()).run(TOKENS)
     assert exact.std() > 0.3
+    # What a recurrent layer computes of a token, it keeps for all that follow.
+    limit = 5e-4 if kind.startswith("qwen3.5") else 1e-4
     for found in (layers, fused):
-        assert (found - exact).abs().mean() < 1e-4
+        assert (found - exact).abs().mean() < limit
 
 
 @pytest.mark.parametrize(("quantization", "least", "most"), [("q8", 1e-3, 0.04), ("q4", 0.08, 0.3)])
