@@ -21,7 +21,7 @@ class ReasoningFormat:
     sign: str
     """What gives the format away in a template's text."""
     answer_header: str = ""
-    """What comes before the rest of the answer."""
+    """Text between the closing marker and the answer, which is not part of the answer."""
     repeats: bool = False
     """Whether there may be more reasoning behind the closing marker."""
 
