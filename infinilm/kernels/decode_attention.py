@@ -1,6 +1,5 @@
 """Attention of one new token per row over a paged KV cache, for decode steps."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +8,12 @@ import triton
 from torch import Tensor
 
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.decode_attention_kernels import FEW_CHUNKS, MAX_CHUNKS, decode_kernel, shared_kernel
+from infinilm.kernels.attention_order import IN_ORDER, LOG2_E, MAX_CHUNKS, NO_WINDOW, key_tile
+from infinilm.kernels.decode_attention_kernels import decode_kernel, shared_kernel
 from infinilm.kernels.early_launch import launches_early
 
 _RESULTS: int = MAX_CHUNKS.value
-_SHARED_RESULTS: int = MAX_CHUNKS.value - FEW_CHUNKS.value
 
-# A tile of keys, and one of values, has 16 KiB: 64 tokens of 128 bfloat16. Two of both are in flight in each of the
-# three programs that fit on a Hopper multiprocessor, several times the bytes that hide the memory latency.
-_TILE_BYTES = 16384
-_MAX_TILE = 64
 # Query heads that a program attends to a shared prefix: 64 is the least for which Hopper's tensor cores are
 # fast; float32 does not use them, and would run out of registers.
 _SHARED_QUERIES = 64
@@ -49,12 +44,13 @@ class DecodeWorkspace:
         self.max_rows, self.heads, self.head_dim = max_rows, heads, head_dim
         shape = (max_rows, heads, _RESULTS)
         self.results = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
-        self.log_sums = torch.empty(shape, dtype=torch.float32, device=device)
+        # The sum of the weights and the largest score of each.
+        self.sums = torch.empty((*shape, 2), dtype=torch.float32, device=device)
         self.arrivals = torch.zeros((max_rows, heads), dtype=torch.int32, device=device)  # all 0 between calls
 
     @staticmethod
     def num_bytes(max_rows: int, heads: int, head_dim: int) -> int:
-        return max_rows * heads * 4 * (_RESULTS * (head_dim + 1) + 1)
+        return max_rows * heads * 4 * (_RESULTS * (head_dim + 2) + 1)
 
     def check(self, rows: int, heads: int, head_dim: int) -> None:
         if rows > self.max_rows or heads > self.heads or head_dim > self.head_dim:
@@ -84,8 +80,8 @@ def decode_attention(
     of 0 tokens gives zeros. With a `window` only the last `window` tokens are seen, and read. Returns
     `[B, heads, head_dim]` of the query's type.
 
-    The tokens of a `shared` prefix are read through its own table, all others through `tables`. Windows don't go
-    with it: what they see is soon a row's own.
+    The tokens of a `shared` prefix are read through its own table as far as they are whole chunks, all others through
+    `tables`. Windows don't go with it: what they see is soon a row's own.
 
     With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
     """
@@ -99,11 +95,11 @@ def decode_attention(
     if rows == 0:
         return output
     options = _options(query, cache)
-    scale *= math.log2(math.e)
+    scale *= LOG2_E.value
     if cap is not None:
-        cap *= math.log2(math.e)
+        cap *= LOG2_E.value
     if shared is not None:
-        _attend_shared(query, cache, shared, workspace, scale, cap, options)
+        _attend_shared(query, cache, context_lens, shared, workspace, scale, cap, options)
     pad_group = triton.next_power_of_2(heads // kv_heads)
     num_parts, min_tokens = _parts(rows * kv_heads)
     decode_kernel[kv_heads, rows, num_parts](
@@ -113,13 +109,13 @@ def decode_attention(
         context_lens,
         None if shared is None else shared.num_tokens,
         workspace.results,
-        workspace.log_sums,
+        workspace.sums,
         workspace.arrivals,
         output,
         sinks,
         scale,
         cap,
-        torch.iinfo(torch.int32).max if window is None else window,
+        NO_WINDOW.value if window is None else window,
         min_tokens,
         query.stride(0),
         tables.stride(0),
@@ -134,6 +130,7 @@ def decode_attention(
 def _attend_shared(
     query: Tensor,
     cache: Tensor,
+    context_lens: Tensor,
     shared: SharedPrefix,
     workspace: DecodeWorkspace,
     scale: float,
@@ -146,13 +143,14 @@ def _attend_shared(
     pad_group = triton.next_power_of_2(heads // kv_heads)
     queries = _SHARED_QUERIES_FLOAT32 if query.dtype == torch.float32 else _SHARED_QUERIES
     queries = min(queries, _MAX_SHARED_OUTPUT // options["PAD_DIM"])
-    shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _SHARED_RESULTS](
+    shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _RESULTS](
         query,
         cache,
         shared.table,
         shared.num_tokens,
+        context_lens,
         workspace.results,
-        workspace.log_sums,
+        workspace.sums,
         rows,
         scale,
         cap,
@@ -176,11 +174,12 @@ def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
         "HEAD_DIM": head_dim,
         "PAD_DIM": pad_dim,
         "BLOCK_SIZE": block_size,
-        "TILE": min(_MAX_TILE, max(16, _TILE_BYTES // (pad_dim * cache.element_size()))),
+        "TILE": key_tile(query.dtype, head_dim),
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "EARLY": early,
         "num_warps": 4,
         "launch_pdl": early,
+        **IN_ORDER,
     }
 
 

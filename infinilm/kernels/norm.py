@@ -7,11 +7,16 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
 
-# 16-bit numbers of a row per thread: one load of 16 bytes, the widest.
-_PER_THREAD = 8
-# Numbers per program at least, for 4 warps: shorter rows share a program.
-_MIN_TILE = 32 * 4 * _PER_THREAD
-_MAX_WARPS = 16
+# Numbers per program at least: one load of 16 bytes, the widest, of each thread. Shorter rows share a program.
+_MIN_TILE = 1024
+
+NORM_WARPS = 4
+"""All sums of squares are added up by so many warps, so that a fused norm has the same bits."""
+
+
+def is_norm_fused(size: int) -> bool:
+    """Whether a kernel of `NORM_WARPS` warps that sums the squares of one row by itself has the bits of `rms_norm`."""
+    return triton.next_power_of_2(size) >= _MIN_TILE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = False) -> Tensor:
@@ -38,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = F
         COLUMNS=columns,
         IS_ZERO_CENTRED=is_zero_centred,
         EARLY=early,
-        num_warps=min(rows * columns // (32 * _PER_THREAD), _MAX_WARPS),
+        num_warps=NORM_WARPS,
         launch_pdl=early,
     )
     return out
@@ -84,7 +89,7 @@ def _norm_kernel(
 @triton.jit
 def inverse_rms(square_sum, SIZE: tl.constexpr, eps):
     """The factor of rows whose `SIZE` numbers have these sums of squares."""
-    return tl.rsqrt(square_sum * (1.0 / SIZE) + eps)
+    return tl.rsqrt(tl.fma(square_sum, 1.0 / SIZE, eps))
 
 
 @triton.jit

@@ -5,9 +5,9 @@ kv head; the query heads that share the kv head are rows of the tile next to eac
 read once for all of them and a short prompt still fills the tile. Programs find their tile's request themselves: the
 host sends only where the requests begin, and at most one program per request and kv head has nothing to do.
 
-*Keys.* Their tiles begin at multiples of the tile's size in the request, however much of it is cached and wherever a
-chunk of it begins. So a token's output is bitwise the same for any chunking and in any batch. Without a window only the
-last tiles of keys need a mask: all others are seen by the whole tile.
+*Keys.* They are attended to in the order of `attention_order`. Mostly all tokens of a tile have chunks of one size;
+where two sizes meet, the tile is computed once for each. Without a window only the last tiles of keys need a mask: all
+others are seen by the whole tile.
 
 *Order.* The tiles with the most keys are launched first, so that the short ones fill the gaps at the end.
 """
@@ -19,16 +19,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinilm.kernels.decode_attention_kernels import capped
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from infinilm.kernels.attention_order import (
+    IN_ORDER,
+    LOG2_E,
+    NO_WINDOW,
+    add_tile,
+    capped,
+    chunk_shift,
+    finish,
+    key_tile,
+    merge,
+    no_keys,
+)
 
 
 class Tiles(NamedTuple):
     """How the work is split and how a program is run."""
 
     rows: int  # query rows of a program: tokens times the query heads of a kv head
-    keys: int  # keys per iteration
     num_warps: int
     num_stages: int
 
@@ -36,17 +44,15 @@ class Tiles(NamedTuple):
 def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     """A good choice for Hopper.
 
-    128 rows are two of its matrix instructions, one for each group of four warps, and reuse each key enough; below 64
-    keys the instructions wait for shared memory. An accumulator of 128 x 64 takes 32 registers of every thread, scores
-    and output together at most 160 of the 255, so nothing spills.
+    128 rows are two of its matrix instructions, one for each group of four warps, and reuse each key enough. An
+    accumulator of 128 x 64 takes 32 registers of every thread: scores, a chunk's output and that of the chunks before
+    it 160 of the 255, so nothing spills.
     """
     if dtype == torch.float32:  # exact products don't use tensor cores: small tiles, or registers run out
-        return Tiles(rows=16, keys=16, num_warps=4, num_stages=1)
+        return Tiles(rows=16, num_warps=4, num_stages=1)
     if head_dim <= 128:
-        return Tiles(rows=128, keys=64, num_warps=8, num_stages=3)
-    if head_dim <= 256:
-        return Tiles(rows=128, keys=64, num_warps=8, num_stages=2)  # or shared memory runs out
-    return Tiles(rows=64, keys=32, num_warps=8, num_stages=2)
+        return Tiles(rows=128, num_warps=8, num_stages=3)
+    return Tiles(rows=64, num_warps=8, num_stages=2)  # or registers run out
 
 
 @triton.jit
@@ -76,9 +82,9 @@ def _load(pointers, inside, dims, IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _attend(
-    output,  # [rows, PAD_DIM]
-    total,  # [rows], the sum of exponentials
-    largest,  # [rows], the largest score
+    output,  # the state of the chunk, see `attention_order`
+    total,
+    largest,
     query,  # [rows, PAD_DIM]
     positions,  # [rows], the rows' places in the request
     cache,  # at the head's keys
@@ -121,16 +127,8 @@ def _attend(
             if HAS_WINDOW:
                 is_seen &= keys[None, :] > positions[:, None] - window
             score = tl.where(is_seen, score, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(score, 1) * factor)
-        shift = new_largest
-        if HAS_WINDOW:  # a row may have seen nothing yet; without a window the first tile has a key for every row
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(score * factor - shift[:, None])
-        fade = tl.exp2(largest - shift)
         value = _load(pointers + KV_HEADS * HEAD_DIM, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
-        output = tl.dot(weight.to(value.dtype), value, output * fade[:, None], input_precision="ieee")
-        total = total * fade + tl.sum(weight, 1)
-        largest = new_largest
+        output, total, largest = add_tile(output, total, largest, score, value, factor, "ieee")
     return output, total, largest
 
 
@@ -186,61 +184,73 @@ def _prefill_kernel(
     cache += head * HEAD_DIM
     table = tables + request.to(tl.int64) * table_stride
 
-    output = tl.zeros([TILE_ROWS, PAD_DIM], tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    num_done = 0
+    positions = tokens + shift
+    chunk_size = chunk_shift(positions + 1, window)
+    first_key = 0
+    num_unmasked = 0  # keys that all rows see
     if HAS_WINDOW:
-        num_done = tl.maximum(first + shift - window + 1, 0) // TILE_KEYS * TILE_KEYS
+        first_key = tl.maximum(first + shift - window + 1, 0) // TILE_KEYS * TILE_KEYS
     else:
-        num_done = (first + shift + 1) // TILE_KEYS * TILE_KEYS
-        output, total, largest = _attend(
-            output,
-            total,
-            largest,
-            packed,
-            tokens + shift,
-            cache,
-            table,
-            0,
-            num_done,
-            scale,
-            cap,
-            window,
-            block_stride,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            TILE_KEYS,
-            False,
-            False,
-        )
-    output, total, largest = _attend(
-        output,
-        total,
-        largest,
-        packed,
-        tokens + shift,
-        cache,
-        table,
-        num_done,
-        last + shift + 1,
-        scale,
-        cap,
-        window,
-        block_stride,
-        KV_HEADS,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        TILE_KEYS,
-        True,
-        HAS_WINDOW,
-    )
-    if sinks is not None:
-        total += tl.exp2(tl.load(sinks + heads) * _LOG2_E - largest)
+        num_unmasked = (first + shift + 1) // TILE_KEYS * TILE_KEYS
+    end_key = last + shift + 1
     target += (tokens.to(tl.int64)[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
-    rounded = (output / total[:, None]).to(target.dtype.element_ty)
-    tl.store(target, rounded, mask=is_real[:, None] & (dims < HEAD_DIM)[None, :])
+    for size in range(chunk_shift(first + shift + 1, window), chunk_shift(end_key, window) + 1):
+        output, total, largest = no_keys(TILE_ROWS, PAD_DIM)
+        for chunk in range(first_key >> size, (end_key - 1 >> size) + 1):
+            begin_key = tl.maximum(chunk << size, first_key)
+            chunk_end = tl.minimum((chunk + 1) << size, end_key)
+            chunk_output, chunk_total, chunk_largest = no_keys(TILE_ROWS, PAD_DIM)
+            if not HAS_WINDOW:
+                chunk_output, chunk_total, chunk_largest = _attend(
+                    chunk_output,
+                    chunk_total,
+                    chunk_largest,
+                    packed,
+                    positions,
+                    cache,
+                    table,
+                    begin_key,
+                    tl.minimum(chunk_end, num_unmasked),
+                    scale,
+                    cap,
+                    window,
+                    block_stride,
+                    KV_HEADS,
+                    HEAD_DIM,
+                    BLOCK_SIZE,
+                    TILE_KEYS,
+                    False,
+                    False,
+                )
+                begin_key = tl.minimum(tl.maximum(begin_key, num_unmasked), chunk_end)
+            chunk_output, chunk_total, chunk_largest = _attend(
+                chunk_output,
+                chunk_total,
+                chunk_largest,
+                packed,
+                positions,
+                cache,
+                table,
+                begin_key,
+                chunk_end,
+                scale,
+                cap,
+                window,
+                block_stride,
+                KV_HEADS,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                TILE_KEYS,
+                True,
+                HAS_WINDOW,
+            )
+            output, total, largest = merge(output, total, largest, chunk_output, chunk_total, chunk_largest)
+        sink = None
+        if sinks is not None:
+            sink = tl.load(sinks + heads)
+        attended = finish(output, tl.max(total, 1), largest, sink).to(target.dtype.element_ty)
+        mask = is_real & (chunk_size == size)
+        tl.store(target, attended, mask=mask[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 def prefill_attention(
@@ -288,9 +298,9 @@ def prefill_attention(
         out,
         sinks,
         num_requests,
-        scale * _LOG2_E.value,
-        None if cap is None else cap * _LOG2_E.value,
-        0 if window is None else window,
+        scale * LOG2_E.value,
+        None if cap is None else cap * LOG2_E.value,
+        NO_WINDOW.value if window is None else window,
         query.stride(0),
         cache.stride(0),
         tables.stride(0),
@@ -300,10 +310,11 @@ def prefill_attention(
         PAD_DIM=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         TILE_ROWS=tile_rows,
-        TILE_KEYS=tiles.keys,
+        TILE_KEYS=key_tile(query.dtype, head_dim),
         HAS_WINDOW=window is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **IN_ORDER,
     )
     return out
 

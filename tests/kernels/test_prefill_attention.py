@@ -10,7 +10,7 @@ from interpreter import DEVICE
 from infinilm.kernels.prefill_attention import Tiles, choose_tiles, prefill_attention, prefill_attention_torch
 
 ON_GPU = DEVICE == "cuda"
-SMALL = Tiles(rows=16, keys=16, num_warps=4, num_stages=2)
+SMALL = Tiles(rows=16, num_warps=4, num_stages=2)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

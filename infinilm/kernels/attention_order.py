@@ -1,0 +1,111 @@
+"""The order in which attention adds up a token's keys. Every attention kernel follows it, so all have the same bits.
+
+A token's context is divided into chunks, and a chunk into tiles of keys, both at fixed multiples from the request's
+first token (`chunk_shift`, `key_tile`). Within a chunk tiles are added in order; then chunks are merged in order. What a
+chunk or a tile is depends on the token's place in its request alone: not on the batch, on the step that computes it, on
+what was cached, or on which program does it. So a decode step may give each chunk to another program, a shared prefix
+may be attended once for many rows, and a prompt may be computed in any pieces.
+
+Sums go through the tensor cores, whose results do not depend on the shape of the tile: the sum of the weights, too, as
+a product with ones. Everything else is one operation per number, in which the compiler must not merge products and
+sums as it likes: kernels are launched with `IN_ORDER`, and `tl.fma` says where they are merged.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+IN_ORDER = {"enable_fp_fusion": False}
+"""Options of a launch."""
+
+MAX_CHUNKS = tl.constexpr(16)
+"""No token has more."""
+
+NO_WINDOW = tl.constexpr(1 << 29)
+"""What stands for a window where there is none: more tokens than any request has."""
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# The least columns of a product's result, which all hold the same sum.
+SUM_COLUMNS = tl.constexpr(16)
+
+
+def key_tile(dtype: torch.dtype, head_dim: int) -> int:
+    """Keys of a tile.
+
+    64 keys of 128 bfloat16 are 16 KiB. Decoding, two tiles of keys and two of values are in flight in each of the three
+    programs that fit on a Hopper multiprocessor, several times the bytes that hide the memory latency.
+    """
+    if dtype == torch.float32:  # exact products don't use tensor cores: small tiles, or registers run out
+        return 16
+    return 64 if head_dim <= 128 else 32
+
+
+@triton.jit
+def chunk_shift(num_seen, window):
+    """The binary logarithm of the keys per chunk for a token that is number `num_seen` of its request.
+
+    256 keys, because merging would take longer than reading fewer; from 4,096 tokens on an eighth of the largest power
+    of two, so that there are 8 to 16 chunks. With a window of w no more than w keys and a part of a chunk matter.
+    """
+    num_seen = tl.minimum(num_seen, window + (window >> 3))
+    shift = (num_seen >= 0).to(tl.int32) * 8
+    for i in tl.static_range(12, 30):
+        shift += (num_seen >= (1 << i)).to(tl.int32)
+    return shift
+
+
+@triton.jit
+def no_keys(M: tl.constexpr, PAD_DIM: tl.constexpr):
+    """The state before the first tile: weighted sum of the values, sum of the weights, largest score."""
+    output = tl.zeros([M, PAD_DIM], tl.float32)
+    total = tl.zeros([M, SUM_COLUMNS], tl.float32)
+    largest = tl.full([M], float("-inf"), tl.float32)
+    return output, total, largest
+
+
+@triton.jit
+def add_tile(
+    output,  # [M, PAD_DIM] float32
+    total,  # [M, SUM_COLUMNS] float32
+    largest,  # [M] float32
+    score,  # [M, TILE] float32, -inf where a key is not seen
+    value,  # [TILE, PAD_DIM]
+    factor,  # of the scores; log2(e) included
+    PRECISION: tl.constexpr,
+):
+    """The state after one more tile of keys."""
+    new_largest = tl.maximum(largest, tl.max(score, 1) * factor)
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen nothing yet
+    weight = tl.exp2(tl.fma(score, factor, -shift[:, None])).to(value.dtype)
+    fade = tl.exp2(largest - shift)[:, None]
+    output = tl.dot(weight, value, output * fade, input_precision=PRECISION)
+    ones = tl.full([value.shape[0], SUM_COLUMNS], 1.0, value.dtype)
+    total = tl.dot(weight, ones, total * fade, input_precision=PRECISION)
+    return output, total, new_largest
+
+
+@triton.jit
+def merge(output, total, largest, chunk_output, chunk_total, chunk_largest):
+    """The state after one more chunk; sums are `[M, …]`, the largest scores `[M]`."""
+    new_largest = tl.maximum(largest, chunk_largest)
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    old = tl.exp2(largest - shift)[:, None]
+    new = tl.exp2(chunk_largest - shift)[:, None]
+    output = tl.fma(chunk_output, tl.broadcast_to(new, output.shape), output * old)
+    total = tl.fma(chunk_total, tl.broadcast_to(new, total.shape), total * old)
+    return output, total, new_largest
+
+
+@triton.jit
+def finish(output, total, largest, sink):
+    """The attention of a row whose chunks are all merged. `total` is `[M]`, a `sink` a score without a value or None."""
+    if sink is not None:
+        total += tl.exp2(tl.fma(sink, LOG2_E, -largest))
+    return output / total[:, None]
+
+
+@triton.jit
+def capped(score, cap):
+    """`cap * tanh(score / cap)`."""
+    return cap - 2 * cap / (1 + tl.exp2(score * (2 * LOG2_E / cap)))
