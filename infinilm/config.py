@@ -70,6 +70,10 @@ class Config:
     seed: int = 0
     """Requests without a seed derive theirs from this and their order of arrival."""
     enable_prefix_caching: bool = True
+    deterministic: bool = True
+    """Give a request the same tokens and log-probabilities, bit for bit, whatever else the engine computes and however
+    it divides the work. False: a GPU may use faster orders of summation, which depend on that. What is met on this
+    device: `LLM.stats().guarantee`."""
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
     executor: str = "auto"
@@ -99,6 +103,7 @@ class Config:
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES))
         check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_flag("deterministic", self.deterministic)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("executor", self.executor, EXECUTORS)
         self._check_distributed()

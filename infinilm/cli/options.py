@@ -56,6 +56,12 @@ _ENGINE_OPTIONS = {
     ),
     "executor": _engine_option(str, f"Where several ranks run: {', '.join(EXECUTORS)}. Default: processes."),
     "attention_backend": _engine_option(str, f"What computes attention: {', '.join(ATTENTION_BACKENDS)}."),
+    "deterministic": _engine_option(
+        bool,
+        "Give a request the same answer, bit for bit, whatever else is computed. --no-deterministic: a GPU may be "
+        "faster. Default: --deterministic.",
+        "--deterministic/--no-deterministic",
+    ),
     "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),
     "max_num_seqs": _engine_option(int, f"Most requests at a time. Default: {Config.max_num_seqs}."),
     "max_num_batched_tokens": _engine_option(

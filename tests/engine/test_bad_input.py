@@ -72,6 +72,7 @@ BAD_SETTINGS = [
     ({"dtype": "int8"}, "dtype='int8'"),
     ({"attention_backend": "flash"}, "attention_backend='flash'"),
     ({"enable_prefix_caching": "yes"}, "enable_prefix_caching='yes'"),
+    ({"deterministic": 1}, "deterministic=1"),
     ({"tensor_parallel_size": 3}, "num_attention_heads=4 and num_key_value_heads=2 .* use a .* size of 1, 2, 4"),
     ({"tensor_parallel_size": 2, "distributed": DistConfig(4)}, "disagree"),
     ({"distributed": 2}, "distributed=2 must be a DistConfig"),
