@@ -15,6 +15,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    is_ordered: bool
+    """Whether a token's bits must not depend on its company. Most backends have one order anyway."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Why this backend can't serve the device; None if it can."""

@@ -19,6 +19,7 @@ class NativeAttention:
     """Attention by the native library. Its plan of a step is the library's own `Step`."""
 
     name = "native"
+    is_ordered = True
 
     def __init__(self) -> None:
         self._library: Any = native.load()

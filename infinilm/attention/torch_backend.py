@@ -112,6 +112,7 @@ class TorchAttention:
     """Attention in plain torch."""
 
     name = "torch"
+    is_ordered = True
 
     def why_not(self, device: torch.device) -> str | None:  # noqa: ARG002 - it serves them all
         """None: every device can be served."""

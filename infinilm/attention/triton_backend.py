@@ -1,9 +1,9 @@
-"""Attention through Triton kernels, and cuDNN for long prompts.
+"""Attention through Triton kernels, and cuDNN for long prompts if the order of sums does not matter.
 
 A batch may mix requests with one new token (decoding), which `kernels/decode_attention.py` takes, with requests that
-have more (prefill): long ones go to cuDNN where that pays (`long_prefill.py`), all others to
-`kernels/prefill_attention.py`. Everything the layers need is on the device before the first of them, after one copy,
-and nothing here ever waits for the device.
+have more (prefill), which `kernels/prefill_attention.py` takes. The keys and values of long ones are gathered first:
+for that kernel, or without `is_ordered` for cuDNN (`long_prefill.py`), which is faster still. Everything the layers
+need is on the device before the first of them, and nothing here ever waits for the device.
 """
 
 from collections.abc import Collection
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from infinilm.attention.batch import ForwardBatch, IntArray
 from infinilm.attention.long_prefill import Cover, LongPrefill
+from infinilm.kernels.attention_order import key_tile
 from infinilm.kernels.copies import to_device
 from infinilm.kernels.decode_attention import DecodeWorkspace, SharedPrefix, decode_attention
-from infinilm.kernels.prefill_attention import prefill_attention
-from infinilm.kernels.store_kv import store_kv
+from infinilm.kernels.prefill_attention import can_gather, prefill_attention
+from infinilm.kernels.store_kv import gather_kv, store_kv
 from infinilm.kernels.support import why_no_triton
 
+# From so many pairs of query and key on, gathering takes a small part of the time: a prompt of 2,048 tokens.
+_MIN_GATHERED_PAIRS = 2048 * 2048 // 2
 # Rows of the smallest decode workspace: they are cheap, and growing is not.
 _MIN_WORKSPACE_ROWS = 64
 
@@ -40,12 +43,14 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """One request that is long enough for `LongPrefill`."""
+    """One request that is long enough for its keys and values to be gathered."""
 
     tokens: slice  # its places in the batch
     table: Tensor  # [max_blocks] int32
     context_len: int
-    cover: Cover
+    query_starts: Tensor  # [2] int32: 0 and the number of new tokens
+    context_lens: Tensor  # [1] int32
+    cover: Cover | None  # what cuDNN computes; None: Triton's kernel does
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class TritonAttention:
     """Attention through Triton kernels."""
 
     name = "triton"
+    is_ordered = False
 
     def __init__(self, long_prefill: LongPrefill | None = None) -> None:
         self._long_prefill = long_prefill or LongPrefill()
@@ -104,7 +110,7 @@ class TritonAttention:
         if is_decode.all():
             (context_lens,) = _send(tables.device, batch.context_lens)
             return DecodePlan(tables, context_lens, batch.slot_mapping)
-        covers = self._long_prefill.covers(batch.query_lens, batch.context_lens)
+        covers = self._covers(batch.query_lens, batch.context_lens)
         is_short = ~is_decode
         is_short[list(covers)] = False
         decoding = np.flatnonzero(is_decode)
@@ -164,8 +170,7 @@ class TritonAttention:
             tokens = plan.decode_tokens
             output[tokens] = self._decode(query[tokens], cache, plan.decode, scoring)
         has_short, context_lens = True, plan.context_lens
-        is_plain = cap is None and sinks is None  # which cuDNN is not asked for
-        if plan.long and is_plain and self._attend_long(query, cache, plan, output, scale=scale, window=window):
+        if plan.long and self._attend_long(query, cache, plan, output, scoring):
             has_short, context_lens = plan.has_short, plan.short_context_lens
         if has_short:
             prefill_attention(query, cache, plan.tables, plan.query_starts, context_lens, **scoring, out=output)
@@ -173,7 +178,14 @@ class TritonAttention:
 
     def has_long(self, query_lens: IntArray, context_lens: IntArray) -> bool:
         """Whether a batch has requests that are long enough for cuDNN."""
-        return bool(self._long_prefill.covers(query_lens, context_lens))
+        return bool(self._covers(query_lens, context_lens))
+
+    def _covers(self, query_lens: IntArray, context_lens: IntArray) -> dict[int, Cover | None]:
+        """The long requests. If the order matters they are not for cuDNN, which has one of its own."""
+        if not self.is_ordered:
+            return {**self._long_prefill.covers(query_lens, context_lens)}
+        num_pairs = (context_lens**2 - (context_lens - query_lens) ** 2) // 2
+        return dict.fromkeys(np.flatnonzero(num_pairs >= _MIN_GATHERED_PAIRS).tolist())
 
     def _decode(self, query: Tensor, cache: Tensor, plan: DecodePlan, scoring: dict[str, Any]) -> Tensor:
         num_rows, heads, head_dim = query.shape
@@ -188,13 +200,19 @@ class TritonAttention:
         )
 
     def _attend_long(
-        self, query: Tensor, cache: Tensor, plan: MixedPlan, output: Tensor, *, scale: float, window: int | None
+        self, query: Tensor, cache: Tensor, plan: MixedPlan, output: Tensor, scoring: dict[str, Any]
     ) -> bool:
         """Write the long requests' rows of the output; False if they have to be attended like short ones."""
-        is_windowed = window is not None and any(row.context_len > window for row in plan.long)
-        if is_windowed or self._long_prefill.why_not(query) is not None:
+        window, scale = scoring["window"], scoring["scale"]
+        if window is not None and any(row.context_len > window for row in plan.long):
+            return False
+        if self.is_ordered:
+            return self._attend_gathered(query, cache, plan, output, scoring)
+        is_plain = scoring["cap"] is None and scoring["sinks"] is None  # cuDNN is not asked for more
+        if not is_plain or self._long_prefill.why_not(query) is not None:
             return False
         for row in plan.long:
+            assert row.cover is not None
             attended = self._long_prefill.attend(
                 query[row.tokens], cache, row.table, row.cover, context_len=row.context_len, scale=scale
             )
@@ -203,11 +221,34 @@ class TritonAttention:
             output[row.tokens] = attended
         return True
 
+    def _attend_gathered(
+        self, query: Tensor, cache: Tensor, plan: MixedPlan, output: Tensor, scoring: dict[str, Any]
+    ) -> bool:
+        """The same, in order: keys and values of a long request are gathered, so that they are read faster."""
+        if not can_gather(query):
+            return False
+        tile = key_tile(query.dtype, query.shape[2])
+        for row in plan.long:
+            num_tokens = -(-row.context_len // tile) * tile
+            gathered = gather_kv(cache, row.table, context_len=row.context_len, num_tokens=num_tokens)
+            prefill_attention(
+                query[row.tokens],
+                cache,
+                row.table[None],
+                row.query_starts,
+                row.context_lens,
+                **scoring,
+                out=output[row.tokens],
+                gathered=gathered.to(query.dtype),
+            )
+        return True
 
-def _long_row(batch: ForwardBatch, tables: Tensor, request: int, cover: Cover) -> LongRow:
+
+def _long_row(batch: ForwardBatch, tables: Tensor, request: int, cover: Cover | None) -> LongRow:
     end = int(batch.query_lens[: request + 1].sum())
-    tokens = slice(end - int(batch.query_lens[request]), end)
-    return LongRow(tokens, tables[request], int(batch.context_lens[request]), cover)
+    num_new, context_len = int(batch.query_lens[request]), int(batch.context_lens[request])
+    starts, lens = _send(tables.device, np.array([0, num_new]), np.array([context_len]))
+    return LongRow(slice(end - num_new, end), tables[request], context_len, starts, lens, cover)
 
 
 def _send(device: torch.device, *arrays: IntArray) -> tuple[Tensor, ...]:

@@ -45,7 +45,7 @@ from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-MODEL_SETTINGS = ("dtype", "quantization", "attention_backend", "kv_cache_dtype")
+MODEL_SETTINGS = ("dtype", "quantization", "attention_backend", "kv_cache_dtype", "deterministic")
 """Those that decide how the model is kept and computed."""
 
 

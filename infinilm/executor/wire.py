@@ -76,7 +76,7 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
                 ModelConfig.from_dict(values["config"]),
                 values["max_len"],
                 source if isinstance(source, int) else Path(source),
-                WeightFormats(values["formats"]),
+                WeightFormats(values["formats"], is_ordered=values["is_ordered"]),
             )
         case Command.LOAD_SHARDS:
             worker.load_shards({worker.rank: message.tensors})
@@ -111,6 +111,7 @@ def _write_load(config: ModelConfig, max_len: int, source: Path | int, formats: 
             "max_len": max_len,
             "source": source if isinstance(source, int) else str(source.absolute()),
             "formats": dict(formats.by_name),
+            "is_ordered": formats.is_ordered,
             "registration": describe_registration(config.model_type),
         }
     )

@@ -1,10 +1,10 @@
 """The order in which attention adds up a token's keys. Every attention kernel follows it, so all have the same bits.
 
 A token's context is divided into chunks, and a chunk into tiles of keys, both at fixed multiples from the request's
-first token (`chunk_shift`, `key_tile`). Within a chunk tiles are added in order; then chunks are merged in order. What a
-chunk or a tile is depends on the token's place in its request alone: not on the batch, on the step that computes it, on
-what was cached, or on which program does it. So a decode step may give each chunk to another program, a shared prefix
-may be attended once for many rows, and a prompt may be computed in any pieces.
+first token (`chunk_shift`, `key_tile`). Within a chunk tiles are added in order; then chunks are merged in order. What
+a chunk or a tile is depends on the token's place in its request alone: not on the batch, on the step that computes it,
+on what was cached, or on which program does it. So a decode step may give each chunk to another program, a shared
+prefix may be attended once for many rows, and a prompt may be computed in any pieces.
 
 Sums go through the tensor cores, whose results do not depend on the shape of the tile: the sum of the weights, too, as
 a product with ones. Everything else is one operation per number, in which the compiler must not merge products and
@@ -99,7 +99,7 @@ def merge(output, total, largest, chunk_output, chunk_total, chunk_largest):
 
 @triton.jit
 def finish(output, total, largest, sink):
-    """The attention of a row whose chunks are all merged. `total` is `[M]`, a `sink` a score without a value or None."""
+    """The attention of rows whose chunks are all merged. `total` is `[M]`; a `sink` is a score without a value."""
     if sink is not None:
         total += tl.exp2(tl.fma(sink, LOG2_E, -largest))
     return output / total[:, None]

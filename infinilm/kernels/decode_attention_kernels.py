@@ -147,11 +147,10 @@ def _combine(
             total = tl.load(sum_places + 2 * index, mask=is_used & is_head, other=0.0)
             largest = tl.load(sum_places + 2 * index + 1, mask=is_used & is_head, other=float("-inf"))
             chunks += ((result, total[:, None], largest),)  # type: ignore[assignment]
-        output, total, largest = chunks[0]
+        output, total, largest = chunks[0]  # type: ignore[misc]
         for index in tl.static_range(1, MAX_CHUNKS):
             if index < num_chunks:
-                result, chunk_total, chunk_largest = chunks[index]
-                output, total, largest = merge(output, total, largest, result, chunk_total, chunk_largest)
+                output, total, largest = merge(output, total, largest, *chunks[index])
         sink = None
         if sinks is not None:
             sink = tl.load(sinks + member + tl.arange(0, HEADS), mask=is_head, other=0.0)

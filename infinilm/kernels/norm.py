@@ -10,13 +10,8 @@ from infinilm.kernels.early_launch import launches_early, let_next_start, loaded
 # Numbers per program at least: one load of 16 bytes, the widest, of each thread. Shorter rows share a program.
 _MIN_TILE = 1024
 
-NORM_WARPS = 4
-"""All sums of squares are added up by so many warps, so that a fused norm has the same bits."""
-
-
-def is_norm_fused(size: int) -> bool:
-    """Whether a kernel of `NORM_WARPS` warps that sums the squares of one row by itself has the bits of `rms_norm`."""
-    return triton.next_power_of_2(size) >= _MIN_TILE
+# A thread of a long row has several loads in flight.
+_WARPS = 4
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = False) -> Tensor:
@@ -43,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = F
         COLUMNS=columns,
         IS_ZERO_CENTRED=is_zero_centred,
         EARLY=early,
-        num_warps=NORM_WARPS,
+        num_warps=_WARPS,
         launch_pdl=early,
     )
     return out

@@ -18,9 +18,13 @@ from torch import Tensor
 
 from infinilm.kernels.activation import gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
-from infinilm.kernels.norm import NORM_WARPS, inverse_rms, is_norm_fused, rms_norm, scale_and_weigh
+from infinilm.kernels.norm import rms_norm
 
 MAX_ROWS = 32
+# Inputs of a line that are fetched ahead: of large matrices the L2 cache could not hold all.
+FETCHED = tl.constexpr(2048)
+# Columns of the smallest matrix instruction.
+_MIN_ROWS = 8
 
 Norm = tuple[Tensor, float]
 """Weight `[in]` and epsilon of an RMS norm of the input."""
@@ -45,27 +49,25 @@ def ordered_product(
     is_gated: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`x` `[M, in]`, normed, times `weight` `[out, in]`, plus `bias` `[out]` or `residual` `[M, out]`: `[M, out]`.
+    """`x` `[M, in]`, normed, times `weight` `[out, in]`, plus `bias` `[out]`, plus `residual` `[M, out]`: `[M, out]`.
 
     M is at most `MAX_ROWS`. If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
-    `silu_mul` of the product. `tile` is for measuring others than `choose_tile`'s.
+    `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each rounded.
+    `tile` is for measuring others than `choose_tile`'s.
     """
     num_rows, in_size = x.shape
     num_matrices = 2 if is_gated else 1
     out_size = len(weight) // num_matrices
-    fuses = norm is not None and num_rows == 1 and is_norm_fused(in_size)
-    if norm is not None and not fuses:
+    if norm is not None:
         x = rms_norm(x, *norm)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    tile = tile or choose_tile(num_rows, len(weight), in_size, fuses=fuses)
+    tile = tile or choose_tile(num_rows, len(weight), weight.element_size())
     early = launches_early(x.device)
-    norm_weight, eps = norm if norm is not None and fuses else (None, 0.0)
     _product_kernel[(triton.cdiv(out_size, tile.outputs // num_matrices),)](
         x,
-        norm_weight,
         weight,
         bias,
         residual,
@@ -74,14 +76,13 @@ def ordered_product(
         out_size,
         x.stride(0),
         0 if residual is None else residual.stride(0),
-        eps,
         IN=in_size,
         WEIGHT_STRIDE=weight.stride(0),
         MATRICES=num_matrices,
-        ROWS=16 if num_rows <= 16 else MAX_ROWS,
+        ROWS=max(_MIN_ROWS, triton.next_power_of_2(num_rows)),
+        IS_ONE=num_rows == 1,
         LINES=tile.outputs,
         BLOCK_IN=min(tile.inputs, triton.next_power_of_2(max(16, in_size))),
-        COLUMNS=triton.next_power_of_2(in_size),
         # Triton's interpreter has no products of bfloat16 matrices.
         WIDEN=x.device.type == "cpu",
         STAGES=tile.num_stages,
@@ -93,28 +94,29 @@ def ordered_product(
 
 
 def keep_order() -> None:
-    """Keep torch's products from splitting the inputs, in this process: an order of their own for some numbers of rows."""
+    """Keep torch's products, in this process, from splitting the inputs, which they do for some numbers of rows."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
-def choose_tile(num_rows: int, num_lines: int, in_size: int, *, fuses: bool) -> Tile:
+def choose_tile(num_rows: int, num_lines: int, itemsize: int) -> Tile:
     """The tile for a number of rows and a matrix of so many lines.
 
     Narrow, so that there are programs for most of the 132 multiprocessors of an H200, and with many bytes in flight.
     """
-    if fuses:
-        return Tile(32, 256, NORM_WARPS, 4)
-    if num_lines <= 2048:
-        return Tile(8, 512, 1, 4)
-    return Tile(16, 512 if in_size % 512 == 0 else 256, 2, 4 if num_rows <= 16 else 3)
+    if num_rows <= 8:
+        tile = Tile(16, 512, 1, 6)
+    elif num_rows <= 16 or num_lines <= 2048:
+        tile = Tile(16, 512, 2, 4)
+    else:
+        tile = Tile(64, 128, 4, 6)
+    return tile._replace(inputs=tile.inputs * 2 // itemsize)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,
-    norm_weight,  # or None: no norm
     weight,
     bias,  # or None
     residual,  # or None
@@ -123,14 +125,13 @@ def _product_kernel(
     out_size,
     x_stride,
     residual_stride,
-    eps,
     IN: tl.constexpr,
     WEIGHT_STRIDE: tl.constexpr,
     MATRICES: tl.constexpr,  # 2: gate and up
     ROWS: tl.constexpr,
+    IS_ONE: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    COLUMNS: tl.constexpr,
     WIDEN: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -145,56 +146,57 @@ def _product_kernel(
     lines = tl.arange(0, LINES)
     numbers = (first + lines // MATRICES) + lines % MATRICES * out_size
     has_line = first + lines // MATRICES < out_size
-    weight += numbers.to(tl.int64)[None, :] * WEIGHT_STRIDE
-    if EARLY and IN % 64 == 0 and WEIGHT_STRIDE % 8 == 0:
-        _fetch_lines(weight, has_line, IN, LINES)
+    weight += numbers.to(tl.int64)[:, None] * WEIGHT_STRIDE
+    if EARLY and IN % 256 == 0 and WEIGHT_STRIDE % 8 == 0 and weight.dtype.element_ty.primitive_bitwidth == 16:
+        _fetch_lines(weight, has_line, FETCHED if IN > FETCHED else IN, LINES)
     wait_for_inputs(EARLY)
-    rows = tl.arange(0, ROWS)
     inputs = tl.arange(0, BLOCK_IN)
-    if norm_weight is not None:  # of the only row, in the order of `rms_norm`
-        columns = tl.arange(0, COLUMNS)[None, :]
-        wide = tl.load(x + columns, mask=columns < IN, other=0.0).to(tl.float32)
-        scale = inverse_rms(tl.sum(wide * wide, axis=1), IN, eps)[:, None]
-    x += rows[:, None] * x_stride + inputs[None, :]
-    weight += inputs[:, None]
-    is_row = (rows < num_rows)[:, None]
-    sums = tl.zeros([ROWS, LINES], tl.float32)
+    rows = tl.arange(0, ROWS)[None, :]
+    is_row = rows < num_rows
+    outputs = (first + tl.arange(0, OUTPUTS))[:, None]
+    inside = is_row & (outputs < out_size)
+    if residual is not None:
+        kept = tl.load(residual + rows * residual_stride + outputs, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        added = tl.load(bias + numbers, mask=has_line, other=0.0).to(tl.float32)[:, None]
+    sums = tl.zeros([LINES, ROWS], tl.float32)
     for start in tl.range(0, IN, BLOCK_IN, num_stages=STAGES):
-        is_value, is_weight = is_row, has_line[None, :]
+        places = start + inputs
+        is_input, is_weight = places < IN, has_line[:, None]
         if IN % BLOCK_IN != 0:
-            is_value = is_value & (start + inputs < IN)[None, :]
-            is_weight = is_weight & (start + inputs < IN)[:, None]
+            is_weight = is_weight & is_input[None, :]
         # They are evicted first: a matrix is not read again soon.
-        tile = tl.load(weight + start, mask=is_weight, other=0.0, eviction_policy="evict_first")
-        values = tl.load(x + start, mask=is_value, other=0.0)
-        if norm_weight is not None:
-            factor = tl.load(norm_weight + start + inputs, mask=start + inputs < IN, other=0.0)[None, :]
-            values = scale_and_weigh(values.to(tl.float32), scale, factor, x.dtype.element_ty)
+        tile = tl.load(weight + places[None, :], mask=is_weight, other=0.0, eviction_policy="evict_first")
+        if IS_ONE:  # all rows of the tile are the only one
+            values = tl.load(x + places, mask=is_input, other=0.0)
+            values = tl.broadcast_to(values[:, None], (BLOCK_IN, ROWS))
+        else:
+            is_value = tl.trans(is_row)
+            if IN % BLOCK_IN != 0:
+                is_value = is_value & is_input[None, :]
+            values = tl.load(x + tl.trans(rows) * x_stride + places[None, :], mask=is_value, other=0.0).trans()
         if WIDEN:
             values, tile = values.to(tl.float32), tile.to(tl.float32)
-        sums = tl.dot(values, tile, sums, input_precision="ieee")
+        sums = tl.dot(tile, values, sums, input_precision="ieee")
 
-    outputs = first + tl.arange(0, OUTPUTS)[None, :]
-    inside = is_row & (outputs < out_size)
     if bias is not None:
-        sums += tl.load(bias + numbers, mask=has_line, other=0.0).to(tl.float32)[None, :]
-    if residual is not None:
-        places = residual + rows[:, None] * residual_stride + outputs
-        sums += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        sums += added
     result = sums.to(out.dtype.element_ty)
     if MATRICES == 2:
-        gate, up = tl.split(tl.reshape(result, (ROWS, OUTPUTS, 2)))
+        gate, up = tl.split(tl.permute(tl.reshape(result, (OUTPUTS, 2, ROWS)), (0, 2, 1)))
         result = gated(gate, up)
-    tl.store(out + rows[:, None] * out_size + outputs, result, mask=inside)
+    if residual is not None:
+        result = (result.to(tl.float32) + kept).to(out.dtype.element_ty)
+    tl.store(out + rows * out_size + outputs, result, mask=inside)
 
 
 @triton.jit
 def _fetch_lines(lines, has_line, IN: tl.constexpr, LINES: tl.constexpr):
-    """Let the L2 cache fetch the `lines` `[1, LINES]` of 16-bit numbers; each thread asks for a part of one."""
-    PARTS: tl.constexpr = 32 // LINES if LINES < 32 and IN % 256 == 0 else 1
+    """Let the L2 cache fetch the `lines` `[LINES, 1]` of 16-bit numbers; each thread asks for a part of one."""
+    PARTS: tl.constexpr = 32 // LINES if LINES < 32 else 1
     PART: tl.constexpr = IN // PARTS
-    parts = lines + tl.arange(0, PARTS)[:, None] * PART
-    sizes = tl.where(has_line[None, :], PART * 2, 0) + tl.zeros([PARTS, LINES], tl.int32)
+    parts = lines + tl.arange(0, PARTS)[None, :] * PART
+    sizes = tl.where(has_line[:, None], PART * 2, 0) + tl.zeros([LINES, PARTS], tl.int32)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from infinilm.kernels.attention_order import (
     IN_ORDER,
@@ -55,6 +56,15 @@ def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     return Tiles(rows=64, num_warps=8, num_stages=2)  # or registers run out
 
 
+def can_gather(query: Tensor) -> bool:
+    """Whether `prefill_attention` takes gathered keys and values for these queries: Hopper's copy engine loads them."""
+    is_hopper = query.device.type == "cpu" or torch.cuda.get_device_capability(query.device) >= (9, 0)
+    head_dim = query.shape[2]
+    return (
+        is_hopper and query.dtype != torch.float32 and head_dim >= 16 and head_dim == triton.next_power_of_2(head_dim)
+    )
+
+
 @triton.jit
 def _find_request(query_starts, num_requests, tile, TOKENS: tl.constexpr):
     """The tile's request. Request i's tiles begin with number `query_starts[i] // TOKENS + i`, so that all fit."""
@@ -88,6 +98,8 @@ def _attend(
     query,  # [rows, PAD_DIM]
     positions,  # [rows], the rows' places in the request
     cache,  # at the head's keys
+    gathered,  # None: they are read from the cache
+    head,
     table,
     begin,  # a multiple of TILE_KEYS
     end,
@@ -108,15 +120,20 @@ def _attend(
     for first in range(begin, end, TILE_KEYS):
         keys = first + tl.arange(0, TILE_KEYS)
         inside = keys < end
-        if BLOCK_SIZE % TILE_KEYS == 0:
+        if gathered is not None:
+            block = 0
+        elif BLOCK_SIZE % TILE_KEYS == 0:
             block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
         elif IS_MASKED:
             block = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         else:
             block = tl.load(table + keys // BLOCK_SIZE).to(tl.int64)
-        places = block * block_stride + keys % BLOCK_SIZE * (2 * KV_HEADS * HEAD_DIM)
-        pointers = cache + places[:, None] + dims[None, :]
-        key = _load(pointers, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
+        if gathered is not None:
+            key = gathered.load([first, head * HEAD_DIM])
+        else:
+            places = block * block_stride + keys % BLOCK_SIZE * (2 * KV_HEADS * HEAD_DIM)
+            pointers = cache + places[:, None] + dims[None, :]
+            key = _load(pointers, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
         score = tl.dot(query, key.trans(), input_precision="ieee")
         factor = scale
         if cap is not None:
@@ -127,7 +144,11 @@ def _attend(
             if HAS_WINDOW:
                 is_seen &= keys[None, :] > positions[:, None] - window
             score = tl.where(is_seen, score, float("-inf"))
-        value = _load(pointers + KV_HEADS * HEAD_DIM, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
+        if gathered is not None:
+            value = gathered.load([first, (KV_HEADS + head) * HEAD_DIM])
+        else:
+            more = pointers + KV_HEADS * HEAD_DIM
+            value = _load(more, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
         output, total, largest = add_tile(output, total, largest, score, value, factor, "ieee")
     return output, total, largest
 
@@ -139,6 +160,7 @@ def _attend(
 def _prefill_kernel(
     query,
     cache,
+    gathered,  # a descriptor of the only request's keys and values in order; None: they are read from the cache
     tables,
     query_starts,
     context_lens,
@@ -208,6 +230,8 @@ def _prefill_kernel(
                     packed,
                     positions,
                     cache,
+                    gathered,
+                    head,
                     table,
                     begin_key,
                     tl.minimum(chunk_end, num_unmasked),
@@ -230,6 +254,8 @@ def _prefill_kernel(
                 packed,
                 positions,
                 cache,
+                gathered,
+                head,
                 table,
                 begin_key,
                 chunk_end,
@@ -265,6 +291,7 @@ def prefill_attention(
     cap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    gathered: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Attend each request's new tokens to its tokens in the cache, causally, their own keys and values included.
@@ -276,6 +303,9 @@ def prefill_attention(
     With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
     Returns `[T, heads, head_dim]`.
 
+    `gathered` `[n, 2, kv_heads, head_dim]` are the keys and values of the only request in order, and zeros up to a
+    multiple of `key_tile`. From there they are read faster; `can_gather` says for which heads.
+
     A request of context length 0 is left out: its rows of `out`, which is contiguous, stay as they are, or zeros.
     """
     num_tokens, heads, head_dim = query.shape
@@ -286,12 +316,14 @@ def prefill_attention(
     if num_tokens == 0 or num_requests == 0:
         return out
     tiles = tiles or choose_tiles(query.dtype, head_dim)
+    keys = key_tile(query.dtype, head_dim)
     group = heads // kv_heads
     tile_rows = max(tiles.rows, triton.next_power_of_2(group))
     num_tiles = num_tokens // (tile_rows // group) + num_requests
     _prefill_kernel[num_tiles, kv_heads](
         query,
         cache,
+        None if gathered is None else TensorDescriptor.from_tensor(gathered.flatten(1), [keys, head_dim]),
         tables,
         query_starts,
         context_lens,
@@ -310,7 +342,7 @@ def prefill_attention(
         PAD_DIM=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         TILE_ROWS=tile_rows,
-        TILE_KEYS=key_tile(query.dtype, head_dim),
+        TILE_KEYS=keys,
         HAS_WINDOW=window is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -1,7 +1,7 @@
 """Defaults that follow from a checkpoint and the machine."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
+from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import find_source, resolve
@@ -90,12 +91,14 @@ def make_choices(
     quantization: str | None = None,
     attention_backend: str = "auto",
     kv_cache_dtype: str = "auto",
+    deterministic: bool = True,
 ) -> ModelChoices:
     """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
 
     Without a checkpoint weights are random, and dense.
     """
     chosen, formats = choose_dtype(dtype, config, device), DENSE
+    is_ordered = deterministic and has_kernels(device)
     if checkpoint is not None:
         formats = choose_formats(
             checkpoint,
@@ -116,7 +119,7 @@ def make_choices(
     is_quantized = any(isinstance(shard, PackedShard) for shard in outline.weight_targets().values())
     attention = select_attention(attention_backend, config, device, chosen, is_quantized=is_quantized)
     kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")
-    return ModelChoices(chosen, formats, outline, attention, kv_dtype)
+    return ModelChoices(chosen, replace(formats, is_ordered=is_ordered), outline, attention, kv_dtype)
 
 
 def select_attention(

@@ -166,7 +166,8 @@ def create_model(
     """
     config.validate()
     check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
-    more: dict[str, Any] = {"formats": formats} if formats.by_name else {}
+    takes_formats = formats.by_name or keeps_quantized(config.model_type)
+    more: dict[str, Any] = {"formats": formats} if takes_formats else {}
     builder = FAMILIES[config.model_type].builder
     if num_stages == 1:
         return builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **more)

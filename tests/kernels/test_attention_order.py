@@ -1,6 +1,7 @@
 """All attention kernels give a token the same bits, and all of them by the order that `attention_order` describes."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: bits are those of its tensor cores")
 
 
-@triton.jit
-def _shifts(num_seen, window, target, N: tl.constexpr):
-    i = tl.arange(0, N)
+@triton.jit  # type: ignore[untyped-decorator]
+def _shifts(num_seen, window, target, NUM: tl.constexpr):  # noqa: N803
+    i = tl.arange(0, NUM)
     tl.store(target + i, chunk_shift(tl.load(num_seen + i), window))
 
 
 def chunk_sizes(num_seen: list[int], window: int | None) -> list[int]:
     target = torch.empty(len(num_seen), dtype=torch.int32, device=DEVICE)
     seen = torch.tensor(num_seen, dtype=torch.int32, device=DEVICE)
-    _shifts[(1,)](seen, NO_WINDOW.value if window is None else window, target, N=len(num_seen))
+    _shifts[(1,)](seen, NO_WINDOW.value if window is None else window, target, NUM=len(num_seen))
     return [1 << shift for shift in target.tolist()]
 
 
@@ -51,9 +52,9 @@ LENGTHS = [1, 15, 63, 64, 65, 255, 256, 257, 511, 513, 1000, 2047, 2049, 4095, 4
 class Context:
     """A text's queries, keys and values in blocks, and its attention by each kernel."""
 
-    def __init__(self, length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, **scoring: object):
+    def __init__(self, length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, **scoring: Any):
         generator = torch.Generator(DEVICE).manual_seed(length)
-        options = {"generator": generator, "device": DEVICE}
+        options: dict[str, Any] = {"generator": generator, "device": DEVICE}
         num_blocks = -(-length // 16)
         self.query = torch.randn(length, heads, head_dim, **options).to(dtype) * 2
         self.cache = torch.randn(num_blocks + 3, 16, 2, kv_heads, head_dim, **options).to(dtype)
@@ -72,12 +73,22 @@ class Context:
         shared = None
         if num_shared:
             shared = SharedPrefix(torch.tensor([num_shared], dtype=torch.int32, device=DEVICE), self.table[0])
-        workspace = DecodeWorkspace(*query.shape, DEVICE)
+        rows, heads, head_dim = query.shape
+        workspace = DecodeWorkspace(rows, heads, head_dim, DEVICE)
         return decode_attention(query, self.cache, tables, lens, workspace=workspace, shared=shared, **self.scoring)
 
 
-SHAPES = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (9, 3, 64), (8, 1, 256), (12, 2, 96), (4, 4, 128), (8, 2, 512)]
-SCORINGS: dict[str, dict[str, object]] = {
+# Heads, kv heads and head_dim, and how they are scored.
+CASES = [
+    ((16, 8, 128), "plain"),
+    ((14, 2, 64), "plain"),
+    ((9, 3, 96), "window"),
+    ((8, 1, 256), "window"),
+    ((16, 4, 128), "capped"),
+    ((64, 8, 64), "sinks"),
+    ((8, 2, 512), "plain"),
+]
+SCORINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 700},
     "capped": {"cap": 20.0},
@@ -86,8 +97,7 @@ SCORINGS: dict[str, dict[str, object]] = {
 
 
 @needs_cuda
-@pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "scoring"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_same_bits_in_all_kernels(dtype: torch.dtype, shape: tuple[int, int, int], scoring: str) -> None:
     options = dict(SCORINGS[scoring])

@@ -7,7 +7,15 @@ import pytest
 import torch
 from interpreter import DEVICE
 
-from infinilm.kernels.prefill_attention import Tiles, choose_tiles, prefill_attention, prefill_attention_torch
+from infinilm.kernels.attention_order import key_tile
+from infinilm.kernels.prefill_attention import (
+    Tiles,
+    can_gather,
+    choose_tiles,
+    prefill_attention,
+    prefill_attention_torch,
+)
+from infinilm.kernels.store_kv import gather_kv
 
 ON_GPU = DEVICE == "cuda"
 SMALL = Tiles(rows=16, num_warps=4, num_stages=2)
@@ -180,7 +188,21 @@ def test_tiles_fit_the_matrix_instructions() -> None:
     for dtype in TOLERANCES:
         for head_dim in (16, 64, 96, 128, 256):
             tiles = choose_tiles(dtype, head_dim)
-            assert min(tiles.rows, tiles.keys) >= 16
+            assert min(tiles.rows, key_tile(dtype, head_dim)) >= 16
             # Three stages of keys and values and the queries must fit into Hopper's 227 KiB of shared memory.
-            numbers = 2 * tiles.num_stages * tiles.keys + tiles.rows
+            numbers = 2 * tiles.num_stages * key_tile(dtype, head_dim) + tiles.rows
             assert numbers * max(16, head_dim) * dtype.itemsize <= 227 * 1024
+
+
+def test_gathered_keys_and_values_give_the_same() -> None:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn((21, 4, 16), generator=generator).half().to(DEVICE)
+    cache = torch.randn((9, 16, 2, 2, 16), generator=generator).half().to(DEVICE)
+    table = torch.tensor([[3, 0, 5, 7, 1, 2]], dtype=torch.int32, device=DEVICE)
+    starts, lens = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 21], [90]))
+    gathered = gather_kv(cache, table[0], context_len=90, num_tokens=128)
+    assert can_gather(query)
+    arguments = (query, cache, table, starts, lens)
+    expected = prefill_attention(*arguments, scale=0.25, window=None, tiles=SMALL)
+    actual = prefill_attention(*arguments, scale=0.25, window=None, gathered=gathered, tiles=SMALL)
+    assert torch.equal(actual, expected)

@@ -1,7 +1,7 @@
 """Weight formats: how matrices are kept, loaded and multiplied. One file each; `WeightFormats` chooses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Required, TypedDict
 
 import torch
@@ -33,10 +33,12 @@ class WeightFormats:
     by_name: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     """Of the names that are asked for."""
+    is_ordered: bool = False
+    """Whether a row's products with dense matrices have the same bits whatever other rows there are, on a GPU."""
 
     def below(self, prefix: str) -> "WeightFormats":
         """The same for a part of the model, whose names go on after `prefix`."""
-        return WeightFormats(self.by_name, self.prefix + prefix)
+        return replace(self, prefix=self.prefix + prefix)
 
     def find(self, names: Sequence[str], columns: ShardRange) -> list[str] | None:
         """The formats of matrices that are multiplied as one; None if they can't all stay quantised.
@@ -69,7 +71,8 @@ class WeightFormats:
         """
         if found := self.find(names, columns):
             return GGUFWeight(found, rows, columns.length, device)
-        return DenseWeight(rows, columns.length, dtype=dtype, device=device, is_table=is_table)
+        options = {"is_table": is_table, "is_ordered": self.is_ordered}
+        return DenseWeight(rows, columns.length, dtype=dtype, device=device, **options)
 
 
 DENSE = WeightFormats()

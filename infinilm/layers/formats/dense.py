@@ -24,7 +24,7 @@ STRIP = 64
 
 
 class DenseWeight(nn.Module):
-    """See `Weight`. A `is_table` is looked up by rows as well as multiplied with."""
+    """See `Weight`. A `is_table` is looked up by rows as well as multiplied with. `is_ordered`: see `WeightFormats`."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class DenseWeight(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         is_table: bool = False,
+        is_ordered: bool = False,
     ) -> None:
         super().__init__()
         self._firsts = [0, *accumulate(rows)]
@@ -45,8 +46,14 @@ class DenseWeight(nn.Module):
         self._matrix = self.weight if self._is_input_first else self.weight.t()  # [columns, rows]
         self._activation = SiluAndMul(device)
         self._max_kernel_rows = 0
+        self._is_ordered = is_ordered
         if has_kernels(device):
             self._max_kernel_rows = MAX_KERNEL_ROWS if self.weight.nbytes <= SMALL_MATRIX_BYTES else 1
+            if is_ordered:
+                from infinilm.kernels.ordered_product import MAX_ROWS, keep_order
+
+                self._max_kernel_rows = MAX_ROWS
+                keep_order()
 
     @property
     def num_bytes(self) -> int:
@@ -66,9 +73,11 @@ class DenseWeight(nn.Module):
     ) -> Tensor:
         """See `Weight`."""
         if len(x) <= self._max_kernel_rows:
-            return self._few_rows(x, bias, residual, norm)
+            return self._few_rows(x, bias=bias, residual=residual, norm=norm)
         if norm is not None:
             x = norm(x)
+        if residual is not None and self._is_ordered:  # some of the libraries' products add it before rounding
+            return residual.add_(self.multiply(x, bias))
         if residual is not None:
             return (residual if bias is None else residual + bias).addmm_(x, self._matrix)
         if bias is not None:
@@ -79,11 +88,15 @@ class DenseWeight(nn.Module):
             return self._by_strips(x)
         return torch.mm(x, self._matrix)
 
-    def _few_rows(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
+    def _few_rows(self, x: Tensor, *, norm: RMSNorm | None, **options: Any) -> Tensor:
+        fused = None if norm is None else (norm.weight, norm.eps)
+        if self._is_ordered:
+            from infinilm.kernels.ordered_product import ordered_product
+
+            return ordered_product(x, self.weight, norm=fused, **options)
         from infinilm.kernels.gemv import gemv
 
-        fused = None if norm is None else (norm.weight, norm.eps)
-        return gemv(x, self.weight, norm=fused, bias=bias, residual=residual)
+        return gemv(x, self.weight, norm=fused, **options)
 
     def _by_strips(self, x: Tensor) -> Tensor:
         strips = self.weight.view(-1, STRIP, self.weight.shape[1]).transpose(1, 2)
@@ -93,9 +106,7 @@ class DenseWeight(nn.Module):
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         if len(x) <= self._max_kernel_rows and bias is None:
-            from infinilm.kernels.gemv import gemv
-
-            return gemv(x, self.weight, norm=(norm.weight, norm.eps) if norm is not None else None, is_gated=True)
+            return self._few_rows(x, norm=norm, is_gated=True)
         activated: Tensor = self._activation(self.multiply(x, bias, norm=norm))
         return activated
 
