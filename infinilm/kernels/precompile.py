@@ -5,21 +5,24 @@ two dozen kernels and variants. Five sixths of that are spent in compiler passes
 builds the launcher, all without the GIL. So threads share the work.
 
 The set of kernels is known only by launching them. So the model runs once with a Triton hook that sees each kernel
-before it is compiled, submits it to a thread if it is not on disk, and skips the launch.
+before it is compiled, submits it to a thread if it is not on disk, and skips the launch. From then on all launches are
+skipped, also of kernels that are there: they would take what a skipped kernel has not written for places in memory.
 """
 
 import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import triton
 from triton import knobs
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ def compile_together(work: Callable[[], object]) -> None:
         compiler = _Compiler(pool)
         knobs.runtime.jit_cache_hook = compiler
         try:
-            work()
+            with compiler.skipping():
+                work()
             is_done = not compiler.compiling
         except Exception as error:
             logger.debug("kernels are compiled when they are launched: %s", error, exc_info=True)
@@ -78,6 +82,21 @@ class _Compiler:
         self.compiling: dict[tuple[str, str], Future[None]] = {}
         self._pool = pool
         self._thread = threading.get_ident()
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Skip this thread's launches, once one was skipped because its kernel is being compiled."""
+        launch = JITFunction.run
+
+        def run(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            skips = bool(self.compiling) and threading.get_ident() == self._thread
+            return launch(kernel, *args, warmup=warmup or skips, **options)
+
+        JITFunction.run = run
+        try:
+            yield
+        finally:
+            JITFunction.run = launch
 
     def __call__(self, *, key: str, fn: Any, compile: Any, **_: object) -> bool:
         if threading.get_ident() != self._thread:  # another thread needs its launch

@@ -89,6 +89,32 @@ def test_kernels_on_disk_are_launched_at_once(cache_dir: Path) -> None:
     assert listing(cache_dir) == before  # it may as well be read-only
 
 
+def test_nothing_reads_what_a_skipped_kernel_should_have_written(cache_dir: Path) -> None:
+    """Kernels that are on disk, or were launched before, are not launched after one that is compiled."""
+    script = """
+    rms_norm(x, x[0], 1e-6)
+    narrow = torch.zeros(2, 40, dtype=torch.bfloat16)
+
+
+    def work_on_more():
+        first = len(launched)
+        rms_norm(x, x[0], 1e-6)
+        rms_norm(narrow, narrow[0], 1e-6)
+        rms_norm(x, x[0], 1e-6)
+        silu_mul(x)
+        runs.append(launched[first:])
+
+
+    compile_together(work_on_more)
+    work()
+    report()
+    """
+    first, second, last = run(script, cache_dir)["runs"]
+    assert first == ["_norm_kernel"]
+    assert second == ["_norm_kernel"] * 3 + ["_silu_mul_kernel"]
+    assert last == ["_norm_kernel", "_silu_mul_kernel", "_norm_kernel"]
+
+
 def test_trouble(cache_dir: Path) -> None:
     """What can't be compiled or kept fails as it does without; what others launch is launched; their hooks stay."""
     script = """
