@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from infinilm.attention.batch import HostBatch
-from infinilm.cache.specs import LatentSpec
 from infinilm.debug.taps import show_logits
 from infinilm.executor.executor import RunnerSettings
 from infinilm.executor.step_io import LAST_TOKEN, NO_TOKEN, IntArray, StepInput, StepOutput
@@ -140,10 +139,9 @@ class ModelRunner:
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
         self._latest: StepInput | None = None  # the step submitted last
         # The inputs of graphs hold the tables of one group of attention layers. Models with more run eagerly, and so do
-        # latent attention, which torch computes, and pipeline stages.
+        # pipeline stages.
         attention = [group for index, group in enumerate(self._cache.groups) if index not in self._cache.state_ends]
-        is_plain = len(attention) == 1 and not isinstance(attention[0].spec, LatentSpec)
-        use_graphs = settings.use_graphs and is_plain and worker.stages.size == 1
+        use_graphs = settings.use_graphs and len(attention) == 1 and worker.stages.size == 1
         self._graphs = self._make_graphs(max_num_rows, max_blocks) if use_graphs else None
 
     def _make_graphs(self, max_num_rows: int, max_blocks: int) -> "StepGraphs":

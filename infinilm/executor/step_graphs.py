@@ -25,7 +25,8 @@ from torch import Tensor
 from infinilm.attention import ForwardBatch
 from infinilm.attention.batch import IntArray
 from infinilm.attention.triton_backend import DecodePlan, MixedPlan, TritonAttention
-from infinilm.kernels.decode_attention import SharedPrefix
+from infinilm.cache.specs import LatentSpec
+from infinilm.kernels.decode_attention import DecodeWorkspace, SharedPrefix
 from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
 from infinilm.layers.state_plan import GraphStates
 from infinilm.sampling import Sampler
@@ -109,10 +110,12 @@ class StepGraphs:
         self._states = {
             group: GraphStates(self._sizes[-1], self._cache, group, NUM_STAGING) for group in self._cache.state_ends
         }
-        config = worker.model.config
-        self._workspace = self._backend.workspace(
-            self._sizes[-1], config.num_attention_heads // worker.group.size, config.max_head_dim, worker.device
-        )
+        self._workspace: DecodeWorkspace | None = None
+        if not isinstance(self._cache.groups[self._group].spec, LatentSpec):  # which needs none
+            config = worker.model.config
+            self._workspace = self._backend.workspace(
+                self._sizes[-1], config.num_attention_heads // worker.group.size, config.max_head_dim, worker.device
+            )
 
     # --- running ----------------------------------------------------------------------------------------
 

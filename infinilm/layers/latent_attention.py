@@ -78,9 +78,17 @@ class LatentAttention(Mixer):
         before = latents.shape[1] - self.rank - self.rope_dim
         query_input = x if self.query_norm is None else self.query_norm(latents[:, :before])
         query = self.query(query_input).view(len(x), self.heads.length, -1)
-        kept = torch.cat(
-            (self.latent_norm(latents[:, before : before + self.rank]), latents[:, before + self.rank :]), 1
-        )
+        attend = self._attend_by_kernels if step.backend.name == "triton" else self._attend
+        heads = attend(query, latents[:, before:], step).flatten(1)
+        output: Tensor = self.out(heads, residual if taps is None else None)
+        if taps is not None:
+            taps.see("attention_output", output, self.layer)
+            return output if residual is None else output.add_(residual)
+        return output
+
+    def _attend(self, query: Tensor, latents: Tensor, step: ForwardContext) -> Tensor:
+        """Queries `[T, heads, plain_dim + rope_dim]` and new tokens `[T, rank + rope_dim]` to `[T, heads, value_dim]`."""
+        kept = torch.cat((self.latent_norm(latents[:, : self.rank]), latents[:, self.rank :]), 1)
         # The rotated parts of all heads and of the key, turned as one.
         rotated = torch.cat((query[..., self.plain_dim :], kept[:, None, self.rank :]), dim=1)
         apply_rotary(rotated, *step.angles(self.rotary), out=rotated, is_interleaved=self.rotary.is_interleaved)
@@ -91,12 +99,29 @@ class LatentAttention(Mixer):
         plain = torch.einsum("thd,hdr->thr", query[..., : self.plain_dim], to_keys)
         query = torch.cat((plain, rotated[:, :-1]), dim=-1)
         attended = step.backend.attend(query, cache, step.plan, scale=self.scale, window=None)[..., : self.rank]
-        heads = torch.einsum("thr,hdr->thd", attended, to_values).flatten(1)
-        output: Tensor = self.out(heads, residual if taps is None else None)
-        if taps is not None:
-            taps.see("attention_output", output, self.layer)
-            return output if residual is None else output.add_(residual)
-        return output
+        return torch.einsum("thr,hdr->thd", attended, to_values)
+
+    def _attend_by_kernels(self, query: Tensor, latents: Tensor, step: ForwardContext) -> Tensor:
+        """The same by Triton kernels."""
+        from infinilm.attention.latent import attend_latents
+        from infinilm.kernels.latent_attention import multiply_heads, store_latents
+
+        cache = step.cache.layers[self.layer]
+        turned = store_latents(
+            latents,
+            query[..., self.plain_dim :],
+            step.batch.positions,
+            self.rotary.table,
+            step.plan.slots,
+            cache,
+            weight=self.latent_norm.weight,
+            eps=self.latent_norm.eps,
+            is_interleaved=self.rotary.is_interleaved,
+        )
+        to_keys, to_values = self._by_head()
+        plain = multiply_heads(query[..., : self.plain_dim], to_keys)
+        attended = attend_latents(plain, turned, cache, step.plan, scale=self.scale)
+        return multiply_heads(attended, to_values.transpose(1, 2))
 
     def _by_head(self) -> tuple[Tensor, Tensor]:
         """`[heads, plain_dim, rank]` and `[heads, value_dim, rank]`."""

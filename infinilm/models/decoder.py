@@ -234,7 +234,7 @@ class Decoder(nn.Module):
                 made = batch.state_plans
                 plan: Any = plan_states(batch, cache, index) if made is None else made[index]
             else:
-                if isinstance(group.spec, LatentSpec):  # which no other backend knows
+                if isinstance(group.spec, LatentSpec) and backend.name != "triton":  # no other knows it
                     backend = TorchAttention()
                 windows = {group.spec.window} if batch.more_groups else self._windows
                 plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)

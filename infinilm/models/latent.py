@@ -73,6 +73,11 @@ class DeepseekV3Config(Glm4MoeConfig):
         sharpness: float = yarn_scale(self.rope_parameters["factor"], weight) ** 2
         return scale * sharpness
 
+    @property
+    def max_head_dim(self) -> int:
+        """Of queries as they attend to latent vectors."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         return (LatentSpec(self.kv_lora_rank, self.qk_rope_head_dim),) * self.num_hidden_layers
 
