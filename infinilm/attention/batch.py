@@ -51,6 +51,10 @@ class HostBatch:
             host=self,
         )
 
+    def slots_of(self, group: int) -> IntArray:
+        """The slots of a group of layers."""
+        return self.slot_mapping if group == 0 or self.more_slots is None else self.more_slots[group - 1]
+
     def tables_of(self, group: int) -> IntArray:
         """The block tables of a group of layers."""
         return self.block_tables if group == 0 or self.more_tables is None else self.more_tables[group - 1]

@@ -28,7 +28,7 @@ from infinilm.attention.triton_backend import DecodePlan, MixedPlan, TritonAtten
 from infinilm.cache.specs import LatentSpec
 from infinilm.kernels.decode_attention import DecodeWorkspace, SharedPrefix
 from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
-from infinilm.layers.state_plan import GraphStates
+from infinilm.layers.state_plan import GraphPrompts, GraphStates, StatePlan
 from infinilm.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class StepGraphs:
         self._num_steps = 0
         groups = range(len(self._cache.groups))
         (self._group,) = (group for group in groups if group not in self._cache.state_ends)  # of attention layers
+        self._prompt_states: dict[tuple[int, int, int], GraphPrompts] = {}
         self._states = {
             group: GraphStates(self._sizes[-1], self._cache, group, NUM_STAGING) for group in self._cache.state_ends
         }
@@ -125,8 +126,7 @@ class StepGraphs:
         if num_rows == batch.num_decoding:
             return num_rows <= self._sizes[-1]
         return (
-            not self._states  # prompts of recurrent layers are computed eagerly
-            and max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
+            max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
             and len(tokens.input_ids) <= MIXED_TOKENS[-1]
             and not self._backend.has_long(tokens.query_lens, tokens.context_lens)
         )
@@ -171,20 +171,23 @@ class StepGraphs:
                 ids=tokens.input_ids,
                 token_rows=batch.token_rows,
                 positions=tokens.positions,
-                slots=tokens.slot_mapping,
+                slots=tokens.slots_of(self._group),
                 sample_rows=batch.sample_rows,
                 sample_places=batch.sample_places,
                 sample_positions=batch.sample_positions,
                 query_lens=tokens.query_lens,
                 context_lens=tokens.context_lens,
-                tables=tokens.block_tables,
+                tables=tokens.tables_of(self._group),
                 num_decoding=batch.num_decoding,
             )
             packed = mixed.packed
         graph = self._graphs.get(shape) or self._capture(shape)
         packed[:used].copy_(staging[:used], non_blocking=True)
         for group, states in self._states.items():
-            states.fill(tokens.tables_of(group), tokens.context_lens, shape.num_rows)
+            if shape.num_tokens == 0:
+                states.fill(tokens.tables_of(group), tokens.context_lens, shape.num_rows)
+            else:
+                self._prompts(shape, group).fill(tokens, tokens.tables_of(group), batch.num_decoding)
         graph.graph.replay()
         return graph
 
@@ -205,13 +208,20 @@ class StepGraphs:
             self._mixed_inputs[key] = MixedInputs(num_tokens, num_rows, self._max_blocks, self._worker.device)
         return self._mixed_inputs[key]
 
+    def _prompts(self, shape: Shape, group: int) -> GraphPrompts:
+        """What graphs of that shape read of a group of recurrent layers."""
+        key = (shape.num_tokens, shape.num_rows, group)
+        if key not in self._prompt_states:
+            self._prompt_states[key] = GraphPrompts(*key[:2], self._cache, group, NUM_STAGING)
+        return self._prompt_states[key]
+
     # --- capturing --------------------------------------------------------------------------------------
 
     def _first_shapes(self) -> list[Shape]:
         """The smallest step, the smallest by the kernels for many rows, and the smallest with a prompt."""
         large = [size for size in self._sizes if size >= MIN_SHARED_ROWS]
         decoding = [Shape(size, 0, True) for size in (1, *large[:1])]
-        return decoding if self._states else [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
+        return [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
 
     @torch.inference_mode()
     def compute_first(self) -> None:
@@ -243,8 +253,10 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             inputs.clear()
-            for states in self._states.values():
+            for group, states in self._states.items():
                 states.clear()
+                if shape.num_tokens > 0:
+                    self._prompts(shape, group).clear()
             step()  # compiles what is new and lets libraries set themselves up
             # Not by torch's context manager, which first empties the allocator's cache and collects garbage.
             graph.capture_begin(pool=self._pool)
@@ -271,7 +283,8 @@ class StepGraphs:
         inputs.unpack(self._last_token, self._block_size)
         shared = SharedPrefix(inputs.num_shared, inputs.tables[0]) if shape.num_rows >= MIN_SHARED_ROWS else None
         plan = DecodePlan(inputs.tables, inputs.context_lens, inputs.slots, self._workspace, shared)
-        hidden = self._forward(inputs, plan)
+        states = {group: each.first(shape.num_rows) for group, each in self._states.items()}
+        hidden = self._forward(inputs, plan, states)
         return self._finish(hidden, inputs.rows, inputs.context_lens, samples=shape.samples)
 
     def _mixed_step(self, inputs: MixedInputs, shape: Shape) -> "StepOutputs":
@@ -291,11 +304,13 @@ class StepGraphs:
             ),
             decode_tokens=decoding,
         )
-        hidden = self._forward(inputs, plan)[inputs.sample_places]
+        states = {group: self._prompts(shape, group).plan() for group in self._states}
+        hidden = self._forward(inputs, plan, states)[inputs.sample_places]
         return self._finish(hidden, inputs.sample_rows, inputs.sample_positions, samples=shape.samples)
 
-    def _forward(self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan) -> Tensor:
-        states = {group: each.first(len(inputs.ids)) for group, each in self._states.items()}
+    def _forward(
+        self, inputs: DecodeInputs | MixedInputs, plan: DecodePlan | MixedPlan, states: dict[int, StatePlan]
+    ) -> Tensor:
         batch = ForwardBatch(
             *(inputs.ids, inputs.positions, inputs.slots, inputs.tables, NO_ROWS, NO_ROWS, plan), state_plans=states
         )

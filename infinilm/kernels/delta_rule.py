@@ -8,12 +8,24 @@ Everything is float32. Queries and keys have length 1; queries are scaled by key
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 CHUNK = 64
 """Tokens that `delta_rule_chunks` computes at a time, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """N requests of a step, on the device, for the kernels of `delta_prompts`."""
+
+    query_starts: Tensor  # [N + 1] int64, each request's first token in the batch, and the last one's end
+    context_lens: Tensor  # [N] int64, tokens of the text; 0: the request is left out
+    tables: Tensor  # [N, max_new] int64, where states go: the blocks from the first new token's on; negative: nowhere
+    sources: Tensor  # [N] int64, the block that a text goes on from, if it has tokens already
+    block_size: int
 
 
 def normalize(heads: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def store_latents(
     eps: float,
     is_interleaved: bool,
 ) -> Tensor:
-    """Norm the vectors, rotate keys and queries, store vectors and keys; returns the rotated queries `[T, heads, rope]`.
+    """Norm the vectors, rotate keys and queries, store vectors and keys; returns the queries `[T, heads, rope]`.
 
     `latents` `[T, rank + rope]` and `query` `[T, heads, rope]`, contiguous in the last dimension; `weight` `[rank]` and
     `eps` are the norm's. `positions`, `table`, `slots` and the rounding are as in `rope_store`.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
-from infinilm.kernels.delta_rule import causal_conv, delta_rule_chunks, delta_rule_step, normalize
+from infinilm.kernels.delta_rule import PromptRows, causal_conv, delta_rule_chunks, delta_rule_step, normalize
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -92,8 +92,11 @@ class GatedDeltaNet(Mixer):
             mixed = projected.new_empty((len(x), self._sizes[3]))
             if len(plan.places):
                 mixed[plan.places] = self._step(plan, self._split(projected[plan.places]), states)
-            places = plan.prompts.places
-            mixed[places] = self._compute_prompts(plan.prompts, self._split(projected[places]), states)
+            if isinstance(plan.prompts, PromptRows):
+                self._prompts_by_kernels(plan.prompts, self._split(projected), states, mixed)
+            else:
+                places = plan.prompts.places
+                mixed[places] = self._compute_prompts(plan.prompts, self._split(projected[places]), states)
         if step.taps is not None:
             self._show_states(step, plan, states)
         output: Tensor = self.out(mixed, residual)
@@ -133,6 +136,26 @@ class GatedDeltaNet(Mixer):
             num_key_heads=self._heads.length // self._group_size,
             **places,
         )
+
+    def _prompts_by_kernels(self, rows: PromptRows, inputs: "_Inputs", states: list[Tensor], out: Tensor) -> None:
+        """The requests with several new tokens: their rows of `out` `[T, value heads * value_dim]`."""
+        from infinilm.kernels.delta_prompts import conv_prompts, delta_prompts, gate_prompts
+
+        channels = torch.empty(inputs.channels.shape, dtype=out.dtype, device=out.device)
+        conv_prompts(inputs.channels, states[1], self.conv, rows, channels)
+        mixed = torch.empty((len(out), self._heads.length, self.value_dim), dtype=out.dtype, device=out.device)
+        delta_prompts(
+            channels,
+            inputs.rate,
+            inputs.change,
+            a_log=self.a_log,
+            dt_bias=self.dt_bias,
+            states=states[0],
+            num_key_heads=self._heads.length // self._group_size,
+            rows=rows,
+            out=mixed,
+        )
+        gate_prompts(mixed, inputs.gate, self.norm, self.eps, rows, out)
 
     def _decay_and_rate(self, inputs: "_Inputs") -> tuple[Tensor, Tensor]:
         decay = -self.a_log.exp() * F.softplus(inputs.change.float() + self.dt_bias)
@@ -189,9 +212,8 @@ class GatedDeltaNet(Mixer):
         """Show each request's state `[N, heads, key_dim, value_dim]`, those with one new token first."""
         assert step.taps is not None
         blocks = plan.targets
-        if plan.prompts is not None:
-            is_last = plan.prompts.target_requests.diff(append=plan.targets.new_tensor([-1])) != 0
-            blocks = torch.cat((blocks, plan.prompts.targets[is_last]))
+        if plan.last_blocks is not None:
+            blocks = torch.cat((blocks, plan.last_blocks))
         shown = states[0][blocks]
         step.taps.see("state", shown, self.layer, is_shared_out=True)
         states[0][blocks] = shown

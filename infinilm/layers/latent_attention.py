@@ -87,7 +87,7 @@ class LatentAttention(Mixer):
         return output
 
     def _attend(self, query: Tensor, latents: Tensor, step: ForwardContext) -> Tensor:
-        """Queries `[T, heads, plain_dim + rope_dim]` and new tokens `[T, rank + rope_dim]` to `[T, heads, value_dim]`."""
+        """Of queries `[T, heads, plain + rope_dim]` and new tokens `[T, rank + rope_dim]`: `[T, heads, value_dim]`."""
         kept = torch.cat((self.latent_norm(latents[:, : self.rank]), latents[:, self.rank :]), 1)
         # The rotated parts of all heads and of the key, turned as one.
         rotated = torch.cat((query[..., self.plain_dim :], kept[:, None, self.rank :]), dim=1)

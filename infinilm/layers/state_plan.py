@@ -11,7 +11,8 @@ from infinilm.attention.batch import ForwardBatch, HostBatch, IntArray
 from infinilm.cache.paged import Cache
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.copies import to_device
-from infinilm.kernels.delta_rule import CHUNK
+from infinilm.kernels.delta_rule import CHUNK, PromptRows
+from infinilm.kernels.support import has_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ class StatePlan:
     sources: Tensor  # [n] int64, blocks
     is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
     targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
-    prompts: PromptStates | None = None
+    prompts: PromptStates | PromptRows | None = None
+    last_blocks: Tensor | None = None  # [R] int64, where the prompts' last states go
 
     @classmethod
     def of(
@@ -138,14 +140,53 @@ class StatePlan:
         prompts = None
         if len(others):
             where = {"sources": sources, "ends": ends}
-            prompts = PromptStates.of(others, batch, tables, block_size=block_size, device=device, **where)
+            make = _prompt_rows if has_kernels(device) else PromptStates.of
+            prompts = make(others, batch, tables, block_size=block_size, device=device, **where)
         own = tables[singles, starts[singles] // block_size]
         is_kept = batch.slot_mapping[lasts[singles] - 1] >= 0
         ends[own[is_kept]] = batch.context_lens[singles][is_kept]
-        places, origin, targets = to_device(
-            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends))
+        last_blocks = tables[others, (batch.context_lens[others] - 1) // block_size]
+        places, origin, targets, last_blocks = to_device(
+            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends)), last_blocks
         )
-        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts)
+        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts, last_blocks)
+
+
+def _prompt_rows(
+    rows: IntArray,
+    batch: HostBatch,
+    tables: IntArray,
+    *,
+    sources: IntArray,
+    ends: IntArray,
+    block_size: int,
+    device: torch.device,
+) -> PromptRows:
+    """`rows` are the requests' places in the batch; the rest is as in `StatePlan.of`, which calls this."""
+    context_lens = np.zeros(len(tables), dtype=np.int64)
+    context_lens[rows] = batch.context_lens[rows]
+    starts, lens, blocks, origins = to_device(
+        device,
+        np.concatenate(([0], np.cumsum(batch.query_lens))),
+        context_lens,
+        _new_blocks(rows, batch, tables, ends, block_size),
+        np.maximum(sources, 0),
+    )
+    return PromptRows(starts, lens, blocks, origins, block_size)
+
+
+def _new_blocks(rows: IntArray, batch: HostBatch, tables: IntArray, ends: IntArray, block_size: int) -> IntArray:
+    """The `tables` of `PromptRows`, for requests at `rows` of the batch. Brings `ends` up to date."""
+    firsts = (batch.context_lens - batch.query_lens) // block_size
+    lasts = -(-batch.context_lens // block_size)
+    blocks = np.full((len(tables), int((lasts - firsts).max())), -1, dtype=np.int64)
+    final_tokens = np.cumsum(batch.query_lens) - 1
+    for row in rows[batch.slot_mapping[final_tokens[rows]] >= 0].tolist():  # others are in a step that only warms up
+        first, last = int(firsts[row]), int(lasts[row])
+        own = tables[row, first:last]
+        blocks[row, : len(own)] = own
+        ends[own] = np.minimum(np.arange(first + 1, last + 1) * block_size, batch.context_lens[row])
+    return blocks
 
 
 def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:
@@ -209,3 +250,68 @@ class GraphStates:
         blocks[1, : len(starts)] = tables[np.arange(len(starts)), starts // self._block_size]
         self._ends[blocks[1, : len(starts)]] = context_lens
         self._blocks[:, :size].copy_(staging[:, :size], non_blocking=True)
+
+
+class GraphPrompts:
+    """A plan of up to `num_rows` requests with up to `num_tokens` tokens that captured graphs read.
+
+    Decoding rows come first. Where it lies stays, what is in it changes.
+    """
+
+    def __init__(self, num_tokens: int, num_rows: int, cache: Cache, group: int, num_staging: int) -> None:
+        self._ends, self._block_size = cache.state_ends[group], cache.block_size
+        self._num_singles = min(num_rows, num_tokens)
+        self._num_rows, self._columns = num_rows, num_tokens // cache.block_size + 2
+        size = 1 + (5 + self._columns) * num_rows
+        self._values = torch.empty(size, dtype=torch.int64, device=cache.device)
+        self._places = torch.arange(self._num_singles, device=cache.device)
+        self._is_first = torch.zeros(self._num_singles, dtype=torch.bool, device=cache.device)
+        is_pinned = cache.device.type == "cuda"
+        self._staging = [torch.empty(size, dtype=torch.int64, pin_memory=is_pinned) for _ in range(num_staging)]
+        self._num_steps = 0
+        self.clear()
+
+    def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Where tokens begin, their requests' lengths, sources of prompts, sources and targets of decoding rows, and
+        tables."""
+        rows = self._num_rows
+        *parts, tables = torch.split(values, [rows + 1, rows, rows, rows, rows, rows * self._columns])
+        return (*parts, tables.view(rows, -1))
+
+    def clear(self) -> None:
+        """Have nothing but padding."""
+        for part, value in zip(self._parts(self._values), self._padding, strict=True):
+            part.fill_(value)
+
+    @property
+    def _padding(self) -> tuple[int, ...]:
+        spare = len(self._ends)  # a block that nobody reads
+        return 0, 0, 0, spare, spare, -1
+
+    def plan(self) -> StatePlan:
+        starts, lens, origins, sources, targets, tables = self._parts(self._values)
+        prompts = PromptRows(starts, lens, tables, origins, self._block_size)
+        singles = slice(self._num_singles)
+        return StatePlan(self._places, sources[singles], self._is_first, targets[singles], prompts)
+
+    def fill(self, batch: HostBatch, tables: IntArray, num_decoding: int) -> None:
+        """Send a step's blocks to the device; `tables` are the group's."""
+        staging = self._staging[self._num_steps % len(self._staging)]
+        self._num_steps += 1
+        parts = [part.numpy() for part in self._parts(staging)]
+        for part, value in zip(parts, self._padding, strict=True):
+            part[:] = value
+        starts, lens, origins, sources, targets, blocks = parts
+        num_rows, singles, others = len(tables), np.arange(num_decoding), np.arange(num_decoding, len(tables))
+        before = batch.context_lens - batch.query_lens
+        found = find_sources(tables, before, self._block_size, self._ends)
+        starts[1 : num_rows + 1] = np.cumsum(batch.query_lens)
+        starts[num_rows + 1 :] = starts[num_rows]
+        lens[others] = batch.context_lens[others]
+        origins[others] = np.maximum(found[others], 0)
+        sources[singles] = found[singles]
+        targets[singles] = own = tables[singles, before[singles] // self._block_size]
+        self._ends[own] = batch.context_lens[singles]
+        new = _new_blocks(others, batch, tables, self._ends, self._block_size)
+        blocks[:num_rows, : new.shape[1]] = new
+        self._values.copy_(staging, non_blocking=True)
