@@ -61,7 +61,8 @@ def test_log_probabilities_are_those_of_a_cpu(reference: Reference) -> None:
     """Of prompts, computed in one go, and of answers, decoded one token at a time.
 
     Ours and transformers' bfloat16 on a CPU are off by means that differ by less than a tenth, and by maxima of which
-    one is up to 1.6 times the other.
+    one is up to 1.6 times the other. Of mixtures of experts medians and deciles are compared: where rounding changes a
+    router's choice, an error can be of any size.
     """
     prompts = random_texts((1, 40, 150, 17), reference.model.config.vocab_size, seed=5)
     with start(reference.path, DEVICE) as llm:
@@ -72,10 +73,15 @@ def test_log_probabilities_are_those_of_a_cpu(reference: Reference) -> None:
     rounded = read_on_cpu(reference, outputs, "bfloat16")
     for part in (slice(None, -NUM_ANSWERED), slice(-NUM_ANSWERED, None)):
         gpu, cpu, truth = (torch.cat([each[part] for each in read]) for read in (ours, rounded, exact))
-        usual = (cpu - truth).abs()
-        assert (gpu - truth).abs().mean() <= 1.5 * usual.mean()
-        assert (gpu - truth).abs().max() <= 3 * usual.max()
-        assert (gpu - cpu).abs().mean() <= 2 * usual.mean()
+        usual, error, between = (cpu - truth).abs(), (gpu - truth).abs(), (gpu - cpu).abs()
+        mean, most = (torch.median, _last_decile) if reference.exact is not None else (torch.mean, torch.max)
+        assert mean(error) <= 1.5 * mean(usual)
+        assert most(error) <= 3 * most(usual)
+        assert mean(between) <= 2 * mean(usual)
+
+
+def _last_decile(errors: torch.Tensor) -> torch.Tensor:
+    return errors.flatten().quantile(0.9)
 
 
 @on(*NAMES)
