@@ -1,7 +1,7 @@
 """Times the kernels of a layer of experts on a GPU, and tries other tiles.
 
     python -m benchmarks.experts_speed                     # all numbers of rows with the tiles of kernels/experts.py
-    python -m benchmarks.experts_speed --rows 1 16 --sweep # the best tiles for each
+    python -m benchmarks.experts_speed --rows 256 2048 --sweep --seconds 90 # the best tiles for each
 
 The default shape is Qwen3-30B-A3B's. Layers are computed one after the other in one CUDA graph, each with experts of
 its own choice, so that matrices come from memory and not from the L2 cache. The floor is the time to read the matrices
@@ -11,6 +11,7 @@ of the chosen experts once, or to multiply, whichever is longer.
 import argparse
 from collections.abc import Callable, Iterator
 from itertools import product
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from infinilm.kernels.experts import FEW_ROWS, Tile, Tiles, choose_experts, choose_tiles, mix_experts
 from infinilm.kernels.experts_torch import Routing
+from infinilm.kernels.precompile import compile_together
 
 READ_BYTES_PER_S = 4.26e12
 """What an H200 reads from memory at best."""
@@ -47,7 +49,7 @@ class Layer:
         return num_chosen * expert_size * 2, 2.0 * self.num_rows * int(self.args.top_k) * expert_size
 
 
-def graph_us(work: Callable[[], object], num_layers: int, repeats: int = 20) -> float:
+def graph_us(work: Callable[[], object], num_layers: int, repeats: int = 10) -> float:
     """Microseconds of one of `num_layers` layers of `work`, in a CUDA graph."""
     work()
     torch.cuda.synchronize()
@@ -83,38 +85,57 @@ def time_choice(layer: Layer) -> float:
 
 
 def candidates(rows: int, is_gated: bool) -> Iterator[Tile]:
-    """Tiles that fit into shared memory."""
-    outputs, inputs = ((16, 32, 64, 128), (64, 128, 256, 512)) if rows <= 32 else ((64, 128, 256), (64, 128))
-    for tile in map(Tile._make, product(outputs, inputs, (2, 4, 8), (2, 3, 4, 5, 6))):
-        lines = tile.outputs * (1 + is_gated)
-        fits = (rows + lines) * tile.inputs * 2 * tile.num_stages <= MAX_SHARED_BYTES
-        if fits and rows * lines <= 64 * 1024 // 2 and (rows >= 64 or tile.num_warps * 8 <= lines * 2):
-            yield tile
+    """Tiles that fit into shared memory and registers, with as many stages as leave room for one program or for two."""
+    outputs, inputs = ((32, 64, 128), (64, 128)) if rows <= 32 else ((64, 128, 256), (64, 128))
+    for out, size, num_warps, is_swapped in product(outputs, inputs, (4, 8), (False, True)):
+        lines = out * (1 + is_gated)
+        per_thread = rows * lines // (num_warps * 32)  # numbers in registers
+        is_small = num_warps == 8 and per_thread < 32
+        if per_thread > 128 or is_small or (is_swapped and (rows > 32 or out < 64)) or lines * size > 256 * 128:
+            continue
+        most = [MAX_SHARED_BYTES // programs // ((rows + lines) * size * 2) for programs in (1, 2)]
+        for num_stages in sorted({min(stages, 5) for stages in most if stages >= 2}):
+            yield Tile(out, size, num_warps, num_stages, is_swapped)
 
 
-def sweep(layer: Layer, gate_up: Tensor, down: Tensor) -> None:
-    """Try other tiles, one product at a time, and print the best."""
+def sweep(layer: Layer, gate_up: Tensor, down: Tensor, until: float) -> None:
+    """Try other tiles, one product at a time, and print the best. Kernels are compiled side by side."""
     best = choose_tiles(layer.num_rows, layer.args.top_k, len(down))
     x, _, ids, weights = layer.inputs[0]
     expected = mix_experts(x, ids, weights, gate_up, down)
-    for rows in [best.rows] if layer.num_rows <= FEW_ROWS else [16, 32, 64, 128]:
-        current = best._replace(rows=rows)
-        for part in ("gate_up", "down"):
-            found: list[tuple[float, Tile, bool]] = []
-            for tile in candidates(rows, part == "gate_up"):
-                tiles = _with(current, part, tile)
-                try:
-                    is_same = mix_experts(x, ids, weights, gate_up, down, None, tiles).equal(expected)
-                    found.append((time_mix(layer, gate_up, down, tiles), tile, is_same))
-                except Exception as error:  # a tile that the compiler or the device can't take
-                    print(f"    {tile}: {str(error).splitlines()[0][:100]}", flush=True)
-            found.sort()
-            for us, tile, is_same in found[:4]:
-                print(
-                    f"    groups of {rows}, {part}: {us:7.1f} µs {tile}{'' if is_same else ', OTHER BITS'}", flush=True
-                )
-            if found:
-                current = _with(current, part, found[0][1])
+    mean = layer.num_rows * layer.args.top_k / len(down)
+    groups = [best.rows] if layer.num_rows <= FEW_ROWS else [rows for rows in (16, 32, 64, 128) if rows / 4 <= mean]
+    all_tiles = [
+        (rows, part, tile)
+        for rows in groups[-2:]
+        for part in ("gate_up", "down")
+        for tile in candidates(rows, part == "gate_up")
+    ]
+
+    def compute(tiles: Tiles) -> Tensor | None:
+        try:
+            return mix_experts(x, ids, weights, gate_up, down, None, tiles)
+        except Exception as error:  # a tile that the compiler or the device can't take
+            print(f"    {tiles}: {str(error).splitlines()[0][:100]}", flush=True)
+            return None
+
+    compile_together(lambda: [compute(_with(best._replace(rows=rows), part, tile)) for rows, part, tile in all_tiles])
+    found: dict[tuple[int, str], list[tuple[float, Tile, bool]]] = {}
+    for rows, part, tile in all_tiles:
+        if perf_counter() > until:
+            print("    out of time")
+            break
+        tiles = _with(best._replace(rows=rows), part, tile)
+        result = compute(tiles)
+        if result is not None:
+            us = time_mix(layer, gate_up, down, tiles)
+            found.setdefault((rows, part), []).append((us, tile, result.equal(expected)))
+    for (rows, part), times in found.items():
+        for us, tile, is_same in sorted(times)[:3]:
+            print(f"    groups of {rows}, {part}: {us:7.1f} µs {tuple(tile)}{'' if is_same else ', OTHER BITS'}")
+    for rows in dict.fromkeys(rows for rows, _ in found):
+        own = Tiles(rows, *(min(found[rows, part])[1] for part in ("gate_up", "down") if (rows, part) in found))
+        print(f"    {time_mix(layer, gate_up, down, own):7.1f} µs {own}", flush=True)
 
 
 def _with(tiles: Tiles, part: str, tile: Tile) -> Tiles:
@@ -130,7 +151,9 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8, help="layers in the graph, with other choices each")
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which no more tiles are tried")
     args = parser.parse_args()
+    until = perf_counter() + args.seconds
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     gate_up = torch.randn(args.experts, 2 * args.inner, args.hidden, **kind).mul_(args.hidden**-0.5)
     down = torch.randn(args.experts, args.hidden, args.inner, **kind).mul_(args.inner**-0.5)
@@ -146,7 +169,7 @@ def main() -> None:
             flush=True,
         )
         if args.sweep:
-            sweep(layer, gate_up, down)
+            sweep(layer, gate_up, down, until)
 
 
 if __name__ == "__main__":

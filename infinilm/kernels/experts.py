@@ -35,6 +35,8 @@ class Tile(NamedTuple):
     inputs: int
     num_warps: int
     num_stages: int
+    is_swapped: bool = False
+    """Whether outputs, 64 or more, are the matrix instruction's rows, and rows its columns, of which it takes fewer."""
 
 
 class Tiles(NamedTuple):
@@ -165,6 +167,7 @@ def mix_experts(
             IS_GATED=is_gated,
             BLOCK_OUT=tile.outputs,
             BLOCK_IN=min(tile.inputs, triton.next_power_of_2(max(16, in_size))),
+            IS_SWAPPED=tile.is_swapped,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **shared,

@@ -159,6 +159,7 @@ def product_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -202,17 +203,21 @@ def product_kernel(
     up_lines = tl.cast(to_up, tl.int64) * IN
     source = pairs // K if IS_GATED else pairs
     x += source.to(tl.int64)[:, None] * x_stride + inputs[None, :]
-    sums = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
-    more = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
+    FIRST: tl.constexpr = BLOCK_OUT if IS_SWAPPED else BLOCK_ROWS
+    SECOND: tl.constexpr = BLOCK_ROWS if IS_SWAPPED else BLOCK_OUT
+    sums = tl.zeros((FIRST, SECOND), tl.float32)
+    more = tl.zeros((FIRST, SECOND), tl.float32)
     for start in range(0, IN, BLOCK_IN):
         is_value, inside = has_pair[:, None], has_output[None, :]
         if IN % BLOCK_IN != 0:
             is_value = is_value & (start + inputs < IN)[None, :]
             inside = inside & (start + inputs < IN)[:, None]
         values = tl.load(x + start, mask=is_value, other=0.0)
-        sums = _added(sums, values, tl.load(lines + start, mask=inside, other=0.0), WIDEN)
+        sums = _added(sums, values, tl.load(lines + start, mask=inside, other=0.0), IS_SWAPPED, WIDEN)
         if IS_GATED:
-            more = _added(more, values, tl.load(lines + up_lines + start, mask=inside, other=0.0), WIDEN)
+            more = _added(more, values, tl.load(lines + up_lines + start, mask=inside, other=0.0), IS_SWAPPED, WIDEN)
+    if IS_SWAPPED:
+        sums, more = sums.trans(), more.trans()
     if bias is not None:
         sums += tl.load(bias + numbers_of_lines, mask=has_output, other=0.0).to(tl.float32)[None, :]
         if IS_GATED:
@@ -234,11 +239,15 @@ def _gated_by_limits(gate, up, alpha, limit):
 
 
 @triton.jit
-def _added(sums, values, lines, WIDEN: tl.constexpr):
-    """`sums + values · lines`."""
+def _added(sums, values, lines, IS_SWAPPED: tl.constexpr, WIDEN: tl.constexpr):
+    """`sums + values · lines`, or all of it transposed."""
     if WIDEN:
         values, lines = values.to(tl.float32), lines.to(tl.float32)
-    return tl.dot(values, lines, sums, input_precision="ieee")
+    if IS_SWAPPED:
+        sums = tl.dot(lines.trans(), values.trans(), sums, input_precision="ieee")
+    else:
+        sums = tl.dot(values, lines, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit

@@ -122,11 +122,13 @@ def test_neither_tiles_nor_company_change_a_bit(dtype: torch.dtype) -> None:
         own = slice(first, first + count)
         assert mix_experts(x[own], ids[own], weights[own], gate_up, down).equal(together[own])
     wide = Tiles(32, gate_up=Tile(32, 16, 4, 2), down=Tile(16, 32, 4, 3))
-    found = mix_experts(x, ids, weights, gate_up, down, tiles=wide)
-    if DEVICE == "cuda":
-        assert found.equal(together)
-    else:  # the interpreter's products of a tile are NumPy's, in no order
-        assert_alike(found, together)
+    swapped = Tiles(16, gate_up=Tile(64, 16, 4, 2, is_swapped=True), down=Tile(64, 32, 4, 3, is_swapped=True))
+    for tiles in (wide, swapped):
+        found = mix_experts(x, ids, weights, gate_up, down, tiles=tiles)
+        if DEVICE == "cuda":
+            assert found.equal(together)
+        else:  # the interpreter's products of a tile are NumPy's, in no order
+            assert_alike(found, together)
 
 
 def test_a_row_of_nan_harms_no_other() -> None:
