@@ -11,7 +11,6 @@ from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.experts_torch import ClampedGate, Routing
-from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
 from infinilm.layers.moe import ExpertNames, SparseMLP
@@ -271,13 +270,6 @@ class MixtralForCausalLM(SparseCausalLM):
 
 class Glm4MoeForCausalLM(SparseCausalLM):
     config: Glm4MoeConfig
-
-    def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        if self.config.model_type == "glm4_moe" and has_kernels(options["device"]):
-            raise InvalidValueError(
-                f"model_type='glm4_moe' can't run on {options['device']}: its first step fails there; use device='cpu'"
-            )
-        return super().channel_mixer(layer, options)
 
     def expert_options(self) -> dict[str, Any]:
         shared_size = self.config.n_shared_experts * self.config.moe_intermediate_size
