@@ -9,7 +9,7 @@ The states of a text are read from one block and written to each block that the 
 lengths are on the device, so a CUDA graph can hold all this.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,17 @@ ROWS = tl.constexpr(16)
 """Rows of a tile: tokens of a chunk, at most."""
 _SCALARS = tl.constexpr(4)
 _CONV_TOKENS, _CONV_CHANNELS = 16, 128
+
+
+class Scan(NamedTuple):
+    """A program that goes through a text: it has so many columns of a head's state."""
+
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+SCAN = Scan(32, 4, 2)
 
 
 class _Shape:
@@ -116,7 +127,7 @@ def delta_prompts(
         num_warps=1,
         **shape.options,
     )
-    columns = min(32, max(16, triton.next_power_of_2(shape.value_dim)))
+    columns = min(SCAN.columns, max(16, triton.next_power_of_2(shape.value_dim)))
     _scan_kernel[triton.cdiv(shape.value_dim, columns), shape.heads, shape.num_requests](
         channels,
         matrices,
@@ -133,8 +144,8 @@ def delta_prompts(
         BLOCK_SIZE=rows.block_size,
         COLUMNS=columns,
         PRECISION=precision,
-        num_warps=4,
-        num_stages=2,
+        num_warps=SCAN.num_warps,
+        num_stages=SCAN.num_stages,
         **shape.options,
     )
 

@@ -6,7 +6,7 @@ heads, and a rotated key of `rope`. A head's query has both parts: `query` `[T, 
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,18 @@ from infinilm.kernels.latent_kernels import (
 )
 from infinilm.kernels.nonfinite import mark_nonfinite
 from infinilm.kernels.norm import rms_norm_torch
+
+
+class Tile(NamedTuple):
+    """A program: keys at a time, and how it is run."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+TILES = {0: Tile(16, 4, 1), 16: Tile(32, 4, 2), 64: Tile(32, 8, 2)}
+"""By the rows of a tile, from so many on; 0 is for float32, which does not use tensor cores and needs registers."""
 
 
 def multiply_heads(x: Tensor, matrix: Tensor) -> Tensor:
@@ -242,7 +254,7 @@ def _options(query: Tensor, turned: Tensor, cache: Tensor, tile_rows: int) -> di
     """
     heads, rank = query.shape[1:]
     rope, block_size = turned.shape[2], cache.shape[1]
-    is_exact = query.dtype == torch.float32  # products without tensor cores: small tiles, or registers run out
+    tile = TILES[0 if query.dtype == torch.float32 else 64 if tile_rows == 64 else 16]
     return {
         "HEADS": heads,
         "RANK": rank,
@@ -251,9 +263,9 @@ def _options(query: Tensor, turned: Tensor, cache: Tensor, tile_rows: int) -> di
         "PAD_ROPE": max(16, triton.next_power_of_2(rope)),
         "BLOCK_SIZE": block_size,
         "TILE_ROWS": tile_rows,
-        "TILE_KEYS": 16 if is_exact else 32,
-        "num_warps": 8 if tile_rows == 64 else 4,
-        "num_stages": 1 if is_exact else 2,
+        "TILE_KEYS": tile.keys,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
     }
 
 

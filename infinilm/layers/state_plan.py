@@ -145,9 +145,9 @@ class StatePlan:
         own = tables[singles, starts[singles] // block_size]
         is_kept = batch.slot_mapping[lasts[singles] - 1] >= 0
         ends[own[is_kept]] = batch.context_lens[singles][is_kept]
-        last_blocks = tables[others, (batch.context_lens[others] - 1) // block_size]
+        ends_of_prompts = tables[others, (batch.context_lens[others] - 1) // block_size]
         places, origin, targets, last_blocks = to_device(
-            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends)), last_blocks
+            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends)), ends_of_prompts
         )
         return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts, last_blocks)
 

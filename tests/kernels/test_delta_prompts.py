@@ -18,8 +18,13 @@ HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 
 
 def make_layer(heads: int, key_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> GatedDeltaNet:
-    sizes = {"num_key_heads": key_heads, "num_value_heads": heads, "key_dim": key_dim, "value_dim": value_dim}
-    options = {"dtype": dtype, "device": DEVICE, "formats": DENSE}
+    sizes: dict[str, Any] = {
+        "num_key_heads": key_heads,
+        "num_value_heads": heads,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+    }
+    options: dict[str, Any] = {"dtype": dtype, "device": DEVICE, "formats": DENSE}
     layer = GatedDeltaNet(0, 32, **sizes, conv_width=4, norm_eps=1e-6, **options)
     generator = torch.Generator().manual_seed(0)
     for weight in (layer.conv, layer.dt_bias, layer.a_log, layer.norm):
@@ -66,7 +71,7 @@ def test_prompts(sizes: tuple[int, int, int, int], texts: tuple[list[int], list[
     ends[lasts] = starts
     sources = find_sources(tables, starts, block_size, ends)
     others = np.flatnonzero(batch.query_lens > 1)
-    options = {"sources": sources, "block_size": block_size, "device": DEVICE}
+    options: dict[str, Any] = {"sources": sources, "block_size": block_size, "device": DEVICE}
     other_ends = ends.copy()
     plan = PromptStates.of(others, batch, tables, ends=ends, **options)
     rows = _prompt_rows(others, batch, tables, ends=other_ends, **options)
@@ -93,7 +98,12 @@ def test_equal_keys_are_no_trouble() -> None:
     projected[:, -4:-2] = 30.0  # rates of 1
     states = [torch.zeros(num_blocks, 2, 16, 16, device=DEVICE), torch.zeros(num_blocks, 64, 3, device=DEVICE)]
     expected_states = [state.clone() for state in states]
-    options = {"sources": np.array([-1]), "block_size": 16, "device": DEVICE, "ends": np.zeros(num_blocks, np.int64)}
+    options: dict[str, Any] = {
+        "sources": np.array([-1]),
+        "block_size": 16,
+        "device": DEVICE,
+        "ends": np.zeros(num_blocks, np.int64),
+    }
     inputs = _Inputs(*projected.split([64, 32, 2, 2], dim=1))
     plan = PromptStates.of(np.array([0]), batch, tables, **options)
     rows = _prompt_rows(np.array([0]), batch, tables, **options)

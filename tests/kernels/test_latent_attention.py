@@ -1,6 +1,7 @@
 """The kernels of latent attention against the torch version."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_prompts(heads: int, rank: int, rope: int, dtype: torch.dtype) -> None:
 
 def test_a_token_that_is_not_finite_reaches_only_those_after_it() -> None:
     texts = Texts([60, 40], 40, torch.float32)
-    texts.cache.flatten(0, 1)[texts.tables[0, 1].item() * 16 + 9] = torch.nan  # token 25 of the first
+    texts.cache.flatten(0, 1)[int(texts.tables[0, 1]) * 16 + 9] = torch.nan  # token 25 of the first
     query, turned = random(100, 4, 32), random(100, 4, 8)
     starts = torch.tensor([0, 60, 100], dtype=torch.int32, device=DEVICE)
     found = latent_prefill(query, turned, texts.cache, texts.tables, starts, texts.lens, scale=0.2)
@@ -120,7 +121,7 @@ def test_storing(heads: int, rank: int, rope: int, is_interleaved: bool, dtype: 
     positions, slots = (torch.tensor(each, device=DEVICE) for each in ([0, 3, 9, 2, 1], [4, -1, 7, 0, 11]))
     angles = random(10, rope // 2)
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    options = {"weight": random(rank, dtype=dtype), "eps": 1e-6, "is_interleaved": is_interleaved}
+    options: dict[str, Any] = {"weight": random(rank, dtype=dtype), "eps": 1e-6, "is_interleaved": is_interleaved}
     found, expected = (torch.full((3, 4, 1, 1, rank + rope), 0.5, dtype=dtype, device=DEVICE) for _ in range(2))
     turned = store_latents(latents, query, positions, table, slots, found, **options)
     close(turned, store_latents_torch(latents, query, positions, table, slots, expected, **options))
@@ -146,7 +147,7 @@ def test_a_model(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
     found = []
     for backend in ("torch", "triton"):
-        options = {"attention_backend": backend, "num_kvcache_blocks": 16, "max_num_batched_tokens": 16}
+        options: dict[str, Any] = {"attention_backend": backend, "num_kvcache_blocks": 16, "max_num_batched_tokens": 16}
         with LLM(path, device=DEVICE, dtype="float32", **options) as llm:
             assert llm.executor.info.attention == backend
             outputs = llm.generate(prompts, params, use_tqdm=False)
