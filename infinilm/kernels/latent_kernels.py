@@ -18,6 +18,7 @@ import triton.language as tl
 
 from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
 from infinilm.kernels.norm import inverse_rms, scale_and_weigh
+from infinilm.kernels.prefill_attention import _find_request
 from infinilm.kernels.store_kv import zero_if_finite
 
 MAX_CHUNKS = tl.constexpr(16)
@@ -260,20 +261,6 @@ def merge_kernel(
     tl.store(target + place * RANK + ranks, output.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def find_request(query_starts, num_requests, tile, TOKENS: tl.constexpr):
-    """The tile's request. Request i's tiles begin with number `query_starts[i] // TOKENS + i`, so that all fit."""
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_starts + middle) // TOKENS + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride"],
     do_not_specialize_on_alignment=["tables", "query_starts", "context_lens"],
@@ -304,7 +291,7 @@ def prefill_kernel(
     """Program (tile, heads): `TILE_HEADS` heads of each of some tokens. The tiles with the most keys come first."""
     TOKENS: tl.constexpr = TILE_ROWS // TILE_HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    request = find_request(query_starts, num_requests, tile, TOKENS)
+    request = _find_request(query_starts, num_requests, tile, TOKENS)
     begin = tl.load(query_starts + request)
     end = tl.load(query_starts + request + 1)
     context_len = tl.load(context_lens + request)
