@@ -150,8 +150,8 @@ def sweep_latent() -> None:
     """Other tiles of keys, for few and for many rows of a tile."""
     usual = dict(latent_attention.TILES)
     for rows, tiles in (
-        (16, ((32, 4, 3), (64, 4, 2), (64, 8, 2), (16, 4, 4))),
-        (64, ((16, 8, 2), (32, 8, 1), (64, 8, 1))),
+        (16, ((32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 2))),
+        (32, ((32, 8, 1), (32, 4, 2), (64, 8, 1))),
     ):
         for tile in tiles:
             latent_attention.TILES[rows] = latent_attention.Tile(*tile)

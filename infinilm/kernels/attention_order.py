@@ -67,7 +67,7 @@ def no_keys(M: tl.constexpr, PAD_DIM: tl.constexpr):
 @triton.jit
 def add_tile(
     output,  # [M, PAD_DIM] float32
-    total,  # [M, SUM_COLUMNS] float32
+    total,  # [M, columns] float32
     largest,  # [M] float32
     score,  # [M, TILE] float32, -inf where a key is not seen
     value,  # [TILE, PAD_DIM]
@@ -80,7 +80,7 @@ def add_tile(
     weight = tl.exp2(tl.fma(score, factor, -shift[:, None])).to(value.dtype)
     fade = tl.exp2(largest - shift)[:, None]
     output = tl.dot(weight, value, output * fade, input_precision=PRECISION)
-    ones = tl.full([value.shape[0], SUM_COLUMNS], 1.0, value.dtype)
+    ones = tl.full([value.shape[0], total.shape[1]], 1.0, value.dtype)
     total = tl.dot(weight, ones, total * fade, input_precision=PRECISION)
     return output, total, new_largest
 

@@ -12,10 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
+from infinilm.kernels.attention_order import IN_ORDER, MAX_CHUNKS
 from infinilm.kernels.early_launch import launches_early
 from infinilm.kernels.latent_kernels import (
-    MAX_CHUNKS,
-    MIN_CHUNK,
     decode_kernel,
     heads_kernel,
     merge_kernel,
@@ -34,8 +33,12 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-TILES = {0: Tile(16, 4, 1), 16: Tile(32, 4, 2), 64: Tile(32, 8, 2)}
-"""By the rows of a tile, from so many on; 0 is for float32, which does not use tensor cores and needs registers."""
+_LEAST_CHUNK = 256
+TILES = {0: Tile(16, 4, 1), 16: Tile(32, 4, 2), 32: Tile(32, 8, 2)}
+"""By the rows of a tile, from so many on; 0 is for float32, which does not use tensor cores and needs registers.
+
+The number of keys must be the same for all rows of a type, or results would depend on what computes them.
+"""
 
 
 def multiply_heads(x: Tensor, matrix: Tensor) -> Tensor:
@@ -163,9 +166,9 @@ def latent_decode(
     if rows == 0:
         return output
     block_size = cache.shape[1]
-    num_chunks = min(MAX_CHUNKS.value, max(1, triton.cdiv(tables.shape[1] * block_size, MIN_CHUNK.value)))
+    num_chunks = min(MAX_CHUNKS.value, max(1, triton.cdiv(tables.shape[1] * block_size, _LEAST_CHUNK)))
     results = torch.empty((rows, heads, num_chunks, rank), dtype=torch.float32, device=query.device)
-    log_sums = torch.empty((rows, heads, num_chunks), dtype=torch.float32, device=query.device)
+    sums = torch.empty((rows, heads, num_chunks, 2), dtype=torch.float32, device=query.device)
     is_exact = query.dtype == torch.float32
     tile_rows = 16 if is_exact else min(64, max(16, triton.next_power_of_2(heads)))
     options = _options(query, turned, cache, tile_rows)
@@ -177,7 +180,7 @@ def latent_decode(
         tables,
         context_lens,
         results,
-        log_sums,
+        sums,
         scale * math.log2(math.e),
         query.stride(0),
         query.stride(1),
@@ -188,7 +191,7 @@ def latent_decode(
     )
     merge_kernel[heads, rows](
         results,
-        log_sums,
+        sums,
         context_lens,
         output,
         num_chunks,
@@ -198,6 +201,7 @@ def latent_decode(
         EARLY=early,
         num_warps=4,
         launch_pdl=early,
+        **IN_ORDER,
     )
     return output
 
@@ -224,7 +228,7 @@ def latent_prefill(
         out = query.new_zeros(query.shape)
     if num_tokens == 0 or num_requests == 0:
         return out
-    tile_rows = 16 if query.dtype == torch.float32 else 64
+    tile_rows = 16 if query.dtype == torch.float32 else 32
     options = _options(query, turned, cache, tile_rows)
     tile_heads = min(tile_rows, triton.next_power_of_2(heads))
     num_tiles = num_tokens // (tile_rows // tile_heads) + num_requests
@@ -250,11 +254,12 @@ def latent_prefill(
 def _options(query: Tensor, turned: Tensor, cache: Tensor, tile_rows: int) -> dict[str, Any]:
     """The options of both kernels. None depends on the number of rows, because no row's result may.
 
-    An accumulator of 64 x 512 takes 128 registers of each of 256 threads.
+    An accumulator of 64 x 512, or two of 32 x 512 for a prompt's chunk and those before it, take 128 registers of each
+    of 256 threads.
     """
     heads, rank = query.shape[1:]
     rope, block_size = turned.shape[2], cache.shape[1]
-    tile = TILES[0 if query.dtype == torch.float32 else 64 if tile_rows == 64 else 16]
+    tile = TILES[0 if query.dtype == torch.float32 else min(tile_rows, 32)]
     return {
         "HEADS": heads,
         "RANK": rank,
@@ -266,6 +271,7 @@ def _options(query: Tensor, turned: Tensor, cache: Tensor, tile_rows: int) -> di
         "TILE_KEYS": tile.keys,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        **IN_ORDER,
     }
 
 

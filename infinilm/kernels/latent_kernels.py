@@ -3,11 +3,8 @@
 All query heads share one key, a latent vector of `RANK` numbers and a rotated part of `ROPE`; the vector is the value,
 too. So heads are the rows of a tile, and a tile of keys is read once for both products.
 
-*Decoding.* A row's tokens are split into chunks by its number of tokens alone (`chunk_size`), each attended to by a
-program; a second kernel adds up the chunks' results in their order. So a row's output is bitwise the same in any batch.
-
-*Prompts.* A program has some heads of a few tokens of one request. Tiles of keys begin at multiples of their size in
-the request, however much of it is cached.
+Keys are attended to in the order of `attention_order`. Decoding, each chunk of a row's context is attended to by a
+program of its own, and a second kernel merges them. Of a prompt, a program has some heads of a few tokens.
 
 Tokens that are not finite are NaN in the cache as a whole (`nonfinite.py`). A key that some rows of a tile don't see is
 0 as a value if it is NaN, so that only rows that see it become NaN.
@@ -16,22 +13,11 @@ Tokens that are not finite are NaN in the cache as a whole (`nonfinite.py`). A k
 import triton
 import triton.language as tl
 
+from infinilm.kernels.attention_order import MAX_CHUNKS, NO_WINDOW, add_tile, chunk_shift, finish, merge
 from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
 from infinilm.kernels.norm import inverse_rms, scale_and_weigh
 from infinilm.kernels.prefill_attention import _find_request
 from infinilm.kernels.store_kv import zero_if_finite
-
-MAX_CHUNKS = tl.constexpr(16)
-MIN_CHUNK = tl.constexpr(128)
-
-
-@triton.jit
-def chunk_size(num_tokens):
-    """Tokens of a chunk: a power of 2, such that there are 8 to 16, or fewer of the least size."""
-    size = num_tokens * 0 + MIN_CHUNK
-    while size * MAX_CHUNKS < num_tokens:
-        size *= 2
-    return size
 
 
 @triton.jit
@@ -108,6 +94,15 @@ def _turned(first, second, cos, sin, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _no_keys(M: tl.constexpr, PAD_RANK: tl.constexpr):
+    """As `no_keys`, with more columns of sums than rows: the compiler divides all products among warps as it does
+    this one, and few rows must not all be computed by every warp."""
+    COLUMNS: tl.constexpr = 2 * M
+    output = tl.zeros([M, PAD_RANK], tl.float32)
+    return output, tl.zeros([M, COLUMNS], tl.float32), tl.full([M], float("-inf"), tl.float32)
+
+
+@triton.jit
 def _attend(
     query,  # [rows, PAD_RANK]
     turned,  # [rows, PAD_ROPE]
@@ -122,12 +117,9 @@ def _attend(
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    MASKS: tl.constexpr,  # whether there are tiles from `middle` on
 ):
-    """Attend to the tokens from `begin` to before `end`: output, its sums of exponentials, and largest scores."""
-    output = tl.zeros(query.shape, tl.float32)
-    total = tl.zeros([query.shape[0]], tl.float32)
-    largest = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    """The state of a chunk, the tokens from `begin` to before `end`: see `attention_order`."""
+    output, total, largest = _no_keys(query.shape[0], query.shape[1])
     ranks, ropes = tl.arange(0, query.shape[1]), tl.arange(0, turned.shape[1])
     for first in range(begin, middle, TILE_KEYS):
         keys = first + tl.arange(0, TILE_KEYS)
@@ -136,34 +128,23 @@ def _attend(
         latent = tl.load(places + ranks[None, :], mask=(ranks < RANK)[None, :], other=0.0)
         key = tl.load(places + RANK + ropes[None, :], mask=(ropes < ROPE)[None, :], other=0.0)
         score = tl.dot(query, latent.trans(), input_precision="ieee")
-        score = tl.dot(turned, key.trans(), score, input_precision="ieee") * scale
-        output, total, largest = _weighed(output, total, largest, score, latent)
-    if MASKS:
-        for first in range(middle, end, TILE_KEYS):
-            keys = first + tl.arange(0, TILE_KEYS)
-            inside = keys < end
-            block = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            places = cache + (block * BLOCK_SIZE + keys % BLOCK_SIZE)[:, None] * (RANK + ROPE)
-            mask = inside[:, None] & (ranks < RANK)[None, :]
-            latent = tl.load(places + ranks[None, :], mask=mask, other=0.0)
-            mask = inside[:, None] & (ropes < ROPE)[None, :]
-            key = tl.load(places + RANK + ropes[None, :], mask=mask, other=0.0)
-            score = tl.dot(query, latent.trans(), input_precision="ieee")
-            score = tl.dot(turned, key.trans(), score, input_precision="ieee") * scale
-            score = tl.where(keys[None, :] <= positions[:, None], score, float("-inf"))
-            latent = tl.where(latent == latent, latent, 0.0)  # noqa: PLR0124
-            output, total, largest = _weighed(output, total, largest, score, latent)
+        score = tl.dot(turned, key.trans(), score, input_precision="ieee")
+        output, total, largest = add_tile(output, total, largest, score, latent, scale, "ieee")
+    for first in range(middle, end, TILE_KEYS):
+        keys = first + tl.arange(0, TILE_KEYS)
+        inside = keys < end
+        block = tl.load(table + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        places = cache + (block * BLOCK_SIZE + keys % BLOCK_SIZE)[:, None] * (RANK + ROPE)
+        mask = inside[:, None] & (ranks < RANK)[None, :]
+        latent = tl.load(places + ranks[None, :], mask=mask, other=0.0)
+        mask = inside[:, None] & (ropes < ROPE)[None, :]
+        key = tl.load(places + RANK + ropes[None, :], mask=mask, other=0.0)
+        score = tl.dot(query, latent.trans(), input_precision="ieee")
+        score = tl.dot(turned, key.trans(), score, input_precision="ieee")
+        score = tl.where(keys[None, :] <= positions[:, None], score, float("-inf"))
+        latent = tl.where(latent == latent, latent, 0.0)  # noqa: PLR0124
+        output, total, largest = add_tile(output, total, largest, score, latent, scale, "ieee")
     return output, total, largest
-
-
-@triton.jit
-def _weighed(output, total, largest, score, value):
-    """Add a tile of values, of whose tokens every row sees at least one or has seen one before."""
-    new_largest = tl.maximum(largest, tl.max(score, 1))
-    weight = tl.exp2(score - new_largest[:, None])
-    fade = tl.exp2(largest - new_largest)
-    output = tl.dot(weight.to(value.dtype), value, output * fade[:, None], input_precision="ieee")
-    return output, total * fade + tl.sum(weight, 1), new_largest
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "context_lens"])
@@ -174,7 +155,7 @@ def decode_kernel(
     tables,
     context_lens,
     results,
-    log_sums,
+    sums,
     scale,
     query_stride,
     head_stride,
@@ -196,11 +177,11 @@ def decode_kernel(
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     num_tokens = tl.load(context_lens + row)
-    size = chunk_size(num_tokens)
-    begin = index * size
+    size = chunk_shift(num_tokens, NO_WINDOW)
+    begin = index << size
     if begin >= num_tokens:
         return
-    end = tl.minimum(begin + size, num_tokens)
+    end = tl.minimum((index + 1) << size, num_tokens)
     ranks, ropes = tl.arange(0, PAD_RANK), tl.arange(0, PAD_ROPE)
     own = query + row * query_stride + heads[:, None] * head_stride + ranks[None, :]
     packed = tl.load(own, mask=is_head[:, None] & (ranks < RANK)[None, :], other=0.0)
@@ -220,18 +201,18 @@ def decode_kernel(
         ROPE,
         BLOCK_SIZE,
         TILE_KEYS,
-        True,
     )
     places = (row * HEADS + heads) * tl.num_programs(2) + index
     mask = is_head[:, None] & (ranks < RANK)[None, :]
-    tl.store(results + places[:, None] * RANK + ranks[None, :], output / total[:, None], mask=mask)
-    tl.store(log_sums + places, largest + tl.log2(total), mask=is_head)
+    tl.store(results + places[:, None] * RANK + ranks[None, :], output, mask=mask)
+    tl.store(sums + 2 * places, tl.max(total, 1), mask=is_head)
+    tl.store(sums + 2 * places + 1, largest, mask=is_head)
 
 
 @triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["context_lens"])
 def merge_kernel(
     results,
-    log_sums,
+    sums,
     context_lens,
     target,
     num_chunks,
@@ -240,25 +221,30 @@ def merge_kernel(
     PAD_RANK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (head, row): adds up the chunks' results; a row of no tokens gives zeros."""
+    """Program (head, row): merges the row's chunks; a row of no tokens gives zeros."""
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     row = tl.program_id(1)
     place = row.to(tl.int64) * HEADS + tl.program_id(0)
-    ranks = tl.arange(0, PAD_RANK)
-    inside = ranks < RANK
+    ranks = tl.arange(0, PAD_RANK)[None, :]
+    one = tl.arange(0, 1)
     num_tokens = tl.load(context_lens + row)
-    num_used = tl.cdiv(num_tokens, chunk_size(num_tokens))
-    chunks = tl.arange(0, MAX_CHUNKS)
-    is_used = chunks < num_used
-    own = place * num_chunks + chunks
-    sums = tl.load(log_sums + own, mask=is_used, other=float("-inf"))
-    mask = is_used[:, None] & inside[None, :]
-    parts = tl.load(results + own[:, None] * RANK + ranks[None, :], mask=mask, other=0.0)
-    weight = tl.exp2(sums - tl.maximum(tl.max(sums, 0), -1e30))  # a row of no tokens has no largest
-    output = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
-    output = tl.where(num_used > 0, output, 0.0)
-    tl.store(target + place * RANK + ranks, output.to(target.dtype.element_ty), mask=inside)
+    num_used = tl.cdiv(num_tokens, 1 << chunk_shift(num_tokens, NO_WINDOW))
+    chunks = ()
+    # All loads start before the first result is used: a single wait.
+    for index in tl.static_range(MAX_CHUNKS):
+        is_used = index < num_used
+        own = place * num_chunks + index
+        result = tl.load(results + own * RANK + ranks, mask=is_used & (ranks < RANK), other=0.0)
+        total = tl.load(sums + 2 * own + one, mask=is_used & (one == 0), other=0.0)
+        largest = tl.load(sums + 2 * own + 1 + one, mask=is_used & (one == 0), other=float("-inf"))
+        chunks += ((result, total[:, None], largest),)  # type: ignore[assignment]
+    output, total, largest = chunks[0]
+    for index in tl.static_range(1, MAX_CHUNKS):
+        result, chunk_total, chunk_largest = chunks[index]
+        output, total, largest = merge(output, total, largest, result, chunk_total, chunk_largest)
+    output = tl.where(num_used > 0, finish(output, tl.max(total, 1), largest, None), 0.0)
+    tl.store(target + place * RANK + ranks, output.to(target.dtype.element_ty), mask=ranks < RANK)
 
 
 @triton.jit(
@@ -309,25 +295,35 @@ def prefill_kernel(
     packed = tl.load(own, mask=is_real[:, None] & (ranks < RANK)[None, :], other=0.0)
     own = turned + (tokens * HEADS + heads)[:, None] * ROPE + ropes[None, :]
     packed_rope = tl.load(own, mask=is_real[:, None] & (ropes < ROPE)[None, :], other=0.0)
-    output, total, _ = _attend(
-        packed,
-        packed_rope,
-        tokens + shift,
-        cache,
-        tables + request.to(tl.int64) * table_stride,
-        0,
-        (first + shift + 1) // TILE_KEYS * TILE_KEYS,
-        last + shift + 1,
-        scale,
-        RANK,
-        ROPE,
-        BLOCK_SIZE,
-        TILE_KEYS,
-        True,
-    )
+    positions = tokens + shift
+    sizes = chunk_shift(positions + 1, NO_WINDOW)
+    num_unmasked = (first + shift + 1) // TILE_KEYS * TILE_KEYS  # keys that all rows see
+    end_key = last + shift + 1
     target += (tokens * HEADS + heads)[:, None] * RANK + ranks[None, :]
-    rounded = (output / total[:, None]).to(target.dtype.element_ty)
-    tl.store(target, rounded, mask=is_real[:, None] & (ranks < RANK)[None, :])
+    table = tables + request.to(tl.int64) * table_stride
+    for size in range(chunk_shift(first + shift + 1, NO_WINDOW), chunk_shift(end_key, NO_WINDOW) + 1):
+        output, total, largest = _no_keys(TILE_ROWS, PAD_RANK)
+        for chunk in range(0, ((end_key - 1) >> size) + 1):
+            begin_key = chunk << size
+            chunk_end = tl.minimum((chunk + 1) << size, end_key)
+            chunk_output, chunk_total, chunk_largest = _attend(
+                packed,
+                packed_rope,
+                positions,
+                cache,
+                table,
+                begin_key,
+                tl.minimum(tl.maximum(begin_key, num_unmasked), chunk_end),
+                chunk_end,
+                scale,
+                RANK,
+                ROPE,
+                BLOCK_SIZE,
+                TILE_KEYS,
+            )
+            output, total, largest = merge(output, total, largest, chunk_output, chunk_total, chunk_largest)
+        attended = finish(output, tl.max(total, 1), largest, None).to(target.dtype.element_ty)
+        tl.store(target, attended, mask=(is_real & (sizes == size))[:, None] & (ranks < RANK)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
