@@ -239,9 +239,9 @@ def merge_kernel(
         total = tl.load(sums + 2 * own + one, mask=is_used & (one == 0), other=0.0)
         largest = tl.load(sums + 2 * own + 1 + one, mask=is_used & (one == 0), other=float("-inf"))
         chunks += ((result, total[:, None], largest),)  # type: ignore[assignment]
-    output, total, largest = chunks[0]
+    output, total, largest = chunks[0]  # type: ignore[misc]
     for index in tl.static_range(1, MAX_CHUNKS):
-        result, chunk_total, chunk_largest = chunks[index]
+        result, chunk_total, chunk_largest = chunks[index]  # type: ignore[var-annotated]
         output, total, largest = merge(output, total, largest, result, chunk_total, chunk_largest)
     output = tl.where(num_used > 0, finish(output, tl.max(total, 1), largest, None), 0.0)
     tl.store(target + place * RANK + ranks, output.to(target.dtype.element_ty), mask=ranks < RANK)
