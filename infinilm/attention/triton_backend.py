@@ -173,7 +173,8 @@ class TritonAttention:
         if plan.long and self._attend_long(query, cache, plan, output, scoring):
             has_short, context_lens = plan.has_short, plan.short_context_lens
         if has_short:
-            prefill_attention(query, cache, plan.tables, plan.query_starts, context_lens, **scoring, out=output)
+            options = {**scoring, "out": output, "is_ordered": self.is_ordered}
+            prefill_attention(query, cache, plan.tables, plan.query_starts, context_lens, **options)
         return output
 
     def has_long(self, query_lens: IntArray, context_lens: IntArray) -> bool:

@@ -56,10 +56,13 @@ def chunk_shift(num_seen, window):
 
 
 @triton.jit
-def no_keys(M: tl.constexpr, PAD_DIM: tl.constexpr):
-    """The state before the first tile: weighted sum of the values, sum of the weights, largest score."""
+def no_keys(M: tl.constexpr, PAD_DIM: tl.constexpr, COLUMNS: tl.constexpr = SUM_COLUMNS):
+    """The state before the first tile: weighted sum of the values, sum of the weights, largest score.
+
+    With one column the sum of the weights has the order that is fastest in a kernel.
+    """
     output = tl.zeros([M, PAD_DIM], tl.float32)
-    total = tl.zeros([M, SUM_COLUMNS], tl.float32)
+    total = tl.zeros([M, COLUMNS], tl.float32)
     largest = tl.full([M], float("-inf"), tl.float32)
     return output, total, largest
 
@@ -77,11 +80,15 @@ def add_tile(
     """The state after one more tile of keys."""
     new_largest = tl.maximum(largest, tl.max(score, 1) * factor)
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen nothing yet
-    weight = tl.exp2(tl.fma(score, factor, -shift[:, None])).to(value.dtype)
+    wide = tl.exp2(tl.fma(score, factor, -shift[:, None]))
+    weight = wide.to(value.dtype)
     fade = tl.exp2(largest - shift)[:, None]
     output = tl.dot(weight, value, output * fade, input_precision=PRECISION)
-    ones = tl.full([value.shape[0], total.shape[1]], 1.0, value.dtype)
-    total = tl.dot(weight, ones, total * fade, input_precision=PRECISION)
+    if total.shape[1] == 1:
+        total = total * fade + tl.sum(wide, 1, keep_dims=True)
+    else:
+        ones = tl.full([value.shape[0], total.shape[1]], 1.0, value.dtype)
+        total = tl.dot(weight, ones, total * fade, input_precision=PRECISION)
     return output, total, new_largest
 
 

@@ -24,7 +24,7 @@ MAX_ROWS = 32
 # Inputs of a line that are fetched ahead: of large matrices the L2 cache could not hold all.
 FETCHED = tl.constexpr(2048)
 # Columns of the smallest matrix instruction.
-_MIN_ROWS = 8
+FEW_ROWS = 8
 
 Norm = tuple[Tensor, float]
 """Weight `[in]` and epsilon of an RMS norm of the input."""
@@ -79,7 +79,7 @@ def ordered_product(
         IN=in_size,
         WEIGHT_STRIDE=weight.stride(0),
         MATRICES=num_matrices,
-        ROWS=max(_MIN_ROWS, triton.next_power_of_2(num_rows)),
+        ROWS=FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS,
         IS_ONE=num_rows == 1,
         LINES=tile.outputs,
         BLOCK_IN=min(tile.inputs, triton.next_power_of_2(max(16, in_size))),
@@ -105,9 +105,9 @@ def choose_tile(num_rows: int, num_lines: int, itemsize: int) -> Tile:
 
     Narrow, so that there are programs for most of the 132 multiprocessors of an H200, and with many bytes in flight.
     """
-    if num_rows <= 8:
+    if num_rows <= FEW_ROWS:
         tile = Tile(16, 512, 1, 6)
-    elif num_rows <= 16 or num_lines <= 2048:
+    elif num_lines <= 2048:
         tile = Tile(16, 512, 2, 4)
     else:
         tile = Tile(64, 128, 4, 6)

@@ -24,6 +24,7 @@ from infinilm.kernels.attention_order import (
     IN_ORDER,
     LOG2_E,
     NO_WINDOW,
+    SUM_COLUMNS,
     add_tile,
     capped,
     chunk_shift,
@@ -92,7 +93,81 @@ def _load(pointers, inside, dims, IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _attend(
-    output,  # the state of the chunk, see `attention_order`
+    query,  # [rows, PAD_DIM]
+    positions,  # [rows], the rows' places in the request
+    cache,  # at the head's keys
+    gathered,  # None: they are read from the cache
+    head,
+    table,
+    begin,  # a multiple of TILE_KEYS
+    end,
+    num_unmasked,  # keys that all rows see
+    scale,
+    cap,  # None: scores are not capped
+    window,
+    block_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
+):
+    """The state (see `attention_order`) after the keys from `begin` to before `end`."""
+    output, total, largest = no_keys(query.shape[0], query.shape[1], SUM_COLUMNS if IS_ORDERED else 1)
+    if not HAS_WINDOW:
+        output, total, largest = _attend_tiles(
+            output,
+            total,
+            largest,
+            query,
+            positions,
+            cache,
+            gathered,
+            head,
+            table,
+            begin,
+            tl.minimum(end, num_unmasked),
+            scale,
+            cap,
+            window,
+            block_stride,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            False,
+            False,
+        )
+        begin = tl.minimum(tl.maximum(begin, num_unmasked), end)
+    return _attend_tiles(
+        output,
+        total,
+        largest,
+        query,
+        positions,
+        cache,
+        gathered,
+        head,
+        table,
+        begin,
+        end,
+        scale,
+        cap,
+        window,
+        block_stride,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE_KEYS,
+        True,
+        HAS_WINDOW,
+    )
+
+
+@triton.jit
+def _attend_tiles(
+    output,  # the state, see `attention_order`
     total,
     largest,
     query,  # [rows, PAD_DIM]
@@ -181,6 +256,7 @@ def _prefill_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
 ):
     """Program (tile, head), see above."""
     TOKENS: tl.constexpr = TILE_ROWS // GROUP
@@ -216,25 +292,24 @@ def _prefill_kernel(
         num_unmasked = (first + shift + 1) // TILE_KEYS * TILE_KEYS
     end_key = last + shift + 1
     target += (tokens.to(tl.int64)[:, None] * (KV_HEADS * GROUP) + heads[:, None]) * HEAD_DIM + dims[None, :]
-    for size in range(chunk_shift(first + shift + 1, window), chunk_shift(end_key, window) + 1):
-        output, total, largest = no_keys(TILE_ROWS, PAD_DIM)
-        for chunk in range(first_key >> size, (end_key - 1 >> size) + 1):
-            begin_key = tl.maximum(chunk << size, first_key)
-            chunk_end = tl.minimum((chunk + 1) << size, end_key)
-            chunk_output, chunk_total, chunk_largest = no_keys(TILE_ROWS, PAD_DIM)
-            if not HAS_WINDOW:
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + heads)
+    is_inside = (dims < HEAD_DIM)[None, :]
+    if IS_ORDERED:
+        for size in range(chunk_shift(first + shift + 1, window), chunk_shift(end_key, window) + 1):
+            output, total, largest = no_keys(TILE_ROWS, PAD_DIM)
+            for chunk in range(first_key >> size, (end_key - 1 >> size) + 1):
                 chunk_output, chunk_total, chunk_largest = _attend(
-                    chunk_output,
-                    chunk_total,
-                    chunk_largest,
                     packed,
                     positions,
                     cache,
                     gathered,
                     head,
                     table,
-                    begin_key,
-                    tl.minimum(chunk_end, num_unmasked),
+                    tl.maximum(chunk << size, first_key),
+                    tl.minimum((chunk + 1) << size, end_key),
+                    num_unmasked,
                     scale,
                     cap,
                     window,
@@ -243,40 +318,36 @@ def _prefill_kernel(
                     HEAD_DIM,
                     BLOCK_SIZE,
                     TILE_KEYS,
-                    False,
-                    False,
+                    HAS_WINDOW,
+                    IS_ORDERED,
                 )
-                begin_key = tl.minimum(tl.maximum(begin_key, num_unmasked), chunk_end)
-            chunk_output, chunk_total, chunk_largest = _attend(
-                chunk_output,
-                chunk_total,
-                chunk_largest,
-                packed,
-                positions,
-                cache,
-                gathered,
-                head,
-                table,
-                begin_key,
-                chunk_end,
-                scale,
-                cap,
-                window,
-                block_stride,
-                KV_HEADS,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                TILE_KEYS,
-                True,
-                HAS_WINDOW,
-            )
-            output, total, largest = merge(output, total, largest, chunk_output, chunk_total, chunk_largest)
-        sink = None
-        if sinks is not None:
-            sink = tl.load(sinks + heads)
+                output, total, largest = merge(output, total, largest, chunk_output, chunk_total, chunk_largest)
+            attended = finish(output, tl.max(total, 1), largest, sink).to(target.dtype.element_ty)
+            tl.store(target, attended, mask=(is_real & (chunk_size == size))[:, None] & is_inside)
+    else:
+        output, total, largest = _attend(
+            packed,
+            positions,
+            cache,
+            gathered,
+            head,
+            table,
+            first_key,
+            end_key,
+            num_unmasked,
+            scale,
+            cap,
+            window,
+            block_stride,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            TILE_KEYS,
+            HAS_WINDOW,
+            IS_ORDERED,
+        )
         attended = finish(output, tl.max(total, 1), largest, sink).to(target.dtype.element_ty)
-        mask = is_real & (chunk_size == size)
-        tl.store(target, attended, mask=mask[:, None] & (dims < HEAD_DIM)[None, :])
+        tl.store(target, attended, mask=is_real[:, None] & is_inside)
 
 
 def prefill_attention(
@@ -292,6 +363,7 @@ def prefill_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     gathered: Tensor | None = None,
+    is_ordered: bool = True,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Attend each request's new tokens to its tokens in the cache, causally, their own keys and values included.
@@ -305,6 +377,8 @@ def prefill_attention(
 
     `gathered` `[n, 2, kv_heads, head_dim]` are the keys and values of the only request in order, and zeros up to a
     multiple of `key_tile`. From there they are read faster; `can_gather` says for which heads.
+
+    If not `is_ordered`, all keys are one chunk, which is faster: a token has other bits than decoding gives it.
 
     A request of context length 0 is left out: its rows of `out`, which is contiguous, stay as they are, or zeros.
     """
@@ -344,6 +418,7 @@ def prefill_attention(
         TILE_ROWS=tile_rows,
         TILE_KEYS=keys,
         HAS_WINDOW=window is not None,
+        IS_ORDERED=is_ordered,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **IN_ORDER,

@@ -206,3 +206,17 @@ def test_gathered_keys_and_values_give_the_same() -> None:
     expected = prefill_attention(*arguments, scale=0.25, window=None, tiles=SMALL)
     actual = prefill_attention(*arguments, scale=0.25, window=None, gathered=gathered, tiles=SMALL)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_one_chunk_gives_the_same_but_for_rounding(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    query = torch.randn((33, 2, 16), generator=generator).to(DEVICE)
+    cache = torch.randn((40, 16, 2, 1, 16), generator=generator).to(DEVICE)
+    table = torch.arange(39, -1, -1, dtype=torch.int32, device=DEVICE)[None]
+    starts, lens = (torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 33], [600]))
+    arguments = (query, cache, table, starts, lens)
+    free = prefill_attention(*arguments, scale=0.25, window=window, is_ordered=False, tiles=SMALL)
+    torch.testing.assert_close(
+        free, prefill_attention_torch(*arguments, scale=0.25, window=window), rtol=1e-4, atol=1e-5
+    )
