@@ -18,6 +18,9 @@ import triton.language as tl
 IN_ORDER = {"enable_fp_fusion": False}
 """Options of a launch."""
 
+MIN_SHIFT = tl.constexpr(8)
+"""Of the smallest chunks, see `chunk_shift`."""
+
 MAX_CHUNKS = tl.constexpr(16)
 """No token has more."""
 
@@ -49,7 +52,7 @@ def chunk_shift(num_seen, window):
     of two, so that there are 8 to 16 chunks. With a window of w no more than w keys and a part of a chunk matter.
     """
     num_seen = tl.minimum(num_seen, window + (window >> 3))
-    shift = (num_seen >= 0).to(tl.int32) * 8
+    shift = (num_seen >= 0).to(tl.int32) * MIN_SHIFT
     for i in tl.static_range(12, 30):
         shift += (num_seen >= (1 << i)).to(tl.int32)
     return shift

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from infinilm.kernels.attention_order import (
     MAX_CHUNKS,
+    MIN_SHIFT,
     NO_WINDOW,
     add_tile,
     capped,
@@ -313,6 +314,8 @@ def shared_kernel(
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     tokens = tl.load(num_tokens)
+    if (index + 1) << MIN_SHIFT > tokens:
+        return
     packed = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     row = (packed // PAD_GROUP).to(tl.int64)
     member = packed % PAD_GROUP

@@ -32,7 +32,7 @@ class Scan(NamedTuple):
     num_stages: int
 
 
-SCAN = Scan(32, 4, 2)
+SCAN = Scan(64, 4, 2)
 
 
 class _Shape:

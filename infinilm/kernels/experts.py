@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
 TILES: dict[int, Tiles] = {
     0: Tiles(16, gate_up=Tile(16, 256, 2, 4), down=Tile(32, 256, 2, 3)),
     2: Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4)),
-    10: Tiles(32, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4)),
+    10: Tiles(32, gate_up=Tile(64, 128, 4, 2), down=Tile(64, 64, 4, 5, is_swapped=True)),
     40: Tiles(64, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4)),
     500: Tiles(128, gate_up=Tile(64, 64, 8, 4), down=Tile(128, 64, 8, 3)),
 }
