@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.loading.parts import find_parts
+from infinilm.loading.parts import FUSED_FAMILIES, find_parts
 from infinilm.models import CausalLM, LlamaConfig
 from infinilm.models.registry import create_model
 
@@ -33,9 +33,23 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 160,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+GEMMA4_MOE = {
+    **GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 64,
+}
 YARN = {"rope_type": "yarn", "truncate": False}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 64}
 
+LINEAR = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 24}
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -192,6 +206,32 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4-plain": ("Gemma4", {**GEMMA4, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "head_dim": 16}),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **GEMMA4_MOE,
+            "num_hidden_layers": 3,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "gemma4-moe-shared": (
+        "Gemma4",
+        {
+            **GEMMA4_MOE,
+            "num_experts": 4,
+            "num_hidden_layers": 3,
+            "num_kv_shared_layers": 1,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
+    "gemma4-moe-plain": ("Gemma4", {**GEMMA4_MOE, "top_k_experts": 5, "moe_intermediate_size": 32}),
     "gemma2": ("Gemma2", {"head_dim": 32, "sliding_window": 20, "num_hidden_layers": 3, "query_pre_attn_scalar": 24}),
     "gemma2-capped": (
         "Gemma2",
@@ -413,6 +453,44 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "shared_expert_intermediate_size": 96,
+            **LINEAR,
+        },
+    ),
+    "qwen3.5-moe-tied": (
+        "Qwen3_5Moe",
+        {
+            **EXPERTS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts_per_tok": 5,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "shared_expert_intermediate_size": 32,
+            **LINEAR,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
+    "qwen3.5-moe-bias": (
+        "Qwen3_5Moe",
+        {
+            **EXPERTS,
+            "layer_types": ["full_attention", "linear_attention"],
+            "head_dim": 32,
+            "attention_bias": True,
+            "num_experts": 5,
+            "shared_expert_intermediate_size": 64,
+            **LINEAR,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -441,8 +519,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
     prefix, own = ARCHITECTURES[kind]
-    text = "Text" if prefix in ("Gemma3", "Gemma4", "Qwen3_5") else ""
-    is_zero_centred = prefix in ("Gemma2", "Gemma3", "Qwen3_5")  # these add 1 to norms themselves
+    text = "Text" if prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
+    is_zero_centred = prefix in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe")  # these add 1 to norms themselves
     config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)
@@ -456,11 +534,16 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
                     weight.mul_(len(weight) ** -0.5)
             elif name.endswith("bias"):
                 weight.copy_(0.3 * noise)
+            elif name.endswith(("router.scale", "per_expert_scale")):
+                weight.copy_((len(weight) ** 0.5 if name.endswith("router.scale") else 1) * (1 + 0.2 * noise))
             else:
                 weight.copy_(noise * weight.shape[-1] ** -0.5)
             if name.endswith("sinks"):
                 weight.copy_(noise)
-            if name.endswith(("mlp.gate.weight", "mlp.router.weight")) and prefix not in ("Glm4Moe", "DeepseekV3"):
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight", "router.proj.weight")) and prefix not in (
+                "Glm4Moe",
+                "DeepseekV3",
+            ):
                 weight.mul_(3)  # the last experts of a token count little, so that rounding may choose others
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
@@ -489,10 +572,10 @@ def load(
     model = create_model(config, max_len=max_len, dtype=dtype, device=device, group=group)
     assert isinstance(model, CausalLM)
     state = revert_weight_conversion(reference, reference.state_dict())  # with the names of files
-    parts = find_parts({name: tuple(tensor.shape) for name, tensor in state.items()}, is_fused=True)
+    is_fused = config.model_type in FUSED_FAMILIES
+    parts = find_parts({name: tuple(tensor.shape) for name, tensor in state.items()}, is_fused=is_fused)
     for name, shard in model.weight_targets().items():
-        full = state[parts[name].source].narrow(0, parts[name].start, parts[name].shape[0])
-        dense(shard).tensor.copy_(dense(shard).cut(full))
+        dense(shard).tensor.copy_(dense(shard).cut(parts[name].cut(state[parts[name].source])))
     return model
 
 

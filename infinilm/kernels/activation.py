@@ -47,8 +47,11 @@ def _silu_mul_kernel(gate_up, out, size, stride, BLOCK: tl.constexpr, EARLY: tl.
 
 
 @triton.jit
-def gated(gate, up):
-    """`silu(gate) * up`, rounded as torch does: after each of the two operations."""
+def gated(gate, up, IS_GELU: tl.constexpr = False):
+    """`silu(gate) * up`, or with GELU's tanh form, rounded as torch does: after each of the two operations."""
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    power = wide
+    if IS_GELU:
+        power = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # 2 sqrt(2 / pi)
+    activated = (wide / (1.0 + tl.exp(-power))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

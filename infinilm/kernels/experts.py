@@ -20,7 +20,7 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early
 from infinilm.kernels.experts_kernels import choose_kernel, combine_kernel, count_kernel, place_kernel, product_kernel
-from infinilm.kernels.experts_torch import ClampedGate, Routing
+from infinilm.kernels.experts_torch import GELU, ClampedGate, Gate, Routing
 
 FEW_ROWS = 16
 """So many rows are not sorted."""
@@ -109,7 +109,7 @@ def mix_experts(
     tiles: Tiles | None = None,
     *,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    gate: ClampedGate | None = None,
+    gate: Gate = None,
 ) -> Tensor:
     """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
 
@@ -136,11 +136,12 @@ def mix_experts(
         "IS_SORTED": groups is not None,
         "BY_EXPERT": num_pairs > num_experts,
         "WIDEN": x.device.type == "cpu",  # Triton's interpreter has no products of bfloat16 matrices
-        "IS_CLAMPED": gate is not None,
+        "IS_CLAMPED": isinstance(gate, ClampedGate),
+        "IS_GELU": gate == GELU,
         "EARLY": early,
         "launch_pdl": early,
     }
-    alpha, limit = gate or (0.0, 0.0)
+    alpha, limit = gate if isinstance(gate, ClampedGate) else (0.0, 0.0)
     num_groups = min(num_pairs, num_experts) if groups is None else len(groups.tiles)
     activated = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     results = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)

@@ -154,6 +154,7 @@ def product_kernel(
     IN: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     IS_SORTED: tl.constexpr,
     BY_EXPERT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -225,7 +226,7 @@ def product_kernel(
     result = sums.to(out.dtype.element_ty)
     if IS_GATED:
         up = more.to(out.dtype.element_ty)
-        result = _gated_by_limits(result, up, alpha, limit) if IS_CLAMPED else gated(result, up)
+        result = _gated_by_limits(result, up, alpha, limit) if IS_CLAMPED else gated(result, up, IS_GELU)
     target = out + pairs.to(tl.int64)[:, None] * out_size + outputs[None, :]
     tl.store(target, result, mask=has_pair[:, None] & has_output[None, :])
 

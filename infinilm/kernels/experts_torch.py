@@ -1,6 +1,6 @@
 """The choice of experts and their products in plain torch: the twins of `experts`, and what runs without Triton."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,11 @@ class ClampedGate(NamedTuple):
     limit: float
 
 
+GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+Gate = ClampedGate | Literal["gelu_pytorch_tanh"] | None
+"""What becomes of gate and up. None: `silu(gate) * up`; with GELU the same, gates first."""
+
+
 def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `experts.choose_experts`."""
     wide = logits.float()
@@ -59,7 +64,7 @@ def mix_experts_torch(
     residual: Tensor | None = None,
     *,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    gate: ClampedGate | None = None,
+    gate: Gate = None,
 ) -> Tensor:
     """See `experts.mix_experts`. An expert that no row chose is not read, for which this waits for the ids."""
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -73,11 +78,11 @@ def mix_experts_torch(
     return mixed if residual is None else mixed.add_(residual)
 
 
-def gate_torch(gate_up: Tensor, how: ClampedGate | None) -> Tensor:
-    """What becomes of gate and up `[n, 2 * inner]`: `[n, inner]`. None: `silu(gate) * up`, gates first."""
-    if how is None:
+def gate_torch(gate_up: Tensor, how: Gate) -> Tensor:
+    """What becomes of gate and up `[n, 2 * inner]`: `[n, inner]`."""
+    if not isinstance(how, ClampedGate):
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.silu(gate) if how is None else F.gelu(gate, approximate="tanh")).mul_(up)
     gate = gate_up[..., ::2].clamp(max=how.limit)
     up = gate_up[..., 1::2].clamp(-how.limit, how.limit)
     return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import ClampedGate, Routing, choose_experts_torch
+from infinilm.kernels.experts_torch import Gate, Routing, choose_experts_torch
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightOptions, below
 from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts
@@ -27,6 +27,7 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     router_bias: str = "e_score_correction_bias"
+    shared: str = "shared_experts"
     is_stacked: bool = False
     """Whether gate and up, and down, of all experts are one tensor each, inputs first, and have biases."""
 
@@ -41,7 +42,7 @@ class Experts(nn.Module):
         num_experts: int,
         names: ExpertNames,
         *,
-        gate: ClampedGate | None = None,
+        gate: Gate = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Experts(nn.Module):
             for names in self._tensor_names()
         ]
         self.matrix: ExpertWeights
-        if not names.is_stacked and all(None not in own for own in found):
+        if not names.is_stacked and gate is None and all(None not in own for own in found):
             packed = [[each for part in own for each in part or ()] for own in found]
             self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"])
         else:
@@ -101,19 +102,21 @@ class SparseMLP(Mixer):
         router_dtype: torch.dtype | None = None,
         has_router_bias: bool = False,
         shared_size: int = 0,
+        gates_shared: bool = False,
         adds_router_bias: bool = False,
-        gate: ClampedGate | None = None,
+        gate: Gate = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         """`router_dtype` is what the router computes in (default: as the rest).
 
         A bias that it adds (`adds_router_bias`) is a part of the logits; another (`has_router_bias`) is added to the
         scores by which experts are chosen, not to their weights. Shared experts, of the
-        intermediate size `shared_size` together, compute every token besides those chosen.
+        intermediate size `shared_size` together, compute every token besides those chosen. With `gates_shared` their
+        result is multiplied by the sigmoid of one more projection.
         """
         super().__init__(layer, names.prefix)
         if shared_size:
-            shared = f"{names.prefix}shared_experts."
+            shared = f"{names.prefix}{names.shared}."
             self.shared: MLP | None = MLP(layer, hidden_size, shared_size, prefix=shared, **options)
         else:
             self.shared = None
@@ -123,6 +126,11 @@ class SparseMLP(Mixer):
         kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"]}
         self._router_dtype = kind["dtype"]
         self.router = Linear(hidden_size, {names.router: routing.num_experts}, bias=adds_router_bias, **kind)
+        self.shared_gate: Linear | None = None
+        if gates_shared:
+            outputs = {f"{names.shared}_gate": 1}
+            own: WeightOptions = {"dtype": options["dtype"], "device": options["device"]}
+            self.shared_gate = Linear(hidden_size, outputs, bias=False, **own)
         self.router_bias: nn.Parameter | None = None
         if has_router_bias:
             bias = torch.empty(routing.num_experts, dtype=torch.float32, device=options["device"])
@@ -143,15 +151,23 @@ class SparseMLP(Mixer):
             taps.see("router_logits", logits, self.layer)
         ids, weights = self._choose(logits)
         if taps is None:
-            if self.shared is not None:
-                residual = self.shared(x, None, residual)
-            mixed: Tensor = self.experts(x, ids, weights, residual)
+            mixed: Tensor = self.experts(x, ids, weights, self._share(x, residual))
             return mixed
         taps.see("expert_ids", ids, self.layer)
         self._check_ids(ids)
-        output: Tensor = self.experts(x, ids, weights, None if self.shared is None else self.shared(x))
+        output: Tensor = self.experts(x, ids, weights, self._share(x, None))
         taps.see("mlp_output", output, self.layer)
         return output if residual is None else output.add_(residual)
+
+    def _share(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+        """What is added to the chosen experts' sum: the shared ones' result and the residual, if there are any."""
+        if self.shared is None:
+            return residual
+        if self.shared_gate is None:
+            shared: Tensor = self.shared(x, None, residual)
+            return shared
+        shared = self.shared(x).mul_(self.shared_gate(x).sigmoid())
+        return shared if residual is None else shared.add_(residual)
 
     def _score(self, x: Tensor) -> Tensor:
         """The router's logits `[T, experts]`."""
@@ -184,4 +200,6 @@ class SparseMLP(Mixer):
         targets = self.router.weight_targets(own) | self.experts.weight_targets(own)
         if self.router_bias is not None:
             targets[f"{own}{self._names.router}.{self._names.router_bias}"] = WeightShard.whole(self.router_bias)
+        if self.shared_gate is not None:
+            targets |= self.shared_gate.weight_targets(own)
         return targets if self.shared is None else targets | self.shared.weight_targets(prefix)

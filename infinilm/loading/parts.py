@@ -1,14 +1,15 @@
-"""A checkpoint whose tensors are parts of the stored ones: a multimodal model's text part, and fused projections."""
+"""A checkpoint whose tensors are parts of the stored ones: a multimodal model's text, fused projections, experts."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PackedRows
+from infinilm.loading.quantize import PackedRows, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
 # Where multimodal checkpoints have their language model's weights, and what they are called in the model alone.
@@ -20,25 +21,40 @@ _TEXT_PREFIXES = {
 _QKV = re.compile(r"(.+\.self_attn\.)qkv_proj\.(weight|bias)")
 _GATE_UP = re.compile(r"(.+\.mlp\.)gate_up_proj\.(weight|bias)")
 _DELTA_NET = re.compile(r"(.+\.linear_attn\.)(in_proj_|conv1d)(qkv)?\.(weight)")
-FUSED_FAMILIES = frozenset({"glm4", "phi3", "qwen3_5_text"})
-"""By `model_type`: those whose files have one matrix for q, k and v, or for gate and up."""
+_EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
+FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "phi3", "qwen3_5_text", "qwen3_5_moe_text"})
+"""By `model_type`: those whose files have one tensor for q, k and v, for gate and up, or for all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a stored tensor."""
+    """Some rows of a stored tensor, or of one expert's matrix in it: runs of equal length that begin at `starts`."""
 
     source: str
-    start: int
+    starts: tuple[int, ...]
     shape: tuple[int, ...]
+    expert: int | None = None
 
-    def rows(self, start: int, count: int) -> "Part":
-        return replace(self, start=self.start + start, shape=(count, *self.shape[1:]))
+    def runs(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Where `count` rows from `first` on are: a row of the source, the first of these rows there, how many."""
+        length, done = self.shape[0] // len(self.starts), 0
+        while done < count:
+            run, offset = divmod(first + done, length)
+            size = min(length - offset, count - done)
+            yield self.starts[run] + offset, done, size
+            done += size
+
+    def cut(self, stored: Tensor) -> Tensor:
+        """This part of the stored tensor."""
+        matrix = stored if self.expert is None else stored[self.expert]
+        if not self.shape:
+            return matrix
+        return torch.cat([matrix[start : start + size] for start, _, size in self.runs(0, self.shape[0])])
 
 
 def find_parts(shapes: Mapping[str, tuple[int, ...]], *, is_fused: bool) -> dict[str, Part]:
     """The tensors of the language model among those of a checkpoint, by their names in the model alone."""
-    parts = {name: Part(name, 0, tuple(shape)) for name, shape in shapes.items()}
+    parts = {name: Part(name, (0,), tuple(shape)) for name, shape in shapes.items()}
     if any(name.startswith(tuple(_TEXT_PREFIXES)) for name in shapes):
         parts = {renamed: part for name, part in parts.items() if (renamed := _text_name(name)) is not None}
     if not is_fused:
@@ -58,6 +74,8 @@ def _text_name(name: str) -> str | None:
 
 
 def _split(name: str, part: Part, parts: Mapping[str, Part]) -> dict[str, Part]:
+    if (match := _EXPERTS.fullmatch(name)) and len(part.shape) == 3:
+        return _split_experts(match, part)
     if match := _QKV.fullmatch(name):
         out = parts.get(f"{match[1]}o_proj.weight")
         if out is None or len(out.shape) != 2 or part.shape[0] < out.shape[1] or (part.shape[0] - out.shape[1]) % 2:
@@ -79,9 +97,23 @@ def _split(name: str, part: Part, parts: Mapping[str, Part]) -> dict[str, Part]:
     found, start = {}, 0
     kind = name.rpartition(".")[2]
     for piece, size in sizes.items():
-        found[f"{match[1]}{piece}.{kind}"] = part.rows(start, size)
+        found[f"{match[1]}{piece}.{kind}"] = Part(part.source, (start,), (size, *part.shape[1:]))
         start += size
     return found
+
+
+def _split_experts(match: re.Match[str], part: Part) -> dict[str, Part]:
+    """The matrices of each expert, of a tensor of all experts: gates and ups, or downs."""
+    num_experts, num_rows, num_columns = part.shape
+    names = ["gate_proj", "up_proj"] if match[2] == "gate_up_proj" else ["down_proj"]
+    size = num_rows // len(names)
+    if size * len(names) != num_rows:
+        raise CheckpointError(f"{match[0]!r} of shape {list(part.shape)} can't be divided into gate and up")
+    return {
+        f"{match[1]}{expert}.{name}.weight": Part(part.source, (index * size,), (size, num_columns), expert)
+        for expert in range(num_experts)
+        for index, name in enumerate(names)
+    }
 
 
 class PartialCheckpoint:
@@ -101,17 +133,34 @@ class PartialCheckpoint:
 
     def read(self, name: str) -> Tensor:
         part = self._part(name)
-        return self._whole.read(part.source).narrow(0, part.start, part.shape[0])
+        if part.expert is None:
+            return part.cut(self._whole.read(part.source))
+        target = torch.empty(part.shape)
+        self.read_into(name, target)
+        return target
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         part = self._part(name)
         starts = locate_part(self.path, name, part.shape, target.shape, starts)
-        self._whole.read_into(part.source, target, (starts[0] + part.start, *starts[1:]) if starts else None)
+        if not starts:
+            self._whole.read_into(part.source, target)
+            return
+        for row, offset, count in part.runs(starts[0], len(target)):
+            rows, place = target[offset : offset + count], (row, *starts[1:])
+            if part.expert is None:
+                self._whole.read_into(part.source, rows, place)
+            else:
+                self._whole.read_into(part.source, rows[None], (part.expert, *place))
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         part = self._part(name)
         starts = locate_part(self.path, name, part.shape, shape, starts)
-        return self._whole.read_packed(part.source, format, (starts[0] + part.start, *starts[1:]), shape)
+        if part.expert is not None:
+            yield from quantize_rows(self, name, format, starts, shape)
+            return
+        for row, offset, count in part.runs(starts[0], shape[0]):
+            for blocks, places in self._whole.read_packed(part.source, format, (row, starts[1]), (count, shape[1])):
+                yield blocks, places + offset
 
     def tokenizer(self) -> Tokenizer | None:
         return self._whole.tokenizer()

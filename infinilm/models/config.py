@@ -424,8 +424,10 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     if not isinstance(text, Mapping) or not text.get("model_type"):
         raise CheckpointError(f"text_config={text!r:.80} must be the configuration of a model, with its model_type")
-    shared = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", *_TOKEN_IDS)
-    return {name: config[name] for name in shared if config.get(name) is not None and name not in text} | dict(text)
+    shared = ("dtype", "torch_dtype", "quantization_config", *_TOKEN_IDS)
+    found = {name: config[name] for name in shared if config.get(name) is not None and name not in text} | dict(text)
+    tied = config.get("tie_word_embeddings")  # that of the whole model counts, as in transformers
+    return found if tied is None else found | {"tie_word_embeddings": tied}
 
 
 def _check_token_ids(name: str, value: object) -> None:

@@ -87,14 +87,19 @@ class DecoderLayer(nn.Module):
         if self._is_plain:
             added: Tensor = mixer(hidden, step, hidden, before)  # which may fuse norm and residual
             return added
+        mixed = self._mixed(mixer, hidden, step, before, after)
+        return hidden + (mixed if self.residual_scale == 1 else mixed * self.residual_scale)
+
+    def _mixed(
+        self, mixer: Mixer, hidden: Tensor, step: ForwardContext, before: RMSNorm | None, after: RMSNorm | None
+    ) -> Tensor:
+        """What a mixer, between its norms, makes of the hidden states."""
         x = hidden if before is None else before(hidden)
         if before is not None and step.taps is not None:
             point = "input_layernorm" if mixer is self.token_mixer else "post_attention_layernorm"
             step.taps.see(point, x, self.layer)
         mixed: Tensor = mixer(x, step)
-        if after is not None:
-            mixed = after(mixed)
-        return hidden + (mixed if self.residual_scale == 1 else mixed * self.residual_scale)
+        return mixed if after is None else after(mixed)
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by name."""

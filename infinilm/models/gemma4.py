@@ -1,4 +1,4 @@
-"""Gemma 4's text model: two sizes of heads, keys and values shared between layers, embeddings for each layer."""
+"""Gemma 4's text model: heads of two sizes, keys and values that layers share, embeddings for each layer, experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,26 +9,29 @@ from torch import Tensor, nn
 
 from infinilm.attention import ForwardBatch
 from infinilm.cache.specs import AttentionSpec, CacheSpec, SharedKV
-from infinilm.checks import check_flag, check_integer
+from infinilm.checks import check_choice, check_flag, check_integer
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Shard, WeightShard
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.experts_torch import GELU, Routing
 from infinilm.layers.attention import Attention
 from infinilm.layers.embedding import VocabParallelEmbedding
 from infinilm.layers.formats import DENSE, LayerOptions, below
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.mlp import ACTIVATIONS, MLP
-from infinilm.layers.norm import WideRMSNorm, normalized
+from infinilm.layers.moe import ExpertNames, SparseMLP
+from infinilm.layers.norm import RMSNorm, WideRMSNorm, normalized
 from infinilm.layers.rotary_embedding import apply_rotary
 from infinilm.models.config import FULL_ATTENTION
 from infinilm.models.decoder import DecoderLayer
 from infinilm.models.gemma import Gemma3Config, GemmaForCausalLM
+from infinilm.models.sparse import MAX_EXPERTS
 
 
 @dataclass(init=False, frozen=True)
 class Gemma4Config(Gemma3Config):
-    """Gemma 4's text model without experts: two sizes of heads, shared keys and values, embeddings for each layer."""
+    """Gemma 4's text model: two sizes of heads, shared keys and values, embeddings for each layer, maybe experts."""
 
     model_type: str = "gemma4_text"
     vocab_size: int = 262_144
@@ -48,6 +51,10 @@ class Gemma4Config(Gemma3Config):
     use_double_wide_mlp: bool = False
     """Whether the MLP of layers without keys and values of their own is twice as wide."""
     enable_moe_block: bool = False
+    """Whether each layer has experts beside its MLP."""
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
 
     rotates_partially = True
     window_settings = {"sliding_window": 512, "sliding_window_pattern": 6}  # noqa: RUF012
@@ -74,9 +81,7 @@ class Gemma4Config(Gemma3Config):
         return super().read_rope(settings, max_position_embeddings)
 
     def validate(self) -> None:
-        if self.enable_moe_block:
-            raise InvalidValueError("enable_moe_block=True is not supported: Gemma 4 runs without experts only")
-        for name in ("attention_k_eq_v", "use_double_wide_mlp"):
+        for name in ("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"):
             check_flag(name, getattr(self, name))
         check_integer("global_head_dim", self.global_head_dim, low=2)
         if self.global_head_dim % 2:
@@ -86,6 +91,11 @@ class Gemma4Config(Gemma3Config):
         check_integer("vocab_size_per_layer_input", self.vocab_size_per_layer_input, low=1)
         if self.num_global_key_value_heads is not None:
             check_integer("num_global_key_value_heads", self.num_global_key_value_heads, low=1)
+        if self.enable_moe_block:
+            check_integer("num_experts", self.num_experts, low=1, high=MAX_EXPERTS)
+            check_integer("top_k_experts", self.top_k_experts, low=1, high=self.num_experts)
+            check_integer("moe_intermediate_size", self.moe_intermediate_size, low=1)
+            check_choice("hidden_activation", self.hidden_activation, (GELU,))
         super().validate()
         for layer in range(self.num_hidden_layers - self.num_kv_shared_layers, self.num_hidden_layers):
             self.kv_owner(layer)
@@ -109,6 +119,14 @@ class Gemma4Config(Gemma3Config):
     def layer_kv_heads(self, layer: int) -> int:
         is_other = self.attention_k_eq_v and self.window(layer) is None
         return (self.num_global_key_value_heads if is_other else None) or self.num_key_value_heads
+
+    def channel_width(self, num_ranks: int) -> int:
+        width = super().channel_width(num_ranks) * (1 + self.use_double_wide_mlp)
+        if not self.enable_moe_block:
+            return width
+        # Of each expert: its input, what its matrices make of it, and its output; the MLP's output is kept meanwhile.
+        of_one = 2 * self.hidden_size + 3 * (self.moe_intermediate_size or 0) // num_ranks
+        return max(width, self.hidden_size + (self.top_k_experts or 0) * of_one)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         owners = [self.kv_owner(layer) for layer in range(self.num_hidden_layers)]
@@ -170,14 +188,60 @@ class Gemma4Attention(Attention):
         return None
 
 
+class Gemma4Experts(SparseMLP):
+    """Experts beside an MLP, with norms of their own. The router has one, too, and a factor for each expert."""
+
+    def __init__(self, config: Gemma4Config, layer: int, options: LayerOptions) -> None:
+        assert config.num_experts is not None
+        assert config.top_k_experts is not None
+        assert config.moe_intermediate_size is not None
+        routing = Routing(config.num_experts, config.top_k_experts, renormalizes=True)
+        sizes, names = (config.hidden_size, config.moe_intermediate_size), ExpertNames("", "router.proj")
+        super().__init__(layer, *sizes, routing, names, gate=GELU, **options)
+        kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
+        size = (config.hidden_size, config.rms_norm_eps)
+        self.router_norm = RMSNorm(*size, **kind)
+        self._router_scale = config.hidden_size**-0.5
+        self.factors = nn.Parameter(torch.empty(config.num_experts, **kind), requires_grad=False)
+        self.before_norm, self.after_norm = WideRMSNorm(*size, **kind), WideRMSNorm(*size, **kind)
+
+    def forward(
+        self, x: Tensor, step: ForwardContext | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        assert residual is None
+        assert norm is None
+        taps = None if step is None else step.taps
+        logits = self._score(self.router_norm(x) * self._router_scale)
+        if taps is not None:
+            taps.see("router_logits", logits, self.layer)
+        ids, weights = self._choose(logits)
+        if taps is not None:
+            taps.see("expert_ids", ids, self.layer)
+            self._check_ids(ids)
+        mixed: Tensor = self.after_norm(self.experts(self.before_norm(x), ids, weights * self.factors[ids].float()))
+        return mixed
+
+    def weight_targets(self, prefix: str) -> dict[str, Shard]:
+        own = {
+            "router.scale": self.router_norm.weight,
+            "router.per_expert_scale": self.factors,
+            "pre_feedforward_layernorm_2.weight": self.before_norm.weight,
+            "post_feedforward_layernorm_2.weight": self.after_norm.weight,
+        }
+        return super().weight_targets(prefix) | {f"{prefix}{name}": WeightShard.whole(own[name]) for name in own}
+
+
 class Gemma4Layer(DecoderLayer):
-    """A decoder layer that ends with the layer's own input, where there is one, and a factor."""
+    """A decoder layer that may have experts, and ends with the layer's own input, where there is one, and a factor."""
 
     def __init__(self, config: Gemma4Config, *args: Any, **kind: Any) -> None:
         super().__init__(config, *args, **kind)
         options: LayerOptions = args[-1]
         own: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
         self.layer_scalar = nn.Parameter(torch.empty(1, **own), requires_grad=False)
+        self.experts = Gemma4Experts(config, self.layer, options) if config.enable_moe_block else None
+        if self.experts is not None:
+            self.mlp_norm = WideRMSNorm(config.hidden_size, config.rms_norm_eps, **own)
         self._activation, self.gate, self.projection = ACTIVATIONS[config.activation], None, None
         if width := config.hidden_size_per_layer_input:
             own["formats"] = options.get("formats", DENSE)
@@ -191,7 +255,14 @@ class Gemma4Layer(DecoderLayer):
         hidden = self._mix(self.token_mixer, hidden, step, *self._token_norms)
         if step.taps is not None:
             step.taps.see("after_attention_residual", hidden, self.layer)
-        hidden = self._mix(self.channel_mixer, hidden, step, *self._channel_norms)
+        before, after = self._channel_norms
+        if self.experts is None:
+            hidden = self._mix(self.channel_mixer, hidden, step, before, after)
+        else:
+            assert after is not None
+            beside = self.experts(hidden, step)
+            mixed = self._mixed(self.channel_mixer, hidden, step, before, self.mlp_norm)
+            hidden = hidden + after(mixed + beside)
         if own_input is not None:
             assert self.gate is not None
             assert self.projection is not None
@@ -205,6 +276,9 @@ class Gemma4Layer(DecoderLayer):
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         targets = super().weight_targets(prefix)
         targets[f"{prefix}layer_scalar"] = WeightShard.whole(self.layer_scalar)
+        if self.experts is not None:
+            targets |= self.experts.weight_targets(prefix)
+            targets[f"{prefix}post_feedforward_layernorm_1.weight"] = WeightShard.whole(self.mlp_norm.weight)
         if self.gate is not None and self.projection is not None:
             targets |= self.gate.weight_targets(prefix) | self.projection.weight_targets(prefix)
             targets[f"{prefix}post_per_layer_input_norm.weight"] = WeightShard.whole(self.own_norm.weight)
@@ -217,12 +291,15 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
     layer_class = Gemma4Layer
 
     def build_more(self, options: LayerOptions) -> None:
-        if self.stage.count > 1:
-            raise InvalidValueError(
-                f"pipeline_parallel_size={self.stage.count}: layers of Gemma 4 share keys and values, or need the "
-                "embeddings of the first stage; use pipeline_parallel_size=1"
-            )
         config = self.config
+        needs_others = config.hidden_size_per_layer_input > 0 or any(
+            config.kv_owner(layer) not in self.stage.layers for layer in self.stage.layers
+        )
+        if self.stage.count > 1 and needs_others:
+            raise InvalidValueError(
+                f"pipeline_parallel_size={self.stage.count}: layers of this Gemma 4 read keys and values of a layer in "
+                "another stage, or need the embeddings of the first stage; use pipeline_parallel_size=1"
+            )
         self.own_embedding: VocabParallelEmbedding | None = None
         self.own_projection: Linear | None = None
         if width := config.num_hidden_layers * config.hidden_size_per_layer_input:

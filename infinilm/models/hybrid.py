@@ -1,4 +1,4 @@
-"""Qwen3.5: three of four layers are gated delta nets, the others gated attention."""
+"""Qwen3.5, dense and with experts: three of four layers are gated delta nets, the others gated attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,15 @@ from typing import Any
 from infinilm.cache.specs import AttentionSpec, CacheSpec, StateSpec
 from infinilm.checks import check_integer
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.experts_torch import Routing
 from infinilm.layers.delta_net import GatedDeltaNet
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
+from infinilm.layers.moe import ExpertNames
 from infinilm.layers.norm import ZeroCentredRMSNorm
 from infinilm.models.config import FULL_ATTENTION
 from infinilm.models.dense import CausalLM, LlamaConfig, build_attention
+from infinilm.models.sparse import SparseCausalLM, SparseConfig
 
 LINEAR_ATTENTION = "linear_attention"
 
@@ -79,6 +82,36 @@ class Qwen35Config(LlamaConfig):
         return tuple(state if self.is_recurrent(layer) else attention for layer in range(self.num_hidden_layers))
 
 
+@dataclass(init=False, frozen=True)
+class Qwen35MoeConfig(Qwen35Config, SparseConfig):
+    """Qwen3.5 with experts in all layers, and one more for all tokens, which has a gate."""
+
+    model_type: str = "qwen3_5_moe_text"
+    hidden_size: int = 2048
+    intermediate_size: int = 512
+    """Not used: no layer has a dense MLP."""
+    num_hidden_layers: int = 40
+    num_key_value_heads: int = 2
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    num_experts: int = 256
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 512
+    shared_expert_intermediate_size: int = 512
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.num_experts, self.num_experts_per_tok, renormalizes=True)
+
+    def validate(self) -> None:
+        super().validate()
+        check_integer("shared_expert_intermediate_size", self.shared_expert_intermediate_size, low=1)
+
+
 class Qwen35ForCausalLM(CausalLM):
     norm_class = ZeroCentredRMSNorm
     unused_weights = (*CausalLM.unused_weights, "mtp.*")
@@ -101,3 +134,11 @@ class Qwen35ForCausalLM(CausalLM):
             norm_eps=config.rms_norm_eps,
             **options,
         )
+
+
+class Qwen35MoeForCausalLM(Qwen35ForCausalLM, SparseCausalLM):
+    config: Qwen35MoeConfig
+    expert_names = ExpertNames(shared="shared_expert")
+
+    def expert_options(self) -> dict[str, Any]:
+        return {"shared_size": self.config.shared_expert_intermediate_size, "gates_shared": True}

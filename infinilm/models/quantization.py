@@ -20,8 +20,11 @@ QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1"}
 OUTER_FORMAT = "Q8_0"
 """Of the embedding and the head, where rounding errors cost most."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
-ROUTERS = ("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight", "*.mlp.router.weight")
-"""Routers of experts, which stay dense: they are small, and a rounding error chooses another expert."""
+ROUTERS = (
+    *("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight", "*.mlp.router.weight", "*.router.proj.weight"),
+    "*.shared_expert_gate.weight",
+)
+"""Routers and gates of experts, which stay dense: they are small, and a rounding error chooses another expert."""
 _MAX_LISTED = 8
 
 
@@ -56,7 +59,7 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
         listed = ", ".join(dense[:_MAX_LISTED]) + (", …" if len(dense) > _MAX_LISTED else "")
         logger.warning(
             "%d of %d quantised matrices are computed dense, because their columns, or those of matrices that they are "
-            "multiplied with, can't be cut into whole blocks: %s",
+            "multiplied with, can't be cut into whole blocks, or for want of an activation in the native library: %s",
             len(dense),
             len(formats.by_name),
             listed,

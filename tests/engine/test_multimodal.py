@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import GEMMA4, SIZES, reference_logits
+from checkpoints import EXPERTS, GEMMA4, LINEAR, SIZES, reference_logits
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -40,6 +40,12 @@ def make_multimodal(kind: str) -> PreTrainedModel:
         vision = {name: value for name, value in VISION.items() if name != "image_size"}
         config = transformers.Gemma4Config(text_config=text, vision_config=vision | {"num_key_value_heads": 2})
         model = transformers.Gemma4ForConditionalGeneration(config)
+    elif kind == "qwen3_5_moe":
+        text |= {**EXPERTS, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 0]}
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+        config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+        model = transformers.Qwen3_5MoeForConditionalGeneration(config)
     else:
         config = transformers.Mistral3Config(
             text_config=text | {"model_type": kind}, vision_config=VISION, tie_word_embeddings=False
@@ -52,7 +58,7 @@ def make_multimodal(kind: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral", "ministral3"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "mistral", "ministral3", "qwen3_5_moe"])
 def test_the_text_part_computes_what_transformers_computes(kind: str, prefix: str, tmp_path: Path) -> None:
     """Under the names of older and of newer files."""
     reference = make_multimodal(kind)

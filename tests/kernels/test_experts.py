@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from infinilm.kernels.experts import FEW_ROWS, Tile, Tiles, choose_experts, choose_tiles, mix_experts
-from infinilm.kernels.experts_torch import ClampedGate, Routing, choose_experts_torch, mix_experts_torch
+from infinilm.kernels.experts_torch import GELU, ClampedGate, Routing, choose_experts_torch, mix_experts_torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -97,6 +97,15 @@ def test_biases_and_a_limited_gate(num_rows: int) -> None:
     assert_alike(mix_experts(*layer, biases=biases, gate=gate), mix_experts_torch(*layer, biases=biases, gate=gate))
     first = (biases[0], None)
     assert_alike(mix_experts(*layer, biases=first), mix_experts_torch(*layer, biases=first))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [3, 30])
+def test_a_gate_with_gelu(num_rows: int, dtype: torch.dtype) -> None:
+    layer = make_layer(num_rows, dtype)
+    found = mix_experts(*layer, gate=GELU)
+    assert_alike(found, mix_experts_torch(*layer, gate=GELU))
+    assert not torch.allclose(found, mix_experts(*layer), atol=1e-2)
 
 
 def test_more_experts_than_pairs() -> None:

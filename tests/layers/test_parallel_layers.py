@@ -182,6 +182,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window": ("mistral", {"num_key_value_heads": 1}),
     "norms around the mixers": ("gemma3", {"num_key_value_heads": 1}),
     "heads of two sizes, shared keys and values": ("gemma4-shared", {"num_key_value_heads": 12}),
+    "experts beside an MLP": ("gemma4-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),
     "capped scores": ("gemma2-capped", {"num_key_value_heads": 1}),
     "fused matrices, half of each head rotated": ("phi3-window", {"num_key_value_heads": 12}),
     "neighbours rotated": ("glm4", {"num_key_value_heads": 12}),
@@ -189,6 +190,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent layers": (
         "qwen3.5",
         {"num_key_value_heads": 12, "linear_num_key_heads": 12, "linear_num_value_heads": 12},
+    ),
+    "recurrent layers and a gated expert": (
+        "qwen3.5-moe",
+        {
+            "num_key_value_heads": 12,
+            "linear_num_key_heads": 12,
+            "linear_num_value_heads": 12,
+            "moe_intermediate_size": 96,
+        },
     ),
     "scales": ("granite", {"num_key_value_heads": 12}),
     "experts": ("qwen3-moe", {"num_key_value_heads": 12, "moe_intermediate_size": 96}),

@@ -47,7 +47,7 @@ def test_only_families_with_fused_matrices_are_divided(tmp_path: Path) -> None:
     shapes = {"a.self_attn.qkv_proj.weight": (12, 4), "a.self_attn.o_proj.weight": (4, 8)}
     assert find_parts(shapes, is_fused=False).keys() == shapes.keys()
     assert find_parts(shapes, is_fused=True)["a.self_attn.v_proj.weight"] == Part(
-        "a.self_attn.qkv_proj.weight", 10, (2, 4)
+        "a.self_attn.qkv_proj.weight", (10,), (2, 4)
     )
 
 

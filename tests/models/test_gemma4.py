@@ -5,16 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_reference, save
+from checkpoints import load, make_reference, reference_logits, save
+from drive import make_batch
+from narrow import dense
 from safetensors.torch import load_file, save_file
 
 from infinilm import LLM
+from infinilm.attention import TorchAttention
+from infinilm.cache.paged import PagedKVCache
 from infinilm.cache.specs import AttentionSpec, SharedKV
 from infinilm.debug import HookRegistry
 from infinilm.engine import InferEngine
-from infinilm.errors import CheckpointError, InvalidValueError
+from infinilm.errors import CheckpointError, InfinilmError, InvalidValueError
 from infinilm.models import ModelConfig
 from infinilm.models.gemma4 import Gemma4Config
+from infinilm.models.stages import Stage
 
 SETTINGS: dict[str, Any] = {
     "model_type": "gemma4_text",
@@ -25,6 +30,9 @@ SETTINGS: dict[str, Any] = {
     "attention_k_eq_v": True,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
 }
+
+
+EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
 
 
 def test_layers_keep_heads_of_their_own_size_or_nothing() -> None:
@@ -40,7 +48,9 @@ def test_layers_keep_heads_of_their_own_size_or_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block=True is not supported"),
+        ({**EXPERTS, "num_experts": None}, "num_experts=None must be an integer"),
+        ({**EXPERTS, "top_k_experts": 9}, "top_k_experts=9"),
+        ({**EXPERTS, "hidden_activation": "silu"}, "hidden_activation='silu'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({"num_kv_shared_layers": 4}, "no layer before the shared ones is of the type of layer 1"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers"),
@@ -50,13 +60,34 @@ def test_layers_keep_heads_of_their_own_size_or_nothing() -> None:
     ],
 )
 def test_what_can_not_be_run_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
+    with pytest.raises(InfinilmError, match=message):
         ModelConfig.from_dict({**SETTINGS, **settings})
 
 
-def test_stages_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="pipeline_parallel_size=2: layers of Gemma 4 share"):
-        LLM(save(make_reference("gemma4"), tmp_path), device="cpu", pipeline_parallel_size=2)
+@pytest.mark.parametrize(("kind", "settings"), [("gemma4", {}), ("gemma4-shared", {"hidden_size_per_layer_input": 0})])
+def test_stages_that_need_others_are_refused(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="pipeline_parallel_size=2: layers of this Gemma 4 read keys"):
+        LLM(save(make_reference(kind, **settings), tmp_path), device="cpu", pipeline_parallel_size=2)
+
+
+def test_stages_of_layers_that_need_no_others_compute_the_whole() -> None:
+    reference = make_reference("gemma4-moe")
+    whole = load(reference)
+    tokens = list(range(40))
+    batch = make_batch([tokens], [0], [[0, 1, 2]], block_size=16)
+    config = whole.config
+    hidden: torch.Tensor | None = None
+    for stage in (Stage(0, 2, range(1)), Stage(1, 2, range(1, 3))):
+        part = type(whole)(config, stage=stage)
+        sources = whole.weight_targets()
+        for name, shard in part.weight_targets().items():
+            dense(shard).tensor.copy_(dense(sources[name]).tensor)
+        cache = PagedKVCache(config.cache_specs(), 3, 16, dtype=torch.float32, device="cpu")
+        with torch.inference_mode():
+            hidden = part(batch, cache, TorchAttention(), None, hidden)
+    assert hidden is not None
+    with torch.inference_mode():
+        torch.testing.assert_close(part.compute_logits(hidden), reference_logits(reference, tokens), atol=1e-4, rtol=0)
 
 
 def test_files_may_hold_keys_that_no_layer_uses(tmp_path: Path) -> None:

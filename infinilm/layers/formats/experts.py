@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
-from infinilm.kernels.experts_torch import ClampedGate, mix_experts_torch
+from infinilm.kernels.experts_torch import Gate, mix_experts_torch
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats.gguf import GGUFWeight, load_library
 
@@ -41,7 +41,7 @@ class DenseExperts(nn.Module):
         *,
         has_biases: bool = False,
         adds_last_bias: bool = True,
-        gate: ClampedGate | None = None,
+        gate: Gate = None,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
