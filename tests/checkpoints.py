@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.loading.parts import FUSED_FAMILIES, find_parts
+from infinilm.loading.parts import find_parts
 from infinilm.models import CausalLM, LlamaConfig
 from infinilm.models.registry import create_model
 
@@ -491,6 +491,45 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **EXPERTS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "shared_expert_intermediate_size": 96,
+            "mlp_only_layers": [0],
+            **LINEAR,
+        },
+    ),
+    "qwen3-next-plain": (
+        "Qwen3Next",
+        {
+            **EXPERTS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "norm_topk_prob": False,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "shared_expert_intermediate_size": 32,
+            **LINEAR,
+            "linear_num_key_heads": 4,
+        },
+    ),
+    "qwen3-next-bias": (
+        "Qwen3Next",
+        {
+            **EXPERTS,
+            "layer_types": ["full_attention", "linear_attention"],
+            "decoder_sparse_step": 2,
+            "head_dim": 32,
+            "attention_bias": True,
+            "shared_expert_intermediate_size": 64,
+            **LINEAR,
+            "linear_num_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -520,7 +559,13 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
     """A model of transformers with random weights, large enough that logits are of order 1 and tell tokens apart."""
     prefix, own = ARCHITECTURES[kind]
     text = "Text" if prefix in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else ""
-    is_zero_centred = prefix in ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe")  # these add 1 to norms themselves
+    is_zero_centred = prefix in (
+        "Gemma2",
+        "Gemma3",
+        "Qwen3_5",
+        "Qwen3_5Moe",
+        "Qwen3Next",
+    )  # these add 1 to norms themselves
     config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)
@@ -572,8 +617,7 @@ def load(
     model = create_model(config, max_len=max_len, dtype=dtype, device=device, group=group)
     assert isinstance(model, CausalLM)
     state = revert_weight_conversion(reference, reference.state_dict())  # with the names of files
-    is_fused = config.model_type in FUSED_FAMILIES
-    parts = find_parts({name: tuple(tensor.shape) for name, tensor in state.items()}, is_fused=is_fused)
+    parts = find_parts({name: tuple(tensor.shape) for name, tensor in state.items()}, reference.config.to_dict())
     for name, shard in model.weight_targets().items():
         dense(shard).tensor.copy_(dense(shard).cut(parts[name].cut(state[parts[name].source])))
     return model

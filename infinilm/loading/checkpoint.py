@@ -60,6 +60,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open(path: Path) -> Checkpoint:
+    from infinilm.loading.assembled import assemble
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
     from infinilm.loading.mxfp4 import Mxfp4Checkpoint
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
@@ -78,7 +79,12 @@ def _open(path: Path) -> Checkpoint:
         )
     if not path.is_file() or not _is_gguf(path):
         raise CheckpointError(f"{path}: neither a GGUF file nor a directory with config.json and safetensors weights")
-    return GGUFCheckpoint(path)
+    file = GGUFCheckpoint(path)
+    try:
+        return assemble(file)
+    except BaseException:
+        file.close()
+        raise
 
 
 def _is_gguf(path: Path) -> bool:

@@ -73,6 +73,7 @@ GGML_TYPES: dict[int, GGMLType] = {
     13: GGMLType("Q5_K", 256, 176),
     14: GGMLType("Q6_K", 256, 210),
     30: GGMLType("BF16", 1, 2),
+    39: GGMLType("MXFP4", 32, 17),
 }
 """Supported types, by their number in the file."""
 
@@ -80,7 +81,7 @@ GGML_TYPES: dict[int, GGMLType] = {
 _OTHER_TYPES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
-    27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+    27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 
 

@@ -1,9 +1,7 @@
 """A GGUF file as a Hugging Face checkpoint: tensor names, config and row order are converted."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,9 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
-from infinilm.loading.gguf_config import LAYER_PATTERN, ROPE_TENSORS, GGUFMetadata, make_config
+from infinilm.loading.gguf_config import GGUFMetadata, make_config
+from infinilm.loading.gguf_families import HYBRIDS
+from infinilm.loading.gguf_names import name_tensors
 from infinilm.loading.quantize import PackedRows, dequantize, quantize_rows, stored_dtype
 from infinilm.text.tokenizer import Tokenizer
 
@@ -23,52 +23,8 @@ _SLICE_ELEMENTS = 2**18
 # Architectures whose files permute the rows of q and k, see `_unpermute`.
 _PERMUTED_ARCHITECTURES = {"llama", "mistral", "mistral3", "granite", "smollm3"}
 
-_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-# Where an architecture's names differ from these.
-_GEMMA_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_OWN_LAYER_NAMES = {
-    "gemma2": _GEMMA_NORMS,
-    "gemma3": _GEMMA_NORMS,
-    "llama": {  # with experts: Mixtral
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    },
-    "glm4": {
-        "post_attention_norm": "post_self_attn_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-        "ffn_up": "mlp.gate_up_proj",
-    },
-    "olmo2": {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
 # Architectures whose files store norms as they are multiplied, 1 + weight.
-_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma2", "gemma3"}
+_ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma2", "gemma3", *HYBRIDS}
 _SAMPLING_KEYS = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -77,7 +33,6 @@ _SAMPLING_KEYS = {
     "repetition_penalty": "penalty_repeat",
 }
 """Keys of a generation config, and their names in llama.cpp's `general.sampling`."""
-_OUTER_PATTERN = re.compile(r"(\w+)\.(weight|bias)")
 
 
 class GGUFCheckpoint:
@@ -89,7 +44,7 @@ class GGUFCheckpoint:
         try:
             metadata = GGUFMetadata(self._file)
             self.config: dict[str, Any] = make_config(metadata, self._file)
-            self._tensors = _name_tensors(self._file, _LAYER_NAMES | _OWN_LAYER_NAMES.get(metadata.architecture, {}))
+            self._tensors = name_tensors(self._file, metadata.architecture, self.config["num_hidden_layers"])
         except BaseException:
             self._file.close()
             raise
@@ -99,6 +54,8 @@ class GGUFCheckpoint:
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
         self._has_whole_norms = metadata.architecture in _ARCHITECTURES_WITH_WHOLE_NORMS
+        self.has_tiled_heads = metadata.architecture in ("qwen35", "qwen35moe")
+        """Whether the value heads of a delta net that share a key head are apart by the number of key heads."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -125,8 +82,10 @@ class GGUFCheckpoint:
         step = max(1, _SLICE_ELEMENTS // (row_elements * granule)) * granule
         for offset in range(0, len(target), step):
             self._fill(target[offset : offset + step], tensor, (starts[0] + offset, *starts[1:]), head_dim)
-        if self._has_whole_norms and name.endswith("norm.weight"):
+        if self._has_whole_norms and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             target.sub_(1)
+        if name.endswith("linear_attn.A_log"):  # stored as it is used, -exp(A_log)
+            target.neg_().log_()
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         tensor = self._tensor(name)
@@ -207,38 +166,3 @@ def _unpermuted(rows: Tensor, head_dim: int) -> Tensor:
     """The indices to which `_unpermute` moves the given rows."""
     pair, half = rows % head_dim // 2, rows % 2
     return rows - rows % head_dim + half * (head_dim // 2) + pair
-
-
-def _name_tensors(file: GGUFFile, layer_names: Mapping[str, str]) -> dict[str, GGUFTensorInfo]:
-    tensors: dict[str, GGUFTensorInfo] = {}
-    for name, tensor in file.tensors.items():
-        if name in ROPE_TENSORS:
-            continue
-        hf_name = _hf_name(name, layer_names)
-        for own_name, part in _of_experts(hf_name, tensor) if "{}" in hf_name else [(hf_name, tensor)]:
-            if own_name in tensors:
-                raise CheckpointError(f"{file.path}: {tensors[own_name].name!r} and {name!r} are both {own_name!r}")
-            tensors[own_name] = part
-    return tensors
-
-
-def _of_experts(name: str, tensor: GGUFTensorInfo) -> Iterator[tuple[str, GGUFTensorInfo]]:
-    """The matrix of each expert by its name, of a tensor that has all of them one after the other."""
-    num_experts, *shape = tensor.shape
-    num_bytes = tensor.num_bytes // max(1, num_experts)
-    for expert in range(num_experts):
-        offset = tensor.offset + expert * num_bytes
-        yield name.format(expert), replace(tensor, shape=tuple(shape), offset=offset, num_bytes=num_bytes)
-
-
-def _hf_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Hugging Face's name for a tensor. An unknown tensor keeps its name, so that strict loading reports it."""
-    if match := LAYER_PATTERN.fullmatch(name):
-        layer, part, expert, kind = match.groups()
-        if expert is not None and f"{part}_exps" in layer_names:
-            return f"model.layers.{layer}.{layer_names[f'{part}_exps'].format(int(expert))}.{kind}"
-        if expert is None and part in layer_names:
-            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
-    elif (match := _OUTER_PATTERN.fullmatch(name)) and match[1] in _OUTER_NAMES:
-        return f"{_OUTER_NAMES[match[1]]}.{match[2]}"
-    return name

@@ -7,6 +7,7 @@ from typing import Any
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile, GGUFTensorInfo
+from infinilm.loading.gguf_families import CHECKED_BY_TENSORS, HYBRIDS, read_family, read_layer_types, read_sizes
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -22,17 +23,30 @@ _ARCHITECTURES = {
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
+    "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
+    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
 }
 """By GGUF's name: Hugging Face's `model_type` and class."""
-_SPARSE_ARCHITECTURES = {"llama": ("mixtral", "MixtralForCausalLM"), "qwen3moe": _ARCHITECTURES["qwen3moe"]}
+_SPARSE_ARCHITECTURES = {
+    "llama": ("mixtral", "MixtralForCausalLM"),
+    **{
+        name: _ARCHITECTURES[name]
+        for name in ("deepseek2", "gemma4", "glm4moe", "gpt-oss", "qwen35moe", "qwen3moe", "qwen3next")
+    },
+}
 """The same for files with experts."""
-_RENAMED = {"mistral3": "ministral3", "olmo2": "olmo3"}
+_RENAMED = {"deepseek2": "deepseek_v3", "mistral3": "ministral3", "olmo2": "olmo3"}
 """By GGUF's name: the `model_type` of files that say more, see `_own_settings`."""
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 ROPE_TENSORS = (ROPE_FACTORS, *LONG_FACTORS)
 """Tensors that say how positions are rotated, which is in the config of a Hugging Face checkpoint."""
-LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias)")
+LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias|scale)")
 """Layer, part, the expert's number in files that have a tensor for each, and kind."""
 
 
@@ -110,7 +124,8 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     tensors = file.tensors
     hidden_size = metadata.integer("embedding_length")
     num_heads = metadata.integer("attention.head_count")
-    head_dim = metadata.integer("attention.key_length", hidden_size // num_heads)
+    sizes = read_sizes(metadata, hidden_size, num_heads)
+    head_dim: int = sizes["head_dim"]
     architecture, sliding_window = metadata.architecture, None
     if metadata.get("attention.sliding_window") not in (None, 0):
         sliding_window = metadata.integer("attention.sliding_window")
@@ -123,11 +138,8 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         "model_type": model_type,
         "architectures": [class_name],
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.integer("feed_forward_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
+        **sizes,
         "hidden_act": "silu",
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.integer("context_length"),
@@ -141,14 +153,15 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
         **experts,
     }
     for key in ("attention.value_length", "rope.dimension_count"):
-        is_partial = key == "rope.dimension_count" and architecture in ("glm4", "phi3")
+        is_partial = key == "rope.dimension_count" and architecture in ("glm4", "glm4moe", "phi3", *HYBRIDS)
+        is_partial = is_partial or architecture in ("deepseek2", "gemma4")  # whose heads have several sizes
         if metadata.integer(key, head_dim) != head_dim and not is_partial:
             raise metadata.error(f"{key} is {metadata.get(key)}, and the head dimension {head_dim}; they must agree")
     if head_dim % 2:
         raise metadata.error(f"the head dimension {head_dim} is odd; rotary embedding needs an even one")
     config["vocab_size"] = vocab_size = _check_sizes(metadata, config, tensors)
     config["rope_scaling"] = _rope_scaling(metadata, config, file)
-    config |= _own_settings(metadata, config, file)
+    config |= _own_settings(metadata, config, file) | read_family(metadata, config, file)
     ends = [metadata.token_id(name, vocab_size) for name in ("eos", "eot", "eom")]
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return config | {
@@ -161,14 +174,14 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
 def _expert_settings(metadata: GGUFMetadata, tensors: Mapping[str, GGUFTensorInfo]) -> dict[str, Any]:
     """The settings of mixtures of experts; empty for other files."""
     if not metadata.get("expert_count"):
-        if metadata.architecture == "qwen3moe":
+        if metadata.architecture in _SPARSE_ARCHITECTURES and metadata.architecture not in ("gemma4", "llama"):
             metadata.integer("expert_count")  # refused
         return {}
     experts = {
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
     }
-    if metadata.architecture == "llama":
+    if metadata.architecture not in ("qwen3moe", "qwen3next"):
         return experts
     layers = range(metadata.integer("block_count"))
     return experts | {
@@ -200,7 +213,7 @@ def _own_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
             settings["rope_scaling"] = {**(config["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
         case "olmo2" if config["sliding_window"] is not None:
             settings = {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}
-            settings["layer_types"] = _layer_types(metadata, config["num_hidden_layers"], every=4)
+            settings["layer_types"] = read_layer_types(metadata, config["num_hidden_layers"], every=4)
             full = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {})}
             sliding = {"rope_theta": metadata.number("rope.freq_base_swa", config["rope_theta"])}
             settings |= {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
@@ -231,7 +244,7 @@ def _gemma_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str,
     width = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     settings: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": _layer_types(metadata, config["num_hidden_layers"], every),
+        "layer_types": read_layer_types(metadata, config["num_hidden_layers"], every),
         "query_pre_attn_scalar": width,
         "sliding_window": config["sliding_window"] or 4096,
     }
@@ -241,19 +254,6 @@ def _gemma_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str,
         settings["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10000.0)
     del config["hidden_act"]
     return settings
-
-
-def _layer_types(metadata: GGUFMetadata, num_layers: int, every: int) -> list[str]:
-    """Hugging Face's types of all layers: the last of `every` few is full, unless the metadata say which are not."""
-    pattern = metadata.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        if len(pattern) < num_layers:
-            raise metadata.error(f"attention.sliding_window_pattern has {len(pattern)} layers, not {num_layers}")
-        is_sliding = [bool(flag) for flag in pattern[:num_layers]]
-    else:
-        every = metadata.integer("attention.sliding_window_pattern", every)
-        is_sliding = [(layer + 1) % every != 0 for layer in range(num_layers)]
-    return ["sliding_attention" if flag else "full_attention" for flag in is_sliding]
 
 
 def _rotary_part(metadata: GGUFMetadata, config: dict[str, Any]) -> float:
@@ -278,18 +278,20 @@ def _refuse_other_structures(metadata: GGUFMetadata) -> None:
 def _check_sizes(metadata: GGUFMetadata, config: dict[str, Any], tensors: Mapping[str, GGUFTensorInfo]) -> int:
     """Check the metadata against the tensors; the vocabulary size."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    layers = {match[1] for name in tensors if (match := LAYER_PATTERN.fullmatch(name))}
+    layers = {int(match[1]) for name in tensors if (match := LAYER_PATTERN.fullmatch(name))}
+    if metadata.get("nextn_predict_layers"):  # whose layers come last, if they were not left out
+        layers &= set(range(num_layers))
     if len(layers) != num_layers:
         raise metadata.error(f"block_count is {num_layers}, but there are tensors of {len(layers)} layers")
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    rows: dict[str, int | None] = {"token_embd": None}
-    rows |= (
-        {"blk.0.attn_qkv": q + 2 * kv} if metadata.architecture == "phi3" else {"blk.0.attn_q": q, "blk.0.attn_k": kv}
-    )
-    is_fused = metadata.architecture in ("glm4", "phi3")
-    rows |= {"blk.0.ffn_up" if is_fused else "blk.0.ffn_gate": config["intermediate_size"] * (1 + is_fused)}
-    wanted = {f"{name}.weight": (num_rows, config["hidden_size"]) for name, num_rows in rows.items()}
-    if "num_experts" in config and 0 not in config.get("mlp_only_layers", ()):
+    rows: dict[str, int | None] = {}
+    if metadata.architecture not in CHECKED_BY_TENSORS:
+        is_phi = metadata.architecture == "phi3"
+        rows |= {"blk.0.attn_qkv": q + 2 * kv} if is_phi else {"blk.0.attn_q": q, "blk.0.attn_k": kv}
+        is_fused = metadata.architecture in ("glm4", "phi3")
+        rows |= {"blk.0.ffn_up" if is_fused else "blk.0.ffn_gate": config["intermediate_size"] * (1 + is_fused)}
+    wanted = {f"{name}.weight": (count, config["hidden_size"]) for name, count in ({"token_embd": None} | rows).items()}
+    if rows and "num_experts" in config and 0 not in config.get("mlp_only_layers", ()):
         del wanted["blk.0.ffn_gate.weight"]  # experts are checked with all tensors
         wanted["blk.0.ffn_gate_inp.weight"] = (config["num_experts"], config["hidden_size"])
     for name, (num_rows, num_columns) in wanted.items():
@@ -307,7 +309,7 @@ def _rope_scaling(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
     kind = metadata.get("rope.scaling.type")
     if kind is None and metadata.get("rope.scale_linear") is not None:
         return {"rope_type": "linear", "factor": metadata.number("rope.scale_linear")}
-    if ROPE_FACTORS in file.tensors:
+    if ROPE_FACTORS in file.tensors and metadata.architecture != "gemma4":
         if kind not in (None, "none"):
             raise metadata.error(f"rope scaling {kind!r} together with the tensor {ROPE_FACTORS!r} is not supported")
         return _rope_factors(metadata, config, file)

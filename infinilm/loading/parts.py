@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.loading.quantize import PLAIN_TYPES, PackedRows, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
 # Where multimodal checkpoints have their language model's weights, and what they are called in the model alone.
@@ -21,48 +22,155 @@ _TEXT_PREFIXES = {
 _QKV = re.compile(r"(.+\.self_attn\.)qkv_proj\.(weight|bias)")
 _GATE_UP = re.compile(r"(.+\.mlp\.)gate_up_proj\.(weight|bias)")
 _DELTA_NET = re.compile(r"(.+\.linear_attn\.)(in_proj_|conv1d)(qkv)?\.(weight)")
+_DELTA_NET_PART = re.compile(r"(.+\.linear_attn\.)(.+)")
 _EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
-FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "phi3", "qwen3_5_text", "qwen3_5_moe_text"})
+FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """By `model_type`: those whose files have one tensor for q, k and v, for gate and up, or for all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a stored tensor, or of one expert's matrix in it: runs of equal length that begin at `starts`."""
+    """Some rows of a stored tensor, or of one expert's matrix in it: runs of equal length that begin at `starts`.
+
+    With `columns`, the columns are runs as well.
+    """
 
     source: str
     starts: tuple[int, ...]
     shape: tuple[int, ...]
     expert: int | None = None
+    columns: tuple[int, ...] | None = None
 
-    def runs(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    def rows(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Where `count` rows from `first` on are: a row of the source, the first of these rows there, how many."""
-        length, done = self.shape[0] // len(self.starts), 0
-        while done < count:
-            run, offset = divmod(first + done, length)
-            size = min(length - offset, count - done)
-            yield self.starts[run] + offset, done, size
-            done += size
+        return _runs(self.starts, self.shape[0], first, count)
+
+    def pieces(
+        self, starts: Sequence[int], shape: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+        """What is in one piece of the rows and columns from `starts` on: its place in the source and among them."""
+        for row, offset, count in self.rows(starts[0], shape[0]):
+            rows = slice(offset, offset + count)
+            if self.columns is None:
+                yield (row, *starts[1:]), (rows,)
+                continue
+            for column, place, width in _runs(self.columns, self.shape[1], starts[1], shape[1]):
+                yield (row, column), (rows, slice(place, place + width))
 
     def cut(self, stored: Tensor) -> Tensor:
         """This part of the stored tensor."""
         matrix = stored if self.expert is None else stored[self.expert]
         if not self.shape:
             return matrix
-        return torch.cat([matrix[start : start + size] for start, _, size in self.runs(0, self.shape[0])])
+        rows = torch.cat([matrix[row : row + count] for row, _, count in self.rows(0, self.shape[0])])
+        if self.columns is None:
+            return rows
+        return torch.cat([rows[:, at : at + width] for at, _, width in self._columns()], dim=1)
+
+    def _columns(self) -> Iterator[tuple[int, int, int]]:
+        return _runs(self.columns or (0,), self.shape[1], 0, self.shape[1])
 
 
-def find_parts(shapes: Mapping[str, tuple[int, ...]], *, is_fused: bool) -> dict[str, Part]:
-    """The tensors of the language model among those of a checkpoint, by their names in the model alone."""
+def _runs(starts: Sequence[int], size: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """Where `count` of `size` things in equal runs are: the place of the first of a run, its number here, how many."""
+    length, done = size // len(starts), 0
+    while done < count:
+        run, offset = divmod(first + done, length)
+        taken = min(length - offset, count - done)
+        yield starts[run] + offset, done, taken
+        done += taken
+
+
+class _Heads(NamedTuple):
+    """The heads of delta nets. Tiled: value heads that share a key head are apart by the number of key heads."""
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    is_tiled: bool
+
+    def of_values(self, first: int, dim: int) -> tuple[int, ...]:
+        """Where each value head of `dim` lines begins, of lines from `first` on; one run if they are in order."""
+        if not self.is_tiled:
+            return (first,)
+        share = self.num_values // self.num_keys
+        return tuple(first + (head % share * self.num_keys + head // share) * dim for head in range(self.num_values))
+
+    def by_key(self, offset: int, width: int) -> tuple[int, ...]:
+        """Where each key head's lines begin, of which there are `width` for all that belong to it."""
+        return tuple(head * width + offset for head in range(self.num_keys))
+
+
+def find_parts(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, has_tiled_heads: bool = False
+) -> dict[str, Part]:
+    """The tensors of the language model among those of a checkpoint, by their names in the model alone.
+
+    The `config` is the language model's. `has_tiled_heads` is for delta nets, see `_Heads`.
+    """
     parts = {name: Part(name, (0,), tuple(shape)) for name, shape in shapes.items()}
     if any(name.startswith(tuple(_TEXT_PREFIXES)) for name in shapes):
         parts = {renamed: part for name, part in parts.items() if (renamed := _text_name(name)) is not None}
-    if not is_fused:
+    if config.get("model_type") not in FUSED_FAMILIES:
         return parts
+    heads = _read_heads(config, has_tiled_heads) if has_tiled_heads or config["model_type"] == "qwen3_next" else None
     found: dict[str, Part] = {}
     for name, part in parts.items():
-        found |= _split(name, part, parts)
+        match = _DELTA_NET_PART.fullmatch(name)
+        split = _split_heads(match, part, heads) if match and heads is not None else None
+        found |= split or _split(name, part, parts)
     return found
+
+
+def _read_heads(config: Mapping[str, Any], is_tiled: bool) -> _Heads:
+    defaults = {"num_key_heads": 16, "num_value_heads": 32, "key_head_dim": 128, "value_head_dim": 128}
+    sizes = [config.get(f"linear_{name}", default) for name, default in defaults.items()]
+    if not all(type(size) is int and size > 0 for size in sizes) or sizes[1] % sizes[0]:
+        named = ", ".join(f"linear_{name}={size!r:.20}" for name, size in zip(defaults, sizes, strict=True))
+        raise CheckpointError(f"{named} must be positive integers, and value heads a multiple of key heads")
+    num_keys, num_values, key_dim, value_dim = sizes
+    return _Heads(num_keys, num_values, key_dim, value_dim, is_tiled and num_keys != num_values)
+
+
+def _split_heads(match: re.Match[str], part: Part, heads: _Heads) -> dict[str, Part] | None:
+    """The parts of a delta net's tensor whose heads are in another order; None if it is read as others are."""
+    prefix, name = match.groups()
+    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
+    share = heads.num_values // heads.num_keys
+    inner = share * heads.value_dim
+    width = 2 * (heads.key_dim + inner)
+    plain: dict[str, tuple[tuple[int, ...], int]]
+    match name.removesuffix(".weight"):
+        case "in_proj_qkv" | "conv1d" as stem:
+            stem = stem.removesuffix("_qkv")
+            plain = {f"{stem}_q": ((0,), keys), f"{stem}_k": ((keys,), keys)}
+            plain |= {f"{stem}_v": (heads.of_values(2 * keys, heads.value_dim), values)}
+        case "in_proj_z":
+            plain = {"in_proj_z": (heads.of_values(0, heads.value_dim), values)}
+        case "in_proj_a" | "in_proj_b" | "A_log" | "dt_bias" as stem:
+            plain = {stem: (heads.of_values(0, 1), heads.num_values)}
+        case "in_proj_qkvz":
+            plain = {
+                "in_proj_q": (heads.by_key(0, width), keys),
+                "in_proj_k": (heads.by_key(heads.key_dim, width), keys),
+            }
+            plain |= {"in_proj_v": (heads.by_key(2 * heads.key_dim, width), values)}
+            plain |= {"in_proj_z": (heads.by_key(2 * heads.key_dim + inner, width), values)}
+        case "in_proj_ba":
+            plain = {"in_proj_b": (heads.by_key(0, 2 * share), heads.num_values)}
+            plain |= {"in_proj_a": (heads.by_key(share, 2 * share), heads.num_values)}
+        case "out_proj" if heads.is_tiled and len(part.shape) == 2 and part.shape[1] == values:
+            return {match[0]: replace(part, columns=heads.of_values(0, heads.value_dim))}
+        case _:
+            return None
+    if part.shape[0] != sum(size for _, size in plain.values()):
+        raise CheckpointError(f"{match[0]!r} of shape {list(part.shape)} can't be divided into {', '.join(plain)}")
+    end = ".weight" if name.endswith(".weight") else ""
+    return {
+        f"{prefix}{own}{end}": Part(part.source, starts, (size, *part.shape[1:]))
+        for own, (starts, size) in plain.items()
+    }
 
 
 def _text_name(name: str) -> str | None:
@@ -129,7 +237,12 @@ class PartialCheckpoint:
 
     def formats(self) -> Mapping[str, str]:
         stored = self._whole.formats()
-        return {name: stored[part.source] for name, part in self._parts.items()}
+        return {name: self._format(part, stored[part.source]) for name, part in self._parts.items()}
+
+    @staticmethod
+    def _format(part: Part, stored: str) -> str:
+        """That in which a part can be had. Columns in another order are quantised anew: blocks can't be cut."""
+        return "Q8_0" if part.columns is not None and stored not in PLAIN_TYPES else stored
 
     def read(self, name: str) -> Tensor:
         part = self._part(name)
@@ -145,20 +258,19 @@ class PartialCheckpoint:
         if not starts:
             self._whole.read_into(part.source, target)
             return
-        for row, offset, count in part.runs(starts[0], len(target)):
-            rows, place = target[offset : offset + count], (row, *starts[1:])
+        for place, here in part.pieces(starts, target.shape):
             if part.expert is None:
-                self._whole.read_into(part.source, rows, place)
+                self._whole.read_into(part.source, target[here], place)
             else:
-                self._whole.read_into(part.source, rows[None], (part.expert, *place))
+                self._whole.read_into(part.source, target[here][None], (part.expert, *place))
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         part = self._part(name)
         starts = locate_part(self.path, name, part.shape, shape, starts)
-        if part.expert is not None:
+        if part.expert is not None or part.columns is not None:
             yield from quantize_rows(self, name, format, starts, shape)
             return
-        for row, offset, count in part.runs(starts[0], shape[0]):
+        for row, offset, count in part.rows(starts[0], shape[0]):
             for blocks, places in self._whole.read_packed(part.source, format, (row, starts[1]), (count, shape[1])):
                 yield blocks, places + offset
 
@@ -180,7 +292,7 @@ def view_language_model(checkpoint: Checkpoint) -> Checkpoint:
     text = checkpoint.config.get("text_config")
     config = text if isinstance(text, Mapping) else checkpoint.config
     try:
-        parts = find_parts(shapes, is_fused=config.get("model_type") in FUSED_FAMILIES)
+        parts = find_parts(shapes, config, has_tiled_heads=getattr(checkpoint, "has_tiled_heads", False))
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from error
     is_as_stored = all(part.source == name for name, part in parts.items()) and len(parts) == len(shapes)

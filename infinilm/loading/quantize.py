@@ -19,12 +19,12 @@ from torch import Tensor
 from infinilm.errors import InvalidValueError
 from infinilm.loading.gguf import GGMLType
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def stored_dtype(ggml_type: GGMLType) -> torch.dtype:
     """The torch type that holds every stored value exactly: float32 for the quantised types."""
-    return _PLAIN.get(ggml_type.name, torch.float32)
+    return PLAIN_TYPES.get(ggml_type.name, torch.float32)
 
 
 def dequantize(raw: Tensor, ggml_type: GGMLType, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
@@ -45,7 +45,7 @@ def dequantize(raw: Tensor, ggml_type: GGMLType, shape: tuple[int, ...], out: Te
     elif out.dtype != dtype or out.shape != torch.Size(shape) or not out.is_contiguous():
         raise InvalidValueError(f"out must be contiguous, of shape {list(shape)} and of type {dtype}")
     raw = raw.contiguous()
-    if ggml_type.name in _PLAIN:
+    if ggml_type.name in PLAIN_TYPES:
         return out.copy_(raw.view(-1).view(dtype).view(shape))
     blocks = raw.view(num_blocks, ggml_type.block_bytes)
     _DECODERS[ggml_type.name](blocks, out.view(num_blocks, ggml_type.block_elements))
@@ -139,6 +139,15 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     torch.mul(quants, scales, out=out.view(-1, 16, 16))
 
 
+_DOUBLED_FLOATS4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+
+
+def _mxfp4(blocks: Tensor, out: Tensor) -> None:
+    """An exponent of 2 plus 127, 16 bytes of 4-bit floats (E2M1); value = 2^exponent · float."""
+    scales = torch.exp2(blocks[:, :1].float() - 128)
+    torch.mul(_DOUBLED_FLOATS4[_halves(blocks[:, 1:]).flatten(1).int()], scales, out=out)
+
+
 _DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -148,6 +157,7 @@ _DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts: three of four layers are gated delta nets, the others gated attention."""
+"""Qwen3.5, dense and with experts, and Qwen3-Next: most layers are gated delta nets, the others gated attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from infinilm.layers.moe import ExpertNames
 from infinilm.layers.norm import ZeroCentredRMSNorm
 from infinilm.models.config import FULL_ATTENTION
 from infinilm.models.dense import CausalLM, LlamaConfig, build_attention
-from infinilm.models.sparse import SparseCausalLM, SparseConfig
+from infinilm.models.sparse import Qwen3MoeConfig, SparseCausalLM, SparseConfig
 
 LINEAR_ATTENTION = "linear_attention"
 
@@ -112,6 +112,29 @@ class Qwen35MoeConfig(Qwen35Config, SparseConfig):
         check_integer("shared_expert_intermediate_size", self.shared_expert_intermediate_size, low=1)
 
 
+@dataclass(init=False, frozen=True)
+class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
+    """Qwen3-MoE with the token mixers of Qwen3.5, and one more expert for all tokens, which has a gate."""
+
+    model_type: str = "qwen3_next"
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 48
+    num_key_value_heads: int = 2
+    bos_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
+    num_experts: int = 512
+    num_experts_per_tok: int = 10
+    moe_intermediate_size: int = 512
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: int = 512
+
+    def validate(self) -> None:
+        super().validate()
+        check_integer("shared_expert_intermediate_size", self.shared_expert_intermediate_size, low=1)
+
+
 class Qwen35ForCausalLM(CausalLM):
     norm_class = ZeroCentredRMSNorm
     unused_weights = (*CausalLM.unused_weights, "mtp.*")
@@ -137,7 +160,7 @@ class Qwen35ForCausalLM(CausalLM):
 
 
 class Qwen35MoeForCausalLM(Qwen35ForCausalLM, SparseCausalLM):
-    config: Qwen35MoeConfig
+    config: Qwen35MoeConfig | Qwen3NextConfig
     expert_names = ExpertNames(shared="shared_expert")
 
     def expert_options(self) -> dict[str, Any]:

@@ -18,7 +18,13 @@ from infinilm.models.config import ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig, Ministral3Config, MistralConfig, Qwen2Config, Qwen3Config
 from infinilm.models.gemma import Gemma2Config, Gemma3Config, GemmaForCausalLM
 from infinilm.models.gemma4 import Gemma4Config, Gemma4ForCausalLM
-from infinilm.models.hybrid import Qwen35Config, Qwen35ForCausalLM, Qwen35MoeConfig, Qwen35MoeForCausalLM
+from infinilm.models.hybrid import (
+    Qwen3NextConfig,
+    Qwen35Config,
+    Qwen35ForCausalLM,
+    Qwen35MoeConfig,
+    Qwen35MoeForCausalLM,
+)
 from infinilm.models.latent import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 from infinilm.models.relatives import (
     Glm4Config,
@@ -85,6 +91,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "phi3": ModelFamily("Phi3ForCausalLM", Phi3Config, CausalLM),
     "qwen3_5_text": ModelFamily("Qwen3_5ForCausalLM", Qwen35Config, Qwen35ForCausalLM),
     "qwen3_5_moe_text": ModelFamily("Qwen3_5MoeForCausalLM", Qwen35MoeConfig, Qwen35MoeForCausalLM),
+    "qwen3_next": ModelFamily("Qwen3NextForCausalLM", Qwen3NextConfig, Qwen35MoeForCausalLM),
     "smollm3": ModelFamily("SmolLM3ForCausalLM", SmolLM3Config, CausalLM),
 }
 """By `model_type`. `register_model` adds to them."""

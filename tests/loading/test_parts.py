@@ -45,8 +45,8 @@ def test_what_lies_outside_of_a_part_is_refused(phi3: tuple[Checkpoint, torch.Te
 
 def test_only_families_with_fused_matrices_are_divided(tmp_path: Path) -> None:
     shapes = {"a.self_attn.qkv_proj.weight": (12, 4), "a.self_attn.o_proj.weight": (4, 8)}
-    assert find_parts(shapes, is_fused=False).keys() == shapes.keys()
-    assert find_parts(shapes, is_fused=True)["a.self_attn.v_proj.weight"] == Part(
+    assert find_parts(shapes, {"model_type": "llama"}).keys() == shapes.keys()
+    assert find_parts(shapes, {"model_type": "phi3"})["a.self_attn.v_proj.weight"] == Part(
         "a.self_attn.qkv_proj.weight", (10,), (2, 4)
     )
 
@@ -62,4 +62,4 @@ def test_only_families_with_fused_matrices_are_divided(tmp_path: Path) -> None:
 )
 def test_what_can_not_be_divided_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(CheckpointError, match=r"can't be divided into"):
-        find_parts(shapes, is_fused=True)
+        find_parts(shapes, {"model_type": "phi3"})

@@ -1,0 +1,141 @@
+"""GGUF checkpoints with tensors that are put together from several stored ones."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infinilm.errors import CheckpointError
+from infinilm.loading.checkpoint import Checkpoint, locate_part
+from infinilm.loading.quantize import PackedRows
+from infinilm.text.tokenizer import Tokenizer
+
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_KEYS = re.compile(r"(.+\.self_attn\.)k_b_proj\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembled:
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    fill: Callable[[Checkpoint, Tensor, Sequence[int]], None]
+    """Fills a tensor with the part that begins at the given place."""
+
+
+class AssembledCheckpoint:
+    """A checkpoint with `assembled` tensors in place of their sources; see `Checkpoint` for the rest."""
+
+    def __init__(self, stored: Checkpoint, assembled: Mapping[str, _Assembled]) -> None:
+        self._stored, self._assembled = stored, assembled
+        self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
+        self.num_bytes = stored.num_bytes
+        self._sources = {source for each in assembled.values() for source in each.sources}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        plain = {name: shape for name, shape in self._stored.shapes().items() if name not in self._sources}
+        return plain | {name: each.shape for name, each in self._assembled.items()}
+
+    def formats(self) -> Mapping[str, str]:
+        stored = self._stored.formats()
+        plain = {name: format for name, format in stored.items() if name not in self._sources}
+        return plain | {name: stored[each.sources[0]] for name, each in self._assembled.items()}
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._assembled:
+            return self._stored.read(name)
+        target = torch.empty(self._assembled[name].shape)
+        self.read_into(name, target)
+        return target
+
+    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        if name not in self._assembled:
+            self._stored.read_into(name, target, starts)
+            return
+        each = self._assembled[name]
+        each.fill(self._stored, target, locate_part(self.path, name, each.shape, target.shape, starts))
+
+    def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
+        return self._stored.read_packed(name, format, starts, shape)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._stored.tokenizer()
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def assemble(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with GPT-OSS's experts stacked, and with DeepSeek's matrices of keys and values as one."""
+    shapes = checkpoint.shapes()
+    found: dict[str, _Assembled] = {}
+    if checkpoint.config["model_type"] == "gpt_oss":
+        found = _stack_experts(shapes)
+    for name in shapes:
+        if match := _KEYS.fullmatch(name):
+            values = f"{match[1]}v_b_proj.weight"
+            found[f"{match[1]}kv_b_proj.weight"] = _join_heads(checkpoint, name, values)
+    return AssembledCheckpoint(checkpoint, found) if found else checkpoint
+
+
+def _stack_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Assembled]:
+    """Tensors of all experts, inputs first; lines of gate and up alternate."""
+    experts: dict[tuple[str, str, str], dict[int, str]] = {}
+    for name in shapes:
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = name
+    found: dict[str, _Assembled] = {}
+    for (prefix, part, kind), names in experts.items():
+        halves = ["gate", "up"] if part == "gate" else [part]
+        sources = [experts.get((prefix, half, kind), {}) for half in halves]
+        shape = shapes[names[0]] if 0 in names else ()
+        is_whole = all(sorted(each) == list(range(len(names))) for each in sources)
+        if part == "up" or not is_whole or any(shapes[name] != shape for each in sources for name in each.values()):
+            continue  # what is left over is reported as unexpected
+        lines = [[each[expert] for each in sources] for expert in range(len(names))]
+        name = f"{prefix}{'gate_up' if part == 'gate' else part}_proj{'_bias' if kind == 'bias' else ''}"
+        full = (len(names), *shape[:0:-1], shape[0] * len(halves))
+        found[name] = _Assembled(full, tuple(name for line in lines for name in line), _ExpertReader(lines))
+    return found
+
+
+class _ExpertReader:
+    """Fills `[experts, …, lines]` with matrices or biases, by expert; lines of several of them alternate."""
+
+    def __init__(self, names: Sequence[Sequence[str]]) -> None:
+        self._names = names
+
+    def __call__(self, stored: Checkpoint, target: Tensor, starts: Sequence[int]) -> None:
+        step = len(self._names[0])
+        if starts[-1] % step or target.shape[-1] % step:
+            raise CheckpointError(f"{stored.path}: gate and up of {self._names[0][0]!r} must be read together")
+        rows = torch.empty(target.shape[-1] // step, *target.shape[1:-1])
+        for expert, own in enumerate(target, starts[0]):
+            for place, name in enumerate(self._names[expert]):
+                stored.read_into(name, rows, (starts[-1] // step, *starts[1:-1]))
+                own[..., place::step].copy_(rows.t() if rows.dim() == 2 else rows)
+
+
+def _join_heads(stored: Checkpoint, keys: str, values: str) -> _Assembled:
+    """Of each head first the lines for keys, which are stored the other way round, then those for values."""
+    shapes = stored.shapes()
+    key_shape, value_shape = shapes[keys], shapes.get(values, ())
+    if len(key_shape) != 3 or len(value_shape) != 3 or (key_shape[0], key_shape[1]) != (value_shape[0], value_shape[2]):
+        raise CheckpointError(
+            f"{stored.path}: {keys!r} of shape {list(key_shape)} and {values!r} of {list(value_shape)} must be "
+            "[heads, rank, key size] and [heads, value size, rank]"
+        )
+    (num_heads, rank, key_dim), value_dim = key_shape, value_shape[1]
+    width = key_dim + value_dim
+
+    def fill(checkpoint: Checkpoint, target: Tensor, starts: Sequence[int]) -> None:
+        if starts[0] % width or len(target) % width:
+            raise CheckpointError(f"{checkpoint.path}: keys and values of {keys!r} must be read by whole heads")
+        key = torch.empty(1, target.shape[1], key_dim)
+        for head, lines in enumerate(target.view(-1, width, target.shape[1]), starts[0] // width):
+            checkpoint.read_into(keys, key, (head, starts[1], 0))
+            lines[:key_dim].copy_(key[0].t())
+            checkpoint.read_into(values, lines[None, key_dim:], (head, 0, starts[1]))
+
+    return _Assembled((num_heads * width, rank), (keys, values), fill)
