@@ -1,6 +1,6 @@
 """What llama.cpp's converter makes of the models of later architectures: metadata, tensors and their names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from gguf.gguf_writer import GGUFValue
 from narrow import present
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -236,20 +237,40 @@ def _add_gemma4(writer: GGUFWriter, config: Any, rope: Any) -> None:
 
 
 def write_family(
-    model: PreTrainedModel, path: Path, architecture: str, format: str = "F32", *, num_more: int = 0
+    model: PreTrainedModel,
+    path: Path,
+    architecture: str,
+    format: str = "F32",
+    *,
+    num_more: int = 0,
+    is_older: bool = False,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the model; its matrices in `format`, one that the gguf package can make.
 
-    The first layer's attention norm is repeated in `num_more` layers that predict further tokens.
+    The first layer's attention norm is repeated in `num_more` layers that predict further tokens. Older files have
+    matrices as one that newer ones divide. `changes` are made to the metadata.
     """
     kind, config = GGMLQuantizationType[format], model.config
     writer = GGUFWriter(path, architecture)
     add_metadata(writer, config, architecture, num_more)
+    if is_older and architecture == "deepseek2":
+        del writer.kv_data[0]["deepseek2.attention.key_length_mla"]
+        changes = {
+            "deepseek2.attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+            "deepseek2.attention.value_length": config.v_head_dim,
+            "deepseek2.attention.head_count_kv": config.num_attention_heads,
+        }
+    for key, value in (changes or {}).items():
+        sub_type = None if not isinstance(value, list) else gguf.GGUFValueType.get_type(value[0])
+        writer.kv_data[0][key] = GGUFValue(value, gguf.GGUFValueType.get_type(value), sub_type)
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for own, values in CONVERTERS[architecture](name, tensor, config):
+        is_one = is_older and ("kv_b_proj" in name or "in_proj_qkvz" in name)
+        converted = [(name, tensor)] if is_one else CONVERTERS[architecture](name, tensor, config)
+        for own, values in converted:
             mapped = own if own.startswith("blk.") else present(names.get_name(own, try_suffixes=(".weight", ".bias")))
             array = values.contiguous().numpy()
             is_matrix = array.ndim >= 2 and not any(part in mapped for part in ("ffn_gate_inp", "conv1d", ".bias"))

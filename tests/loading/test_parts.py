@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_reference, save
+from safetensors.torch import load_file, save_file
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.parts import Part, find_parts
+from infinilm.loading.quantize import quantize
 
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 
@@ -58,8 +60,34 @@ def test_only_families_with_fused_matrices_are_divided(tmp_path: Path) -> None:
         {"a.self_attn.qkv_proj.weight": (11, 4), "a.self_attn.o_proj.weight": (4, 8)},
         {"a.self_attn.qkv_proj.weight": (6, 4), "a.self_attn.o_proj.weight": (4, 8)},
         {"a.mlp.gate_up_proj.weight": (7, 4)},
+        {"a.mlp.experts.gate_up_proj": (3, 7, 4)},
     ],
 )
 def test_what_can_not_be_divided_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(CheckpointError, match=r"can't be divided into"):
         find_parts(shapes, {"model_type": "phi3"})
+
+
+def test_experts_are_read_one_by_one_however_they_are_stored(tmp_path: Path) -> None:
+    reference = make_reference("qwen3.5-moe-bias")
+    stacked = save(reference, tmp_path / "stacked")
+    apart = save(reference, tmp_path / "apart")
+    checkpoint = open_checkpoint(stacked)
+    names = [name for name in checkpoint.shapes() if ".mlp.experts." in name]
+    assert len(names) == 2 * 5 * 3
+    gate_up = reference.state_dict()["model.layers.1.mlp.experts.gate_up_proj"]
+    up = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert checkpoint.read(up).equal(gate_up[3, 64:])
+    part = torch.empty(5, 7)
+    checkpoint.read_into(up, part, (3, 11))
+    assert part.equal(gate_up[3, 67:72, 11:18])
+    [(blocks, rows)] = checkpoint.read_packed(up, "Q8_0", (32, 0), (32, 64))
+    assert blocks.equal(quantize(gate_up[3, 96:], "Q8_0"))
+    assert rows.tolist() == list(range(32))
+    weights = {name: checkpoint.read(name) for name in names}
+    file = apart / "model.safetensors"
+    others = {name: weight for name, weight in load_file(file).items() if ".mlp.experts." not in name}
+    save_file(others | weights, file)
+    again = open_checkpoint(apart)
+    assert again.shapes() == checkpoint.shapes()
+    assert again.read(up).equal(weights[up])
