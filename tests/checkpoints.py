@@ -372,6 +372,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "deepseek-v2-bias": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "deepseek-v3": (
         "DeepseekV3",
         {
@@ -411,6 +424,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "norm_topk_prob": False,
             "routed_scaling_factor": 0.5,
+        },
+    ),
+    "deepseek-v3-tied": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "tie_word_embeddings": True,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
         },
     ),
     "qwen3.5": (

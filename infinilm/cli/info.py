@@ -108,7 +108,7 @@ def _collect(
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "experts": _describe_experts(config),
+        "experts": config.count_experts(),
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -122,17 +122,6 @@ def _collect(
         "memory": memory,
         "ranks": ranks,
     }
-
-
-def _describe_experts(config: "ModelConfig") -> dict[str, int] | None:
-    """How many experts there are, in how many layers; None for a model without."""
-    from infinilm.models.sparse import SparseConfig
-
-    if not isinstance(config, SparseConfig):
-        return None
-    num_layers = sum(map(config.is_sparse, range(config.num_hidden_layers)))
-    numbers = {"count": config.num_experts, "per_token": config.num_experts_per_tok, "size": config.expert_size}
-    return {**numbers, "layers": num_layers}
 
 
 def size_on_disk(path: Path) -> int:

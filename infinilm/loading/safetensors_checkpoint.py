@@ -34,7 +34,7 @@ MXFP4 = "mxfp4"
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 # Families whose published checkpoints come with code though no one needs it.
-_FAMILIES_WITH_CODE = frozenset({"phi3"})
+_FAMILIES_WITH_CODE = frozenset({"deepseek_v2", "deepseek_v3", "phi3"})
 
 
 @dataclass(frozen=True, slots=True)

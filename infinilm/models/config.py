@@ -332,6 +332,10 @@ class ModelConfig:
         """How many numbers a channel mixer's tensors have per token, on one of so many ranks: gate, up, product."""
         return 3 * self.intermediate_size // num_ranks
 
+    def count_experts(self) -> dict[str, int] | None:
+        """The `count` of experts, how many `per_token`, their `size`, in how many `layers`; None: there are none."""
+        return None
+
     def max_context_len(self) -> int:
         """The longest text the model is made for: its positions, times what its rope scaling adds to them."""
         rope = self.main_rope

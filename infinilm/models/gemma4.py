@@ -120,6 +120,12 @@ class Gemma4Config(Gemma3Config):
         is_other = self.attention_k_eq_v and self.window(layer) is None
         return (self.num_global_key_value_heads if is_other else None) or self.num_key_value_heads
 
+    def count_experts(self) -> dict[str, int] | None:
+        if not self.enable_moe_block:
+            return None
+        numbers = (self.num_experts or 0, self.top_k_experts or 0, self.moe_intermediate_size or 0)
+        return dict(zip(("count", "per_token", "size"), numbers, strict=True), layers=self.num_hidden_layers)
+
     def channel_width(self, num_ranks: int) -> int:
         width = super().channel_width(num_ranks) * (1 + self.use_double_wide_mlp)
         if not self.enable_moe_block:

@@ -46,6 +46,11 @@ class SparseConfig(LlamaConfig):
         """Whether a layer has experts."""
         return True
 
+    def count_experts(self) -> dict[str, int] | None:
+        num_layers = sum(map(self.is_sparse, range(self.num_hidden_layers)))
+        numbers = {"count": self.num_experts, "per_token": self.num_experts_per_tok, "size": self.expert_size}
+        return {**numbers, "layers": num_layers}
+
     def channel_width(self, num_ranks: int) -> int:
         # Of each expert: its input, what its matrices make of it, and its output.
         of_experts = self.num_experts_per_tok * (2 * self.hidden_size + 3 * self.expert_size // num_ranks)

@@ -161,3 +161,5 @@ def test_experts_are_counted(cli: Cli, tmp_path: Path) -> None:
         "layers": 2,
     }
     assert "8 experts of 64, 3 per token, in 2 layers" in " ".join(cli("info", path).out.split())
+    path = save(make_reference("gemma4-moe"), tmp_path)
+    assert "8 experts of 64, 3 per token, in 3 layers" in " ".join(cli("info", path).out.split())

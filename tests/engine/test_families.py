@@ -23,7 +23,7 @@ FAMILIES = [
         "smollm3",
     ),
     *("glm4-moe", "gpt-oss", "mixtral", "qwen3-moe-mixed"),
-    *("qwen3.5", "qwen3.5-moe", "deepseek-v2", "deepseek-v3"),
+    *("qwen3.5", "qwen3.5-moe", "qwen3-next", "deepseek-v2", "deepseek-v3"),
 ]
 PROMPTS = [[(7 * i + 3 * j) % 150 for i in range(length)] for j, length in enumerate((45, 18, 45, 3, 70))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)

@@ -167,6 +167,12 @@ def test_code_of_a_tokenizer_alone_is_no_obstacle(tmp_path: Path) -> None:
     assert_holds_tensors(SafetensorsCheckpoint(write_directory(tmp_path, config)))
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "phi3"])
+def test_code_that_no_one_needs_is_no_obstacle(model_type: str, tmp_path: Path) -> None:
+    config = {"model_type": model_type, "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    assert_holds_tensors(SafetensorsCheckpoint(write_directory(tmp_path, config)))
+
+
 def test_a_generation_config_that_is_not_json(tmp_path: Path) -> None:
     write_directory(tmp_path)
     (tmp_path / "generation_config.json").write_text("{,}")
