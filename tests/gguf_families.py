@@ -262,8 +262,9 @@ def write_family(
             "deepseek2.attention.head_count_kv": config.num_attention_heads,
         }
     for key, value in (changes or {}).items():
-        sub_type = None if not isinstance(value, list) else gguf.GGUFValueType.get_type(value[0])
-        writer.kv_data[0][key] = GGUFValue(value, gguf.GGUFValueType.get_type(value), sub_type)
+        kinds = [gguf.GGUFValueType.get_type(each) for each in (value, *(value if isinstance(value, list) else ()))]
+        kinds = [gguf.GGUFValueType.UINT32 if each is gguf.GGUFValueType.INT32 else each for each in kinds[:2]]
+        writer.kv_data[0][key] = GGUFValue(value, *kinds)
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -35,7 +35,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "gemma4": ("gemma4", "gemma4", {}),
-    "gemma4, shared": ("gemma4-shared", "gemma4", {"attention_bias": False}),
+    "gemma4, shared": (
+        "gemma4-shared",
+        "gemma4",
+        {
+            "attention_bias": False,
+            "layer_types": [*(["sliding_attention"] * 2), "full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "gemma4, experts": ("gemma4-moe", "gemma4", {"attention_bias": False}),
     "glm4moe": ("glm4-moe", "glm4moe", {}),
     "glm4moe, plain": ("glm4-moe-plain", "glm4moe", {"head_dim": 16}),
