@@ -60,6 +60,24 @@ def test_hooks_see_the_router(engine: InferEngine, reference: Any) -> None:
         assert seen[f"layer{layer}_expert_ids"].equal(expected[layer].topk(3).indices.int())
 
 
+@pytest.mark.parametrize(
+    ("kind", "points"),
+    [
+        ("gemma4-moe", ("layer2_router_logits", "layer2_expert_ids", "layer2_mlp_gate_proj", "layer2_output")),
+        ("qwen3.5-moe", ("layer2_router_logits", "layer2_expert_ids", "layer2_state", "layer2_mlp_output")),
+        ("qwen3-next", ("layer0_mlp_gate_proj", "layer1_expert_ids", "layer2_state", "layer2_mlp_output")),
+    ],
+)
+def test_watching_hybrids_changes_nothing(kind: str, points: tuple[str, ...], tmp_path: Path) -> None:
+    seen: dict[str, torch.Tensor] = {}
+    with InferEngine(save(make_reference(kind), tmp_path), device_type="cpu") as engine:
+        watched = run_with(engine, **{"*": lambda name, tensor, _: seen.update({name: tensor})})
+        torch.testing.assert_close(watched, logits_of(engine), atol=1e-5, rtol=0)
+        changed = run_with(engine, layer2_expert_ids=lambda _name, ids, _layer: torch.arange(3).int().expand_as(ids))
+        assert (changed - watched).abs().max() > 1e-2
+    assert set(points) <= set(seen)
+
+
 def test_hooks_choose_other_experts(engine: InferEngine) -> None:
     """The router's logits give ids and weights; ids alone leave the weights."""
     plain = logits_of(engine)
