@@ -7,7 +7,14 @@ from typing import Any
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile, GGUFTensorInfo
-from infinilm.loading.gguf_families import CHECKED_BY_TENSORS, HYBRIDS, read_family, read_layer_types, read_sizes
+from infinilm.loading.gguf_families import (
+    CHECKED_BY_TENSORS,
+    HYBRIDS,
+    read_family,
+    read_layer_types,
+    read_rotary_part,
+    read_sizes,
+)
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -199,7 +206,7 @@ def _own_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
             settings = _gemma_settings(metadata, config)
         case "glm4":
             settings = {"attention_bias": config["qkv_bias"], "qkv_bias": False}
-            settings["partial_rotary_factor"] = _rotary_part(metadata, config)
+            settings["partial_rotary_factor"] = read_rotary_part(metadata, config)
         case "granite":
             settings = {
                 "embedding_multiplier": metadata.number("embedding_scale", 1.0),
@@ -223,7 +230,7 @@ def _own_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile
 
 
 def _phi3_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
-    settings: dict[str, Any] = {"partial_rotary_factor": _rotary_part(metadata, config)}
+    settings: dict[str, Any] = {"partial_rotary_factor": read_rotary_part(metadata, config)}
     if all(name in file.tensors for name in LONG_FACTORS):
         num_pairs = metadata.integer("rope.dimension_count", config["head_dim"]) // 2
         short, long = (_read_factors(metadata, name, num_pairs, file) for name in LONG_FACTORS)
@@ -254,14 +261,6 @@ def _gemma_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str,
         settings["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", 10000.0)
     del config["hidden_act"]
     return settings
-
-
-def _rotary_part(metadata: GGUFMetadata, config: dict[str, Any]) -> float:
-    """Which part of a head is rotated."""
-    if metadata.get("rope.dimension_sections"):
-        raise metadata.error("rope.dimension_sections is not supported: positions in pictures are refused")
-    head_dim: int = config["head_dim"]
-    return metadata.integer("rope.dimension_count", head_dim) / head_dim
 
 
 def _refuse_other_structures(metadata: GGUFMetadata) -> None:

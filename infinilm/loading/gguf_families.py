@@ -67,7 +67,7 @@ def read_family(metadata: "GGUFMetadata", config: dict[str, Any], file: GGUFFile
             if gating not in (None, _SIGMOID):
                 raise metadata.error(f"expert_gating_func={gating!r} is not supported for glm4moe; {_SIGMOID} is")
             own = {"qk_norm": "blk.0.attn_q_norm.weight" in file.tensors}
-            own["partial_rotary_factor"] = _rotary_part(metadata, config)
+            own["partial_rotary_factor"] = read_rotary_part(metadata, config)
             return own | _grouped_experts(metadata)
         case "gpt-oss":
             own = {"layer_types": read_layer_types(metadata, config["num_hidden_layers"], 2)}
@@ -81,12 +81,13 @@ def read_family(metadata: "GGUFMetadata", config: dict[str, Any], file: GGUFFile
 
 def _grouped_experts(metadata: "GGUFMetadata") -> dict[str, Any]:
     """Of experts that may be shared or come in groups."""
+    scale = metadata.get("expert_weights_scale")  # 0: there is none
     return {
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
         "n_shared_experts": _count(metadata, "expert_shared_count"),
         "n_group": metadata.integer("expert_group_count", 1),
         "topk_group": metadata.integer("expert_group_used_count", 1),
-        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale") if scale else 1.0,
         "norm_topk_prob": bool(metadata.get("expert_weights_norm")),
         "first_k_dense_replace": _count(metadata, "leading_dense_block_count"),
     }
@@ -195,7 +196,8 @@ def _proportion(metadata: "GGUFMetadata", file: GGUFFile, num_pairs: int) -> flo
     return count / num_pairs
 
 
-def _rotary_part(metadata: "GGUFMetadata", config: dict[str, Any]) -> float:
+def read_rotary_part(metadata: "GGUFMetadata", config: dict[str, Any]) -> float:
+    """Which part of a head is rotated."""
     if metadata.get("rope.dimension_sections"):
         raise metadata.error("rope.dimension_sections is not supported: positions in pictures are refused")
     head_dim: int = config["head_dim"]

@@ -151,6 +151,7 @@ def _of_experts(name: str, tensor: GGUFTensorInfo) -> Iterator[tuple[str, GGUFTe
     num_experts, *shape = tensor.shape
     names = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
     if not shape or shape[0] % len(names):
+        yield name, tensor  # which no model has
         return
     shape[0] //= len(names)
     num_bytes = tensor.num_bytes // (num_experts * len(names))

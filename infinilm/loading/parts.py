@@ -24,6 +24,8 @@ _GATE_UP = re.compile(r"(.+\.mlp\.)gate_up_proj\.(weight|bias)")
 _DELTA_NET = re.compile(r"(.+\.linear_attn\.)(in_proj_|conv1d)(qkv)?\.(weight)")
 _DELTA_NET_PART = re.compile(r"(.+\.linear_attn\.)(.+)")
 _EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
+MAX_EXPERTS = 10_000
+"""More than any model has: a checkpoint with more is damaged."""
 FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """By `model_type`: those whose files have one tensor for q, k and v, for gate and up, or for all experts."""
 
@@ -215,8 +217,8 @@ def _split_experts(match: re.Match[str], part: Part) -> dict[str, Part]:
     num_experts, num_rows, num_columns = part.shape
     names = ["gate_proj", "up_proj"] if match[2] == "gate_up_proj" else ["down_proj"]
     size = num_rows // len(names)
-    if size * len(names) != num_rows:
-        raise CheckpointError(f"{match[0]!r} of shape {list(part.shape)} can't be divided into gate and up")
+    if size * len(names) != num_rows or not 0 < num_experts <= MAX_EXPERTS:
+        raise CheckpointError(f"{match[0]!r} of shape {list(part.shape)} can't be divided into gate and up of experts")
     return {
         f"{match[1]}{expert}.{name}.weight": Part(part.source, (index * size,), (size, num_columns), expert)
         for expert in range(num_experts)

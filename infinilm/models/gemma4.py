@@ -23,10 +23,10 @@ from infinilm.layers.mlp import ACTIVATIONS, MLP
 from infinilm.layers.moe import ExpertNames, SparseMLP
 from infinilm.layers.norm import RMSNorm, WideRMSNorm, normalized
 from infinilm.layers.rotary_embedding import apply_rotary
+from infinilm.loading.parts import MAX_EXPERTS
 from infinilm.models.config import FULL_ATTENTION
 from infinilm.models.decoder import DecoderLayer
 from infinilm.models.gemma import Gemma3Config, GemmaForCausalLM
-from infinilm.models.sparse import MAX_EXPERTS
 
 
 @dataclass(init=False, frozen=True)

@@ -14,12 +14,10 @@ from infinilm.kernels.experts_torch import ClampedGate, Routing
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
 from infinilm.layers.moe import ExpertNames, SparseMLP
+from infinilm.loading.parts import MAX_EXPERTS
 from infinilm.models.config import FULL_ATTENTION, MAX_LAYERS, SLIDING_ATTENTION, ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig
 from infinilm.models.stages import Stage
-
-MAX_EXPERTS = 10_000
-"""More than any model has: a config that says so is damaged."""
 
 
 @dataclass(init=False, frozen=True)

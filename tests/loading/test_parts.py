@@ -61,6 +61,7 @@ def test_only_families_with_fused_matrices_are_divided(tmp_path: Path) -> None:
         {"a.self_attn.qkv_proj.weight": (6, 4), "a.self_attn.o_proj.weight": (4, 8)},
         {"a.mlp.gate_up_proj.weight": (7, 4)},
         {"a.mlp.experts.gate_up_proj": (3, 7, 4)},
+        {"a.mlp.experts.gate_up_proj": (10**12, 0, 4)},
     ],
 )
 def test_what_can_not_be_divided_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:

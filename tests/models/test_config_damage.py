@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinilm.errors import CheckpointError, InfinilmError, InvalidValueError
+from infinilm.loading.parts import MAX_EXPERTS
 from infinilm.models import LlamaConfig, ModelConfig
-from infinilm.models.sparse import MAX_EXPERTS, SparseConfig
+from infinilm.models.sparse import SparseConfig
 
 SOUND = {
     "hidden_size": 64,
