@@ -99,7 +99,7 @@ class GGUFMetadata:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        if type(value) not in types or not 0 < value < math.inf:
+        if type(value) not in types or not 0 < value < (math.inf if float in types else 2**32):
             seen = "missing" if value is None else repr(value)[:80]
             raise self.error(f"metadata {self.architecture}.{key} must be {wanted}, it is {seen}")
         return value

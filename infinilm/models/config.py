@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 10_000
 """More than any model has: a config that says so is damaged."""
+MAX_SIZE = 2**24
+"""Likewise for all other sizes but lengths of texts."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
@@ -175,13 +177,16 @@ class ModelConfig:
 
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
-        """Refuse sizes that are no positive integers, before anything is derived from them."""
+        """Refuse sizes that are no positive integers, or too large, before anything is derived from them."""
         check_integer("num_hidden_layers", values["num_hidden_layers"], low=1, high=MAX_LAYERS)
         for name in _SIZES:
             check_integer(name, values[name], low=1)
         for name in ("num_key_value_heads", "head_dim", "sliding_window"):
             if values.get(name) is not None:
                 check_integer(name, values[name], low=1)
+        for name, value in values.items():
+            if type(value) is int and value > MAX_SIZE and name not in ("max_position_embeddings", "sliding_window"):
+                raise InvalidValueError(f"{name}={value} must be {MAX_SIZE} at most: no model has more")
 
     @classmethod
     def setting_names(cls) -> list[str]:
