@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 10_000
 """More than any model has: a config that says so is damaged."""
-MAX_SIZE = 2**24
+MAX_SIZE = 2**40
 """Likewise for all other sizes but lengths of texts."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 

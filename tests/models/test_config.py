@@ -109,7 +109,7 @@ def test_a_directory_is_read(tmp_path) -> None:
         (
             {"intermediate_size": 2**62},
             InvalidValueError,
-            "intermediate_size=4611686018427387904 must be 16777216 at most",
+            "intermediate_size=4611686018427387904 must be 1099511627776 at most",
         ),
         ({"num_attention_heads": 5, "num_key_value_heads": 2}, InvalidValueError, "num_attention_heads=5"),
         ({"hidden_size": 30, "num_attention_heads": 4, "num_key_value_heads": 4}, InvalidValueError, "hidden_size=30"),
