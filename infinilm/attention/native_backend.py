@@ -1,4 +1,7 @@
-"""Attention by the native library: on a CPU, in float32, over the cache as it lies in memory."""
+"""Attention by the native library: on a CPU, in float32, over the cache as it lies in memory.
+
+A model of another type has its queries, keys and values converted, which loses nothing, and the result rounded.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -47,7 +50,7 @@ class NativeAttention:
 
     def store(self, new: Tensor, cache: Tensor, plan: Any) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
-        self._library.store(new, cache, plan)
+        self._library.store(new.float(), cache, plan)
 
     def attend(
         self,
@@ -62,21 +65,17 @@ class NativeAttention:
     ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         out = torch.empty(query.shape)
-        self._library.attend(query, cache, plan, out, scale, window, cap, sinks)
-        return out
+        self._library.attend(query.float(), cache, plan, out, scale, window, cap, sinks)
+        return out.to(query.dtype)
 
 
-def why_not_native(
-    device: torch.device, dtype: torch.dtype = torch.float32, head_dim: int = 2, group: int = 1
-) -> str | None:
-    """Why the native library can't attend on this device, in this type, with such heads; None if it can.
+def why_not_native(device: torch.device, head_dim: int = 2, group: int = 1) -> str | None:
+    """Why the native library can't attend on this device, with such heads; None if it can.
 
     `group` is the number of query heads that share a key-value head.
     """
     if device.type != "cpu":
         return f"the native library computes on a CPU, not on {device}"
-    if dtype != torch.float32:
-        return f"the native library computes in float32, not in {str(dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
         return (
             f"the native library takes heads of up to {MAX_HEAD_DIM} numbers, and up to {MAX_GROUP} that share one for "

@@ -159,6 +159,7 @@ def _announce(service: "Service", ready: "Ready", address: str) -> None:
         "OpenAI's API": f"{address}/v1",
         "model": f"{service.model_name}, {ready.dtype} on {ready.device}, loaded in {ready.load_seconds:.1f} s",
         "conversations": f"up to {ready.max_model_len:,} tokens each, {num_tokens:,} at a time",
+        "deterministic": ready.guarantee,
         "limits": f"{limits.max_requests:,} requests at a time, {limits.request_timeout:g} s each; change them with "
         "--limit",
         "access": f"{len(settings.api_keys)} API keys" if settings.api_keys else "this machine only, no API key",

@@ -1,4 +1,4 @@
-"""`infinilm verify`: compares our results with those of transformers."""
+"""`infinilm verify`: compares results with those of transformers, or with themselves in other circumstances."""
 
 import json
 from dataclasses import asdict
@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infinilm.checks import check_integer
 from infinilm.cli.answering import open_engine
 from infinilm.cli.bench import load_peer
 from infinilm.cli.display import console, make_table, note
+from infinilm.cli.help import option
 from infinilm.cli.options import ModelArgument, takes_config
 from infinilm.config import Config
+from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from infinilm.bench.transformers_peer import Agreement
@@ -36,6 +39,21 @@ def verify(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    determinism: Annotated[
+        bool,
+        typer.Option("--determinism", help="Compare requests alone with the same in other circumstances, bit for bit."),
+    ] = False,
+    requests: Annotated[
+        int, option("Determinism", int, "Requests to compare, and 8 more that begin alike.", show_default=True)
+    ] = 16,
+    others: Annotated[int, option("Determinism", int, "Other requests among which they run.", show_default=True)] = 40,
+    max_prompt_len: Annotated[
+        int | None,
+        option("Determinism", int | None, "The longest prompt. Default: 2,049 tokens on a GPU, 513 elsewhere."),
+    ] = None,
+    keep_going: Annotated[
+        bool, option("Determinism", bool, "Go through all circumstances even if one differs.")
+    ] = False,
     config: Config,
 ) -> None:
     """Compare a model's results with those of Hugging Face transformers.
@@ -43,7 +61,19 @@ def verify(
     Both compute the same prompts; logits, greedy tokens and log-probabilities are compared. Weights are not
     quantised, as in transformers, unless --quantization says otherwise. Ends with exit code 1 if a difference is
     beyond the tolerance.
+
+    With --determinism the engine is compared with itself: requests alone, and the same requests with others, in chunks,
+    on a warm prefix cache, after preemption, and through every interface. Ends with exit code 1 at the first bit that
+    differs, and names the layer where the difference begins.
     """
+    if determinism:
+        if tolerance is not None:
+            raise InvalidValueError(f"--determinism compares bits; leave out --tolerance {tolerance:g}")
+        check_integer("requests", requests, low=1)
+        check_integer("others", others, low=0)
+        sizes = {"num_requests": requests, "num_others": others, "max_tokens": max_tokens}
+        _verify_determinism(config.replace(model=model), max_prompt_len, sizes, keep_going=keep_going, as_json=as_json)
+        return
     from infinilm.bench.transformers_peer import check_installed, compare
 
     check_installed()
@@ -82,3 +112,46 @@ def _show(title: str, found: "Agreement", tolerance: float, agrees: bool) -> Non
         screen.print(example, soft_wrap=True)
     verdict = "agrees" if agrees else "DISAGREES"
     screen.print(f"{verdict} (tolerance {tolerance:g})", style="bold green" if agrees else "bold red")
+
+
+def _verify_determinism(
+    config: Config, max_prompt_len: int | None, sizes: dict[str, int], *, keep_going: bool, as_json: bool
+) -> None:
+    from infinilm.bench.circumstances import all_circumstances
+    from infinilm.bench.determinism import Finding, Session, Workload, check
+    from infinilm.loading.sources import resolve
+
+    config = config.replace(model=resolve(config.model))
+    session = Session(config)
+    engine = session.engine()
+    info, stats = engine.executor.info, engine.stats()
+    is_gpu = info.device.startswith("cuda")
+    longest = engine.max_model_len - sizes["max_tokens"]
+    if longest < 1:
+        raise InvalidValueError(f"max_tokens={sizes['max_tokens']} leaves no room: texts have {engine.max_model_len}")
+    limit = min(max_prompt_len or (2049 if is_gpu else 513), longest)
+    session.work = Workload.make(engine.model_config.vocab_size, max_prompt_len=limit, **sizes)
+    note(f"{Path(str(config.model)).name} in {info.dtype} on {info.device}; deterministic: {stats.guarantee}")
+    findings: list[Finding] = []
+    screen = console()
+    try:
+        for finding in check(session, all_circumstances(session, num_others=sizes["num_others"])):
+            findings.append(finding)
+            if not as_json:
+                found = finding.skipped or f"{finding.num_equal} of {finding.num_compared} equal"
+                style = None if finding.is_equal else "red"
+                screen.print(f"{finding.name:26} {found}", style=style, soft_wrap=True)
+                if finding.difference:
+                    screen.print(f"    {finding.difference}", soft_wrap=True)
+            if not (finding.is_equal or keep_going):
+                break
+    finally:
+        session.close()
+    holds = all(finding.is_equal for finding in findings)
+    if as_json:
+        record = {"model": str(config.model), "guarantee": stats.guarantee, "fingerprint": stats.system_fingerprint}
+        typer.echo(json.dumps({**record, "equal": holds, "findings": [asdict(each) for each in findings]}, indent=2))
+    else:
+        verdict = "the same bits in every circumstance" if holds else "DIFFERENT bits in some circumstance"
+        screen.print(verdict, style="bold green" if holds else "bold red")
+    raise typer.Exit(0 if holds else 1)

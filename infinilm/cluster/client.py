@@ -397,5 +397,6 @@ def sum_stats(parts: Iterable[EngineStats]) -> EngineStats:
     total = EngineStats()
     for part in parts:
         for item in fields(EngineStats):
-            setattr(total, item.name, getattr(total, item.name) + getattr(part, item.name))
+            value, more = getattr(total, item.name), getattr(part, item.name)
+            setattr(total, item.name, value + more if isinstance(value, int) else value or more)
     return total

@@ -103,7 +103,7 @@ class LLMEngine:
             max_model_len=self.max_model_len,
             num_stages=self.executor.info.num_stages,
         )
-        self._stats = EngineStats()
+        self._stats = EngineStats(guarantee=str(loaded.guarantee), system_fingerprint=loaded.fingerprint)
         self._registry: HookRegistry | None = None
         self._turns = Turns()
         self._max_in_flight = self.executor.info.max_in_flight

@@ -27,6 +27,10 @@ class EngineStats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     """Blocks whose content can be found again, in use or free."""
+    guarantee: str = ""
+    """Whether results depend on the request alone: "yes", or "no, because …"."""
+    system_fingerprint: str = ""
+    """The model, hashes of its weights and of the kernels, and whether the guarantee holds."""
 
 
 class ProgressBar:

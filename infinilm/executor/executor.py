@@ -131,6 +131,10 @@ class Executor(Protocol):
         """Run one forward pass whose caller manages the cache itself."""
         ...
 
+    def failing_products(self) -> list[str]:
+        """What the driver's device computes differently for other numbers of rows: the shapes of matrices, as text."""
+        ...
+
     def computing(self) -> "AbstractContextManager[None]":
         """Compute with rank 0's threads, as its steps do, in the caller's code."""
         ...

@@ -14,6 +14,8 @@ from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidValueError
 from infinilm.executor.executor import CacheShape, Executor, RunnerSettings
+from infinilm.executor.fingerprint import make_fingerprint
+from infinilm.executor.guarantee import Guarantee, find_guarantee
 from infinilm.executor.local import LocalExecutor
 from infinilm.executor.memory import (
     MemoryLedger,
@@ -63,6 +65,9 @@ class LoadedModel:
     default_sampling_params: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     more_memory: tuple[MemoryLedger, ...] = ()
     """Of the other pipeline stages."""
+    guarantee: Guarantee = Guarantee()  # noqa: RUF009 (it is frozen)
+    fingerprint: str = ""
+    """`system_fingerprint` of replies."""
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -85,6 +90,8 @@ def load_model(config: Config) -> LoadedModel:
         f"{loaded.max_model_len:,}",
     )
     logger.debug("a %s model in %s, attention by %s", loaded.model_config.model_type, info.dtype, info.attention)
+    level = logging.INFO if config.deterministic and not loaded.guarantee.holds else logging.DEBUG
+    logger.log(level, "deterministic: %s", loaded.guarantee)
     for memory in (loaded.memory, *loaded.more_memory):
         logger.debug("%s", memory)
     return loaded
@@ -135,6 +142,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             raise
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
+    guarantee = find_guarantee(config, model_config, executor)
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
     return LoadedModel(
         executor,
@@ -145,6 +153,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         memory,
         find_default_sampling(checkpoint),
         tuple(more_memory),
+        guarantee,
+        make_fingerprint(checkpoint.path, guarantee),
     )
 
 

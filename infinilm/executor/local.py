@@ -104,6 +104,9 @@ class LocalExecutor:
         output: ForwardOutput = self.call_all(Command.FORWARD, given)[self.driver]
         return output
 
+    def failing_products(self) -> list[str]:
+        return self.worker.failing_products()
+
     def computing(self) -> AbstractContextManager[None]:
         return self.worker.computing()
 

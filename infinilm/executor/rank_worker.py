@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infinilm.attention import ForwardBatch, HostBatch, select_backend
 from infinilm.attention.batch import IntArray
@@ -23,6 +23,7 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import dense_weight, dense_weights
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
+from infinilm.executor.guarantee import failing_products
 from infinilm.executor.memory import free_memory_bytes, rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
 from infinilm.executor.step_io import StepInput
@@ -195,6 +196,13 @@ class RankWorker:
             memory=self._memory,
             **settings,
         )
+
+    def failing_products(self) -> list[str]:
+        """The shapes of matrices with which a row's product depends on the number of rows, tried on this device."""
+        if self.device.type != "cpu":
+            return ["any matrix, because none was tried"]
+        with self.computing():
+            return failing_products(cast(nn.Module, self.model))
 
     # --- steps ------------------------------------------------------------------------------------------
 

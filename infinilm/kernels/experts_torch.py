@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infinilm.kernels.invariant import gelu_tanh, pad_rows, sigmoid, silu
+
 
 class Routing(NamedTuple):
     """How a router's logits choose experts."""
@@ -41,7 +43,7 @@ Gate = ClampedGate | Literal["gelu_pytorch_tanh"] | None
 def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `experts.choose_experts`."""
     wide = logits.float()
-    scores = wide.sigmoid() if routing.is_sigmoid else wide.softmax(dim=-1)
+    scores = sigmoid(wide) if routing.is_sigmoid else wide.softmax(dim=-1)
     ranks = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         groups = ranks.unflatten(1, (routing.num_groups, -1))
@@ -71,8 +73,8 @@ def mix_experts_torch(
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
         first, second = (None if bias is None else bias[expert] for bias in biases)
-        inner = gate_torch(F.linear(x[rows], gate_up[expert], first), gate)
-        result = F.linear(inner, down[expert], second)
+        inner = gate_torch(F.linear(pad_rows(x[rows]), gate_up[expert], first), gate)
+        result = F.linear(inner, down[expert], second)[: len(rows)]
         mixed.index_add_(0, rows, result.float() * weights[rows, places, None])
     mixed = mixed.to(x.dtype)
     return mixed if residual is None else mixed.add_(residual)
@@ -82,7 +84,7 @@ def gate_torch(gate_up: Tensor, how: Gate) -> Tensor:
     """What becomes of gate and up `[n, 2 * inner]`: `[n, inner]`."""
     if not isinstance(how, ClampedGate):
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate) if how is None else F.gelu(gate, approximate="tanh")).mul_(up)
+        return (silu(gate) if how is None else gelu_tanh(gate)).mul_(up)
     gate = gate_up[..., ::2].clamp(max=how.limit)
     up = gate_up[..., 1::2].clamp(-how.limit, how.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
+    return (up + 1) * (gate * sigmoid(gate * how.alpha))

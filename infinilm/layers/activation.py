@@ -1,9 +1,9 @@
 """The activation of an MLP."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from infinilm.kernels.invariant import silu
 from infinilm.kernels.support import has_kernels
 
 
@@ -20,4 +20,4 @@ class SiluAndMul(nn.Module):
 
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return silu(gate).mul_(up)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
+from infinilm.kernels.invariant import sigmoid
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, native_linears
@@ -109,7 +110,7 @@ class Attention(Mixer):
             scoring |= {"cap": self.cap, "sinks": self.sinks}
         attended = step.backend.attend(q, cache, step.plan, **scoring)
         if gate is not None:
-            attended = attended * gate.sigmoid()
+            attended = attended * sigmoid(gate)
         attended = attended.flatten(1)
         if taps is None:
             mixed: Tensor = self.out(attended, residual)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
+from infinilm.kernels.invariant import pad_rows
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from infinilm.layers.mixer import ForwardContext, Mixer
@@ -96,10 +97,10 @@ class LatentAttention(Mixer):
         cache = step.cache.layers[self.layer]
         step.backend.store(kept[:, None, None, :], cache, step.plan)
         to_keys, to_values = self._by_head()
-        plain = torch.einsum("thd,hdr->thr", query[..., : self.plain_dim], to_keys)
+        plain = torch.einsum("thd,hdr->thr", pad_rows(query[..., : self.plain_dim]), to_keys)[: len(query)]
         query = torch.cat((plain, rotated[:, :-1]), dim=-1)
         attended = step.backend.attend(query, cache, step.plan, scale=self.scale, window=None)[..., : self.rank]
-        return torch.einsum("thr,hdr->thd", attended, to_values)
+        return torch.einsum("thr,hdr->thd", pad_rows(attended), to_values)[: len(query)]
 
     def _attend_by_kernels(self, query: Tensor, latents: Tensor, step: ForwardContext) -> Tensor:
         """The same by Triton kernels."""

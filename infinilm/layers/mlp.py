@@ -1,22 +1,22 @@
 """The dense channel mixer."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from infinilm.distributed.shard import Shard
+from infinilm.kernels.invariant import gelu_tanh, silu
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import GateUpParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
+    "silu": silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": gelu_tanh,
 }
 """By Hugging Face's names."""
 

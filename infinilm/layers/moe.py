@@ -10,7 +10,7 @@ from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.experts_torch import Gate, Routing, choose_experts_torch
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightOptions, below
+from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightFormats, WeightOptions, below
 from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
@@ -123,13 +123,14 @@ class SparseMLP(Mixer):
         options = below(options, names.prefix)
         self.routing, self._names = routing, names
         # Whole on every rank: it is small, and all ranks must choose the same experts.
-        kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"]}
+        dense = WeightFormats(is_ordered=options["formats"].is_ordered)
+        kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"], "formats": dense}
         self._router_dtype = kind["dtype"]
         self.router = Linear(hidden_size, {names.router: routing.num_experts}, bias=adds_router_bias, **kind)
         self.shared_gate: Linear | None = None
         if gates_shared:
             outputs = {f"{names.shared}_gate": 1}
-            own: WeightOptions = {"dtype": options["dtype"], "device": options["device"]}
+            own: WeightOptions = {"dtype": options["dtype"], "device": options["device"], "formats": dense}
             self.shared_gate = Linear(hidden_size, outputs, bias=False, **own)
         self.router_bias: nn.Parameter | None = None
         if has_router_bias:

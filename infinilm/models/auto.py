@@ -98,7 +98,7 @@ def make_choices(
     Without a checkpoint weights are random, and dense.
     """
     chosen, formats = choose_dtype(dtype, config, device), DENSE
-    is_ordered = deterministic and has_kernels(device)
+    is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
     if checkpoint is not None:
         formats = choose_formats(
             checkpoint,
@@ -117,19 +117,22 @@ def make_choices(
     else:
         outline = outline_model(config, chosen, num_ranks)
     is_quantized = any(isinstance(shard, PackedShard) for shard in outline.weight_targets().values())
-    attention = select_attention(attention_backend, config, device, chosen, is_quantized=is_quantized)
+    prefers_native = is_quantized or (deterministic and device.type == "cpu")
+    attention = select_attention(attention_backend, config, device, prefers_native=prefers_native)
     kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")
     return ModelChoices(chosen, replace(formats, is_ordered=is_ordered), outline, attention, kv_dtype)
 
 
-def select_attention(
-    asked: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, is_quantized: bool
-) -> str:
-    """The backend asked for; with `auto` the native library's where it also multiplies with the weights, if it can."""
-    if asked not in ("auto", "native") or (asked == "auto" and not is_quantized):
+def select_attention(asked: str, config: ModelConfig, device: torch.device, *, prefers_native: bool) -> str:
+    """The backend asked for; with `auto` the native library's if that is preferred and can serve the model.
+
+    It is preferred on a CPU: with quantised weights, which it also multiplies with; and with others if results must not
+    depend on how a text is divided into chunks, as those of torch do.
+    """
+    if asked not in ("auto", "native") or (asked == "auto" and not prefers_native):
         return asked
     group = config.num_attention_heads // config.num_key_value_heads
-    reason = why_not_native(device, dtype, config.max_head_dim, group)
+    reason = why_not_native(device, config.max_head_dim, group)
     if reason is not None and asked == "native":
         raise InvalidValueError(
             f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"

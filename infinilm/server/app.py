@@ -105,6 +105,8 @@ def _describe_model(service: Service) -> dict[str, Any]:
         "owned_by": "infinilm",
         "max_model_len": service.max_model_len,
         "default_sampling_params": service.ready.default_params,
+        "system_fingerprint": service.ready.system_fingerprint,
+        "deterministic": service.ready.guarantee,
     }
 
 

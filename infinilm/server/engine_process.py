@@ -198,6 +198,8 @@ def _describe(engine: LLMEngine, load_seconds: float) -> messages.Ready:
         load_seconds=load_seconds,
         default_params=engine.default_sampling_params.model_defaults(),
         memory=str(engine.memory),
+        guarantee=engine.stats().guarantee,
+        system_fingerprint=engine.stats().system_fingerprint,
     )
 
 

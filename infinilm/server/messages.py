@@ -72,6 +72,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     """The model's defaults for sampling."""
     memory: str
     """Where the memory goes, as a sentence."""
+    guarantee: str = ""
+    """See `EngineStats`."""
+    system_fingerprint: str = ""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

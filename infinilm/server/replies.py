@@ -45,6 +45,7 @@ class Reply(ABC):
             "object": kind,
             "created": int(time.time()),
             "model": service.model_name,
+            "system_fingerprint": service.ready.system_fingerprint,
         }
         self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._templates = [self._template(text_key, answer.index) for answer in stream.answers]

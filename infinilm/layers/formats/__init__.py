@@ -34,7 +34,7 @@ class WeightFormats:
     prefix: str = ""
     """Of the names that are asked for."""
     is_ordered: bool = False
-    """Whether a row's products with dense matrices have the same bits whatever other rows there are, on a GPU."""
+    """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
 
     def below(self, prefix: str) -> "WeightFormats":
         """The same for a part of the model, whose names go on after `prefix`."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
+from infinilm.kernels.invariant import NARROW, TILE, pad_rows
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
@@ -39,6 +40,8 @@ class DenseWeight(nn.Module):
         super().__init__()
         self._firsts = [0, *accumulate(rows)]
         num_rows = self._firsts.pop()
+        self._pads_rows = is_ordered and torch.device(device).type == "cpu"
+        self._is_odd = self._pads_rows and num_rows < NARROW and num_rows % TILE != 0
         # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
         self._is_input_first = torch.device(device).type == "cpu" and not is_table
         shape = (columns, num_rows) if self._is_input_first else (num_rows, columns)
@@ -54,6 +57,16 @@ class DenseWeight(nn.Module):
 
                 self._max_kernel_rows = MAX_ROWS
                 keep_order()
+
+    @property
+    def in_features(self) -> int:
+        """The columns of the matrix as checkpoints have it."""
+        return self._matrix.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """Its rows."""
+        return self._matrix.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -76,10 +89,19 @@ class DenseWeight(nn.Module):
             return self._few_rows(x, bias=bias, residual=residual, norm=norm)
         if norm is not None:
             x = norm(x)
-        if residual is not None and self._is_ordered:  # some of the libraries' products add it before rounding
-            return residual.add_(self.multiply(x, bias))
+        if residual is not None and self._is_ordered and not self._pads_rows:
+            return residual.add_(self.multiply(x, bias))  # some of the libraries' products add it before rounding
+        if not self._pads_rows:
+            return self._product(x, bias, residual)
+        rest = None if residual is None else pad_rows(residual)
+        return self._product(pad_rows(x), bias, rest)[: len(x)]
+
+    def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if residual is not None:
             return (residual if bias is None else residual + bias).addmm_(x, self._matrix)
+        if self._is_odd:
+            product = torch.mm(x, F.pad(self._matrix, (0, -self._matrix.shape[1] % TILE)))[:, : self._matrix.shape[1]]
+            return product if bias is None else product + bias
         if bias is not None:
             return torch.addmm(bias, x, self._matrix)
         num_rows = self._matrix.shape[1]

@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.errors import EngineError
 from infinilm.kernels import native
+from infinilm.kernels.invariant import silu
 from infinilm.layers.norm import RMSNorm
 
 GROUP = 32
@@ -96,7 +96,7 @@ class GGUFWeight:
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
         """See `Weight`."""
         gate, up = self.multiply(x, bias, norm=norm).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return silu(gate).mul_(up)
 
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""

@@ -1,0 +1,87 @@
+"""What an engine promises of its results: that they do not depend on what else it computes, nor on how."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from infinilm.cache.specs import LatentSpec, StateSpec
+from infinilm.config import Config
+from infinilm.executor.executor import Executor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from infinilm.models import ModelConfig
+
+MAX_LISTED = 4
+ROW_COUNTS = (1, 3, 5, 17)
+"""Numbers of rows whose products are compared with those of more."""
+LARGE_MATRIX = 32_000_000
+"""From so many elements on, fewer rows are compared, so that a start is not delayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """Whether equal requests get equal bits alone and in company, in any chunks, on a cold and a warm cache."""
+
+    reasons: tuple[str, ...] = ()
+    """Why they may not; none: they do."""
+
+    @property
+    def holds(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return "yes" if self.holds else f"no, because {'; '.join(self.reasons)}"
+
+
+def find_guarantee(config: Config, model_config: "ModelConfig", executor: Executor) -> Guarantee:
+    """What holds for a loaded model. Products of matrices are tried on its device."""
+    if not config.deterministic:
+        return Guarantee(("deterministic=False allows other orders of summation",))
+    info = executor.info
+    kind = info.device.partition(":")[0]
+    specs = model_config.cache_specs()
+    reasons = []
+    if kind not in ("cpu", "cuda"):
+        reasons.append(f"on {kind} torch's own kernels compute, and their orders of summation are not known")
+    if info.num_ranks // info.num_stages > 2:
+        reasons.append("the order in which more than two ranks' results are added depends on the number of rows")
+    if any(isinstance(spec, StateSpec) for spec in specs):
+        reasons.append("recurrent layers compute a prompt in chunks, and single tokens in another order")
+    if any(isinstance(spec, LatentSpec) for spec in specs):
+        reasons.append("torch computes latent attention, in an order that depends on the chunk")
+    elif kind == "cpu" and info.attention != "native":
+        reasons.append(f"attention by {info.attention} sums in an order that depends on the chunk")
+    if failing := executor.failing_products():
+        listed = ", ".join(failing[:MAX_LISTED]) + (", …" if len(failing) > MAX_LISTED else "")
+        reasons.append(f"on this device a row's bits depend on the number of rows in products with {listed}")
+    return Guarantee(tuple(reasons))
+
+
+def failing_products(model: "nn.Module") -> list[str]:
+    """The shapes of dense matrices with which a row's product depends on its place or on the other rows."""
+    import torch
+
+    from infinilm.layers.formats import DenseWeight
+
+    failing: list[str] = []
+    tried: set[Any] = set()
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for matrix in (module for module in model.modules() if isinstance(module, DenseWeight)):
+            num_columns, num_rows = matrix.in_features, matrix.out_features
+            key = (num_columns, num_rows, matrix.weight.shape, matrix.weight.dtype)
+            if key in tried:
+                continue
+            tried.add(key)
+            is_large = num_columns * num_rows >= LARGE_MATRIX
+            x = torch.randn(ROW_COUNTS[-1], num_columns, generator=generator).to(matrix.weight)
+            expected = matrix.multiply(x[:5] if is_large else torch.cat((x, x, x)))
+            counts = ROW_COUNTS[:2] if is_large else ROW_COUNTS
+            same = all(matrix.multiply(x[:count]).equal(expected[:count]) for count in counts)
+            if not is_large:
+                parts = expected.reshape(-1, len(x), num_rows)
+                same = same and all(part.equal(parts[0]) for part in parts)
+            if not same:
+                failing.append(f"{num_columns} x {num_rows}")
+    return failing

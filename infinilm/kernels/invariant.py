@@ -1,0 +1,44 @@
+"""Torch operations on a CPU whose bits depend neither on the other rows of a tensor nor on the number of threads.
+
+Torch's own differ in two ways. Libraries of matrix products sum few rows, or few columns, in another order than many.
+And some element-wise operations compute the last elements of a tensor, or of a thread's share, by another formula than
+whole vectors; `exp`, `tanh` and arithmetic do not.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 4
+"""MKL computes fewer rows or columns in another order. It gives threads whole tiles where there are any."""
+NARROW = 32
+"""From so many columns on the last tile's width makes no difference."""
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """`x` `[n, …]` with zeros behind it, so that it has whole tiles of rows."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % TILE)) if len(x) % TILE else x
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """`torch.sigmoid` in float32."""
+    return x.sigmoid() if x.device.type != "cpu" else x.float().neg().exp_().add_(1).reciprocal_().to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """`F.silu`."""
+    if x.device.type != "cpu":
+        return F.silu(x)
+    wide = x.float()
+    return wide.neg().exp_().add_(1).reciprocal_().mul_(wide).to(x.dtype)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """`F.gelu` by its approximation with tanh."""
+    if x.device.type != "cpu":
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()
+    inner = torch.addcmul(wide, wide * wide, wide, value=0.044715).mul_(math.sqrt(2 / math.pi))
+    return inner.tanh_().add_(1).mul_(wide).mul_(0.5).to(x.dtype)
