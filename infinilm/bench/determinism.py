@@ -82,6 +82,7 @@ class Workload:
         max_tokens: int,
         max_prompt_len: int,
         num_others: int,
+        num_sharing: int = NUM_SHARING,
         seed: int = 0,
     ) -> "Workload":
         """Random prompts. A third of the requests is greedy, the others are sampled with a seed each."""
@@ -96,7 +97,7 @@ class Workload:
             ((head if index % 3 == 0 else []) + text(lengths[index % len(lengths)]))[:max_prompt_len]
             for index in range(num_requests)
         ]
-        prompts += [(head + text(5))[:max_prompt_len] for _ in range(NUM_SHARING)]
+        prompts += [(head + text(5))[:max_prompt_len] for _ in range(num_sharing)]
         kinds: list[dict[str, Any]] = [
             {"temperature": 0.0},
             {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
@@ -109,7 +110,7 @@ class Workload:
             prompt_logprobs = 0 if index % 4 == 3 and index < num_requests else None
             params.append(replace(common, **kinds[index % 3], prompt_logprobs=prompt_logprobs))
         others = [text(min(random.choice((3, 20, 70, 150)), max_prompt_len)) for _ in range(num_others)]
-        return cls(prompts, params, others, range(num_requests, num_requests + NUM_SHARING))
+        return cls(prompts, params, others, range(num_requests, len(prompts)))
 
 
 NOTHING = Workload([], [], [], range(0))
@@ -226,7 +227,6 @@ def check(session: Session, circumstances: Sequence[Circumstance]) -> Iterator[F
                 f"{expected[index].describe_difference(found[index])}; {_locate(session, circumstance, index)}"
             )
         yield Finding(circumstance.name, len(found) - len(wrong), len(found), difference=difference)
-    yield _check_hidden_states(session)
 
 
 def is_same(expected: Answer, found: Answer) -> bool:
@@ -249,7 +249,7 @@ def _locate(session: Session, circumstance: Circumstance, index: int) -> str:
     return "with hooks nothing differs" if found is None else f"begins at {found}"
 
 
-def _check_hidden_states(session: Session) -> Finding:
+def check_hidden_states(session: Session) -> Finding:
     """Compare the activations of some requests alone, together and in chunks, all of them with hooks."""
     engine = session.engine()
     indices = [index for index in session.all if len(session.work.prompts[index]) <= HEAD_LEN][:NUM_WATCHED]

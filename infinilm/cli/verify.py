@@ -1,6 +1,7 @@
 """`infinilm verify`: compares results with those of transformers, or with themselves in other circumstances."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,7 +119,7 @@ def _verify_determinism(
     config: Config, max_prompt_len: int | None, sizes: dict[str, int], *, keep_going: bool, as_json: bool
 ) -> None:
     from infinilm.bench.circumstances import all_circumstances
-    from infinilm.bench.determinism import Finding, Session, Workload, check
+    from infinilm.bench.determinism import Finding, Session, Workload, check, check_hidden_states
     from infinilm.loading.sources import resolve
 
     config = config.replace(model=resolve(config.model))
@@ -134,8 +135,14 @@ def _verify_determinism(
     note(f"{Path(str(config.model)).name} in {info.dtype} on {info.device}; deterministic: {stats.guarantee}")
     findings: list[Finding] = []
     screen = console()
+    circumstances = all_circumstances(session, num_others=sizes["num_others"])
+
+    def compare() -> Iterator[Finding]:
+        yield from check(session, circumstances)
+        yield check_hidden_states(session)
+
     try:
-        for finding in check(session, all_circumstances(session, num_others=sizes["num_others"])):
+        for finding in compare():
             findings.append(finding)
             if not as_json:
                 found = finding.skipped or f"{finding.num_equal} of {finding.num_compared} equal"

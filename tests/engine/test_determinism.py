@@ -1,0 +1,161 @@
+"""A request gets the same bits in every circumstance, with tiny models of every architecture."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_reference, save
+from packing import needs_native
+
+from infinilm import LLM, SamplingParams
+from infinilm.bench.circumstances import all_circumstances
+from infinilm.bench.determinism import (
+    Circumstance,
+    Finding,
+    Session,
+    Workload,
+    changed,
+    check,
+    check_hidden_states,
+    in_chunks,
+)
+from infinilm.bench.hidden_states import first_difference
+from infinilm.config import Config
+from infinilm.executor.guarantee import failing_products
+from infinilm.layers.formats import DenseWeight
+
+pytestmark = needs_native
+
+LATENT, RECURRENT = "deepseek", "qwen3.5"
+"""Beginnings of the kinds for which nothing is promised."""
+QUANTIZED = ("llama-bias", "qwen3", "gemma3", "glm4-moe", "mixtral", "smollm3")
+HALF = ("llama-gqa", "qwen3", "gemma3", "gpt-oss", "mixtral", "gemma4")
+
+
+def in_company(session: Session):
+    """All together, in chunks, with two steps in flight."""
+    engine = session.engine()
+    with ExitStack() as stack:
+        stack.enter_context(in_chunks(engine, 16))
+        stack.enter_context(changed(engine, _max_in_flight=2))
+        stack.enter_context(changed(engine.scheduler.blocks, enable_prefix_caching=True))
+        return session.run(engine, session.all)
+
+
+def warm(session: Session):
+    """In another order, with other threads, on what the run before has left in the prefix cache."""
+    engine = session.engine()
+    with (
+        changed(engine.scheduler.blocks, enable_prefix_caching=True),
+        changed(engine.executor.worker, num_threads=2),
+    ):
+        return session.run(engine, reversed(session.all))
+
+
+def find_differences(path: Path, **settings) -> list[Finding]:
+    work = Workload.make(160, num_requests=4, max_tokens=3, max_prompt_len=63, num_others=0, num_sharing=0)
+    session = Session(Config(model=path, device="cpu", **settings), work)
+    try:
+        circumstances = [Circumstance("in company", in_company), Circumstance("warm", warm)]
+        return [finding for finding in check(session, circumstances) if not finding.is_equal]
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if not kind.startswith((LATENT, RECURRENT))])
+def test_architectures(kind: str, tmp_path: Path) -> None:
+    assert find_differences(save(make_reference(kind), tmp_path)) == []
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized(kind: str, tmp_path: Path) -> None:
+    assert find_differences(save(make_reference(kind, intermediate_size=128), tmp_path), quantization="q8") == []
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_half_precision(kind: str, tmp_path: Path) -> None:
+    assert find_differences(save(make_reference(kind), tmp_path), dtype="bfloat16") == []
+
+
+def test_every_circumstance(tiny_dir: Path) -> None:
+    """Also those of other interfaces, and hidden states."""
+    work = Workload.make(300, num_requests=4, max_tokens=18, max_prompt_len=66, num_others=4)
+    session = Session(Config(model=tiny_dir, device="cpu"), work)
+    try:
+        found = list(check(session, all_circumstances(session, num_others=4)))
+        assert [finding for finding in found if not finding.is_equal or finding.skipped] == []
+        assert {"preempted", "AsyncLLM", "InferEngine", "server"} <= {finding.name for finding in found}
+        states = check_hidden_states(session)
+        assert states.is_equal
+        assert states.num_compared
+    finally:
+        session.close()
+
+
+def test_a_difference_is_found_with_the_layer_where_it_begins(tiny_dir: Path) -> None:
+    work = Workload.make(300, num_requests=2, max_tokens=4, max_prompt_len=40, num_others=0, num_sharing=0)
+    session = Session(Config(model=tiny_dir, device="cpu"), work)
+
+    def disturbed(session: Session):
+        """A weight of layer 1 is another one while requests are together."""
+        engine = session.engine()
+        weight = engine.executor.worker.model.layers[1].channel_mixer.down.matrix.weight
+        with torch.inference_mode():
+            weight *= 1.01
+            try:
+                return session.run(engine, session.all)
+            finally:
+                weight /= 1.01
+
+    try:
+        (finding,) = check(session, [Circumstance("disturbed", disturbed)])
+    finally:
+        session.close()
+    assert not finding.is_equal
+    assert "begins at layer1_mlp_output, at position 0 of the text" in finding.difference
+
+
+def test_records_part_at_the_first_position() -> None:
+    ours = {0: {"a": 1, "b": 2}, 1: {"a": 3, "b": 4}}
+    assert first_difference(ours, {1: {"a": 3, "b": 4}}) is None
+    assert str(first_difference(ours, {1: {"a": 3, "b": 5}, 0: {"a": 1, "b": 2}})) == "b, at position 1 of the text"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("llama-gqa", {}, None),
+        ("llama-gqa", {"deterministic": False}, "deterministic=False"),
+        ("llama-gqa", {"attention_backend": "torch"}, "attention by torch"),
+        ("deepseek-v2", {}, "latent attention"),
+        ("qwen3.5", {}, "recurrent layers"),
+    ],
+)
+def test_what_is_promised(kind: str, settings: dict, reason: str | None, tmp_path: Path) -> None:
+    with LLM(save(make_reference(kind), tmp_path / "model"), device="cpu", **settings) as llm:
+        stats = llm.stats()
+        llm.generate([[3, 4]], SamplingParams(max_tokens=1), use_tqdm=False)
+    if reason is None:
+        assert stats.guarantee == "yes"
+        assert stats.system_fingerprint.startswith("model:w")
+        assert stats.system_fingerprint.endswith(":deterministic")
+    else:
+        assert stats.guarantee.startswith("no, because ")
+        assert reason in stats.guarantee
+        assert stats.system_fingerprint.endswith(":unguaranteed")
+
+
+def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
+    """Without whole tiles of rows MKL's do, and so would any library's whose results this one imitates."""
+
+    class Uneven(DenseWeight):
+        def multiply(self, x, bias=None, residual=None, norm=None):
+            return super().multiply(x, bias, residual, norm) + len(x)
+
+    kind = {"dtype": torch.float32, "device": "cpu"}
+    good, bad = DenseWeight([24], 16, **kind), Uneven([40], 16, **kind)
+    for matrix in (good, bad):
+        matrix.weight.data.normal_()
+    assert failing_products(torch.nn.ModuleList([good])) == []
+    assert failing_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
