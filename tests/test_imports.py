@@ -62,7 +62,8 @@ ALLOWED = {
     "cli": LEAVES
     | {"", "config", "distributed", "engine", "executor", "models", "loading", "text", "bench", "server", "batch"}
     | {"cluster"},
-    "bench": LEAVES | {"", "config", "distributed", "engine", "loading", "text"},
+    "bench": LEAVES
+    | {"", "config", "distributed", "engine", "loading", "text", "cache", "debug", "lowlevel", "server"},
     "__main__": {"cli"},
     "": LEAVES | {"config", "engine", "lowlevel"},
 }

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,18 +13,49 @@ from infinilm.cli.answering import open_engine
 from infinilm.cli.bench import load_peer
 from infinilm.cli.display import console, make_table, note
 from infinilm.cli.help import option
-from infinilm.cli.options import ModelArgument, takes_config
+from infinilm.cli.options import ModelArgument, expand, takes_config
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    from infinilm.bench.determinism import Finding
     from infinilm.bench.transformers_peer import Agreement
 
 # 16-bit types round so coarsely that likely tokens swap ranks.
 TOLERANCES = {"float32": 1e-3, "float16": 1e-1, "bfloat16": 1.0}
 
 
+_MATRIX_OPTIONS = {
+    "determinism": (
+        option("Determinism", bool, "Compare requests alone with the same in other circumstances.", "--determinism"),
+        False,
+    ),
+    "requests": (
+        option("Determinism", int, "Requests to compare, and 8 that begin alike.", show_default=True),
+        16,
+    ),
+    "others": (option("Determinism", int, "Other requests that they are computed among.", show_default=True), 40),
+    "max_prompt_len": (
+        option("Determinism", int | None, "The longest prompt. Default: 2,049 tokens on a GPU, 513 elsewhere."),
+        None,
+    ),
+    "keep_going": (
+        option("Determinism", bool, "Go through all circumstances even if one differs.", "--keep-going"),
+        False,
+    ),
+}
+
+
+def _check_matrix(**given: Any) -> dict[str, Any]:
+    check_integer("requests", given["requests"], low=1)
+    check_integer("others", given["others"], low=0)
+    if given["max_prompt_len"] is not None:
+        check_integer("max_prompt_len", given["max_prompt_len"], low=1)
+    return given
+
+
 @takes_config(without=("model",))
+@expand("matrix", _MATRIX_OPTIONS, _check_matrix)
 def verify(
     *,
     model: ModelArgument = None,
@@ -40,21 +71,7 @@ def verify(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    determinism: Annotated[
-        bool,
-        typer.Option("--determinism", help="Compare requests alone with the same in other circumstances, bit for bit."),
-    ] = False,
-    requests: Annotated[
-        int, option("Determinism", int, "Requests to compare, and 8 more that begin alike.", show_default=True)
-    ] = 16,
-    others: Annotated[int, option("Determinism", int, "Other requests among which they run.", show_default=True)] = 40,
-    max_prompt_len: Annotated[
-        int | None,
-        option("Determinism", int | None, "The longest prompt. Default: 2,049 tokens on a GPU, 513 elsewhere."),
-    ] = None,
-    keep_going: Annotated[
-        bool, option("Determinism", bool, "Go through all circumstances even if one differs.")
-    ] = False,
+    matrix: dict[str, Any],
     config: Config,
 ) -> None:
     """Compare a model's results with those of Hugging Face transformers.
@@ -67,14 +84,10 @@ def verify(
     on a warm prefix cache, after preemption, and through every interface. Ends with exit code 1 at the first bit that
     differs, and names the layer where the difference begins.
     """
-    if determinism:
+    if matrix["determinism"]:
         if tolerance is not None:
             raise InvalidValueError(f"--determinism compares bits; leave out --tolerance {tolerance:g}")
-        check_integer("requests", requests, low=1)
-        check_integer("others", others, low=0)
-        sizes = {"num_requests": requests, "num_others": others, "max_tokens": max_tokens}
-        _verify_determinism(config.replace(model=model), max_prompt_len, sizes, keep_going=keep_going, as_json=as_json)
-        return
+        _verify_determinism(config.replace(model=model), matrix, max_tokens, as_json=as_json)
     from infinilm.bench.transformers_peer import check_installed, compare
 
     check_installed()
@@ -115,50 +128,53 @@ def _show(title: str, found: "Agreement", tolerance: float, agrees: bool) -> Non
     screen.print(f"{verdict} (tolerance {tolerance:g})", style="bold green" if agrees else "bold red")
 
 
-def _verify_determinism(
-    config: Config, max_prompt_len: int | None, sizes: dict[str, int], *, keep_going: bool, as_json: bool
-) -> None:
+def _verify_determinism(config: Config, matrix: dict[str, Any], max_tokens: int, *, as_json: bool) -> None:
     from infinilm.bench.circumstances import all_circumstances
     from infinilm.bench.determinism import Finding, Session, Workload, check, check_hidden_states
     from infinilm.loading.sources import resolve
 
-    config = config.replace(model=resolve(config.model))
-    session = Session(config)
+    session = Session(config.replace(model=resolve(config.model)))
     engine = session.engine()
-    info, stats = engine.executor.info, engine.stats()
-    is_gpu = info.device.startswith("cuda")
-    longest = engine.max_model_len - sizes["max_tokens"]
+    info, stats, num_others = engine.executor.info, engine.stats(), matrix["others"]
+    longest = engine.max_model_len - max_tokens
     if longest < 1:
-        raise InvalidValueError(f"max_tokens={sizes['max_tokens']} leaves no room: texts have {engine.max_model_len}")
-    limit = min(max_prompt_len or (2049 if is_gpu else 513), longest)
+        raise InvalidValueError(f"max_tokens={max_tokens} leaves no room: texts have {engine.max_model_len} tokens")
+    usual = 2049 if info.device.startswith("cuda") else 513
+    sizes = {"num_requests": matrix["requests"], "num_others": num_others, "max_tokens": max_tokens}
+    limit = min(matrix["max_prompt_len"] or usual, longest)
     session.work = Workload.make(engine.model_config.vocab_size, max_prompt_len=limit, **sizes)
-    note(f"{Path(str(config.model)).name} in {info.dtype} on {info.device}; deterministic: {stats.guarantee}")
-    findings: list[Finding] = []
-    screen = console()
-    circumstances = all_circumstances(session, num_others=sizes["num_others"])
+    note(f"{Path(str(session.config.model)).name} in {info.dtype} on {info.device}; deterministic: {stats.guarantee}")
+    circumstances = all_circumstances(session, num_others=num_others)
 
     def compare() -> Iterator[Finding]:
         yield from check(session, circumstances)
         yield check_hidden_states(session)
 
+    findings: list[Finding] = []
     try:
         for finding in compare():
             findings.append(finding)
             if not as_json:
-                found = finding.skipped or f"{finding.num_equal} of {finding.num_compared} equal"
-                style = None if finding.is_equal else "red"
-                screen.print(f"{finding.name:26} {found}", style=style, soft_wrap=True)
-                if finding.difference:
-                    screen.print(f"    {finding.difference}", soft_wrap=True)
-            if not (finding.is_equal or keep_going):
+                _show_finding(finding)
+            if not (finding.is_equal or matrix["keep_going"]):
                 break
     finally:
         session.close()
     holds = all(finding.is_equal for finding in findings)
     if as_json:
-        record = {"model": str(config.model), "guarantee": stats.guarantee, "fingerprint": stats.system_fingerprint}
+        record = {"model": str(session.config.model), "guarantee": stats.guarantee}
+        record["system_fingerprint"] = stats.system_fingerprint
         typer.echo(json.dumps({**record, "equal": holds, "findings": [asdict(each) for each in findings]}, indent=2))
     else:
         verdict = "the same bits in every circumstance" if holds else "DIFFERENT bits in some circumstance"
-        screen.print(verdict, style="bold green" if holds else "bold red")
+        console().print(verdict, style="bold green" if holds else "bold red")
     raise typer.Exit(0 if holds else 1)
+
+
+def _show_finding(finding: "Finding") -> None:
+    """One line of the table, as soon as it is known: some take minutes."""
+    found = f"not compared: {finding.skipped}" if finding.skipped else f"{finding.num_equal} of {finding.num_compared}"
+    screen = console()
+    screen.print(f"{finding.name:26} {found}", style=None if finding.is_equal else "red", soft_wrap=True)
+    if finding.difference:
+        screen.print(f"    {finding.difference}", soft_wrap=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from xxhash import xxh3_64
 
-import infinilm
 from infinilm.executor.guarantee import Guarantee
 from infinilm.kernels import native
 
@@ -43,7 +42,7 @@ def hash_weights(path: Path) -> str:
 @cache
 def hash_kernels() -> str:
     """A hash of the code that computes: the package's kernels, layers and native library, and torch's version."""
-    root = Path(infinilm.__file__).parent
+    root = Path(__file__).parent.parent
     folders = ("kernels", "attention", "layers", "models", "sampling")
     files = [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
     digest = xxh3_64(torch.__version__.encode())

@@ -126,6 +126,19 @@ def test_verify_fails_beyond_the_tolerance(cli: Cli, tiny_dir: Path) -> None:
     assert "DISAGREES (tolerance 1e-09)" in done.out
 
 
+def test_verify_determinism(cli: Cli, tiny_dir: Path) -> None:
+    sizes = ("--requests", "2", "--others", "2", "--max-tokens", "2", "--max-prompt-len", "20")
+    done = cli("verify", tiny_dir, "--determinism", *sizes, "--attention-backend", "torch")
+    assert done.code == 1
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["alone,", "again", "10", "of", "10"]
+    assert "begins at layer0_attention_output, at position" in lines[-2]
+    assert "DIFFERENT bits" in lines[-1]
+    refused = cli("verify", tiny_dir, "--determinism", "--tolerance", "0.1")
+    assert refused.code == 2
+    assert "leave out --tolerance" in refused.err
+
+
 def test_verify_finds_tokens_that_differ(cli: Cli, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = TransformersPeer.logprobs
     monkeypatch.setattr(TransformersPeer, "logprobs", lambda self, ids: right(self, ids).roll(1, dims=-1))

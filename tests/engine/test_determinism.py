@@ -153,8 +153,8 @@ def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
         def multiply(self, x, bias=None, residual=None, norm=None):
             return super().multiply(x, bias, residual, norm) + len(x)
 
-    kind = {"dtype": torch.float32, "device": "cpu"}
-    good, bad = DenseWeight([24], 16, **kind), Uneven([40], 16, **kind)
+    good = DenseWeight([24], 16, dtype=torch.float32, device="cpu")
+    bad = Uneven([40], 16, dtype=torch.float32, device="cpu")
     for matrix in (good, bad):
         matrix.weight.data.normal_()
     assert failing_products(torch.nn.ModuleList([good])) == []
