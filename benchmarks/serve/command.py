@@ -166,6 +166,7 @@ def _show(plan: Plan, figures: Figures) -> "Iterator[RenderableType]":
         "first token (TTFT)": figures.ttft,
         "between tokens (ITL)": figures.itl,
         "between arrivals": figures.gap,
+        "between packets": figures.packet_gap,
         "per token (TPOT)": figures.tpot,
         "whole answer": figures.latency,
     }

@@ -80,6 +80,8 @@ class Figures:
     """Between two tokens of an answer. Tokens that arrive together share the gap before them equally."""
     gap: Spread | None
     """Between two arrivals of tokens."""
+    packet_gap: Spread | None
+    """Between two packets of tokens: arrivals within a millisecond of each other are one. What a reader notices."""
     tpot: Spread | None
     """Per answer, the mean time of a token after the first."""
     latency: Spread | None
@@ -119,6 +121,7 @@ class Figures:
             ttft=Spread.of(np.array([trace.ttft for trace in answered])),
             itl=Spread.of(itls),
             gap=Spread.of(gaps),
+            packet_gap=Spread.of(find_packet_gaps(answered)),
             tpot=Spread.of(np.array([trace.tpot for trace in answered if trace.tpot is not None])),
             latency=Spread.of(np.array([trace.end - trace.start for trace in answered])),
             lateness=Spread.of(np.array([trace.lateness for trace in traces if trace.lateness])),
@@ -134,6 +137,18 @@ def _rate(number: int, seconds: float) -> float:
 def _is_good(trace: Trace, limits: Limits) -> bool:
     pairs = ((trace.ttft, limits.ttft), (trace.tpot, limits.tpot))
     return all(time is None or limit is None or time <= limit for time, limit in pairs)
+
+
+PACKET_S = 0.001
+
+
+def find_packet_gaps(traces: Sequence[Trace]) -> Floats:
+    """Times between packets of tokens."""
+    gaps: list[Floats] = [np.empty(0)]
+    for trace in traces:
+        times = np.frombuffer(trace.times)
+        gaps.append(np.diff(times[np.append(True, np.diff(times) > PACKET_S)[: len(times)]]))
+    return np.concatenate(gaps)
 
 
 def find_gaps(traces: Sequence[Trace]) -> tuple[Floats, Floats]:

@@ -135,7 +135,7 @@ def _list_limits() -> "Table":
     table = make_table("limit", "default", "meaning")
     table.columns[2].justify = "left"
     for item in fields(Limits):
-        table.add_row(item.name, f"{item.default:,}", item.metadata["meaning"])
+        table.add_row(item.name, "by device" if item.default is None else f"{item.default:,}", item.metadata["meaning"])
     return table
 
 

@@ -125,6 +125,15 @@ def make_trace(start: float, times: list[float], counts: list[int], **fields: An
     return Trace(0, start, 0.0, end, array("d", times), array("L", counts), num_events, **fields)
 
 
+def test_arrivals_within_a_millisecond_are_one_packet() -> None:
+    traces = [make_trace(0.0, [1.0, 1.0001, 1.0009, 1.02, 1.0201], [1] * 5), make_trace(0.0, [], [])]
+    figures = Figures.of(Measured(traces, 0.25, 0.5))
+    assert figures.gap is not None
+    assert figures.gap.p50 < 0.001
+    assert figures.packet_gap is not None
+    assert (figures.packet_gap.p50, figures.packet_gap.max) == (pytest.approx(0.02), pytest.approx(0.02))
+
+
 def test_figures_of_a_known_run() -> None:
     traces = [
         make_trace(0.0, [0.5, 1.5, 3.5], [1, 1, 4], num_prompt_tokens=10, num_output_tokens=6, end=4.0),
@@ -148,6 +157,7 @@ def test_figures_of_a_known_run() -> None:
     assert (figures.itl.p50, figures.itl.max) == (0.5, 1.0)
     assert figures.gap is not None
     assert (figures.gap.p50, figures.gap.max) == (1.0, 2.0)
+    assert figures.packet_gap == figures.gap
     assert figures.tpot is not None
     assert (figures.tpot.max, figures.tpot.mean) == (0.6, 0.55)
     assert figures.latency is not None

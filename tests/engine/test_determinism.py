@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from infinilm.bench.determinism import (
 from infinilm.bench.hidden_states import first_difference
 from infinilm.config import Config
 from infinilm.executor.guarantee import failing_products
+from infinilm.executor.local import LocalExecutor
 from infinilm.layers.formats import DenseWeight
 
 pytestmark = needs_native
@@ -31,6 +33,11 @@ LATENT, RECURRENT = "deepseek", "qwen3.5"
 """Beginnings of the kinds for which nothing is promised."""
 QUANTIZED = ("llama-bias", "qwen3", "gemma3", "glm4-moe", "mixtral", "smollm3")
 HALF = ("llama-gqa", "qwen3", "gemma3", "gpt-oss", "mixtral", "gemma4")
+
+
+def local(engine: LLM) -> LocalExecutor:
+    assert isinstance(engine.executor, LocalExecutor)
+    return engine.executor
 
 
 def in_company(session: Session):
@@ -48,7 +55,7 @@ def warm(session: Session):
     engine = session.engine()
     with (
         changed(engine.scheduler.blocks, enable_prefix_caching=True),
-        changed(engine.executor.worker, num_threads=2),
+        changed(local(engine).worker, num_threads=2),
     ):
         return session.run(engine, reversed(session.all))
 
@@ -100,7 +107,8 @@ def test_a_difference_is_found_with_the_layer_where_it_begins(tiny_dir: Path) ->
     def disturbed(session: Session):
         """A weight of layer 1 is another one while requests are together."""
         engine = session.engine()
-        weight = engine.executor.worker.model.layers[1].channel_mixer.down.matrix.weight
+        model: Any = local(engine).worker.model
+        weight = model.layers[1].channel_mixer.down.matrix.weight
         with torch.inference_mode():
             weight *= 1.01
             try:

@@ -5,7 +5,15 @@ import numpy as np
 from infinilm.engine.block_manager import BlockManager
 from infinilm.engine.scheduler import Scheduler
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, RowChunk, StepInput
-from infinilm.server.engine_process import FIRST_TOKENS, MIN_TOKENS, Pace, StepPace
+from infinilm.server.engine_process import (
+    FIRST_TOKENS,
+    GPU_MIXED_STEP_S,
+    MIN_TOKENS,
+    MIXED_STEP_S,
+    Pace,
+    StepPace,
+    find_mixed_step_time,
+)
 
 
 def settle(pace: Pace, seconds_per_token: float, num_steps: int = 30) -> int:
@@ -56,3 +64,27 @@ def test_steps_with_and_without_answers_have_a_pace_each() -> None:
     pace.note(StepInput([], [], none, DecodeRows(one, one, one.reshape(1, 1)), []), 9.0)
     pace.note(None, 9.0)
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS // 2, 2 * FIRST_TOKENS)
+
+
+def test_a_slow_step_with_few_tokens_costs_no_more_than_half() -> None:
+    """It may have been slow because of another process."""
+    pace = Pace(0.02, 4096)
+    before = settle(pace, 0.00001)
+    pace.note(20, 0.05)
+    assert pace.num_tokens == before // 2
+
+
+def test_gaps_on_a_gpu_stay_below_20_ms() -> None:
+    """A clock that is simulated: 256 rows take 5 ms, a prompt token 10 us; a step in a hundred has a hiccup of 3 ms."""
+    pace = Pace(find_mixed_step_time("cuda:0"), 16384)
+    gaps = []
+    for index in range(1000):
+        seconds = 0.005 + pace.num_tokens * 10e-6 + (0.003 if index % 100 == 0 else 0)
+        pace.note(pace.num_tokens, seconds)
+        gaps.append(seconds)
+    assert sorted(gaps)[990] < 0.02
+    assert pace.num_tokens > 900
+
+
+def test_steps_are_shorter_on_a_gpu() -> None:
+    assert (find_mixed_step_time("cpu"), find_mixed_step_time("cuda:1")) == (MIXED_STEP_S, GPU_MIXED_STEP_S)
