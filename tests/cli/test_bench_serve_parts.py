@@ -126,7 +126,7 @@ def make_trace(start: float, times: list[float], counts: list[int], **fields: An
 
 
 def test_arrivals_within_a_millisecond_are_one_packet() -> None:
-    traces = [make_trace(0.0, [1.0, 1.0001, 1.0009, 1.02, 1.0201], [1] * 5), make_trace(0.0, [], [])]
+    traces = [make_trace(0.0, [1.0, 1.0001, 1.0009, 1.02, 1.0201], [1] * 5), make_trace(0.0, [1.0], [1])]
     figures = Figures.of(Measured(traces, 0.25, 0.5))
     assert figures.gap is not None
     assert figures.gap.p50 < 0.001

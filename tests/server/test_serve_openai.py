@@ -35,6 +35,19 @@ def test_completion_is_what_the_engine_says(server: Server, offline: LLM) -> Non
     assert (reply.object, reply.model) == ("text_completion", MODEL)
 
 
+def test_replies_say_what_computed_them(server: Server, offline: LLM) -> None:
+    """The same weights and kernels as this process's, whatever is asked for, whole or streamed."""
+    expected = offline.stats().system_fingerprint
+    assert expected.startswith(MODEL)
+    asked = {"model": MODEL, "max_tokens": 2}
+    assert server.openai.completions.create(prompt=PROMPT, **asked).system_fingerprint == expected
+    assert server.openai.chat.completions.create(messages=CHAT, **asked).system_fingerprint == expected
+    chunks = list(server.openai.chat.completions.create(messages=CHAT, stream=True, **asked))
+    assert {chunk.system_fingerprint for chunk in chunks} == {expected}
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert (model["system_fingerprint"], model["deterministic"]) == (expected, offline.stats().guarantee)
+
+
 def test_chat_is_what_the_engine_says(server: Server, offline: LLM) -> None:
     reply = server.openai.chat.completions.create(model=MODEL, messages=CHAT, **GREEDY)
     expected = offline.chat(CHAT, SamplingParams(**GREEDY), use_tqdm=False)[0]
