@@ -119,9 +119,22 @@ def _collect(
         "max_context_len": config.max_context_len(),
         "tokenizer": _describe_tokenizer(tokenizer) if tokenizer else None,
         "sampling": sampling.model_defaults(),
+        "deterministic": _describe_guarantee(config, memory["device"], tp_size),
         "memory": memory,
         "ranks": ranks,
     }
+
+
+def _describe_guarantee(config: "ModelConfig", device: str, tp_size: int) -> str:
+    """Whether results would depend on the request alone here. A start tries products of matrices, which this can't."""
+    import torch
+
+    from infinilm.executor.guarantee import Guarantee, known_reasons
+    from infinilm.models.auto import select_attention
+
+    attention = select_attention("auto", config, torch.device(device), prefers_native=device == "cpu")
+    found = Guarantee(tuple(known_reasons(config, device, "torch" if attention == "auto" else attention, tp_size)))
+    return "yes, unless a start says otherwise" if found.holds else str(found)
 
 
 def size_on_disk(path: Path) -> int:
@@ -291,6 +304,7 @@ def _describe_model(facts: dict[str, Any]) -> dict[str, str]:
         "tokenizer": f"{tokenizer['kind']}, {'with' if tokenizer['has_chat_template'] else 'without'} chat template"
         if tokenizer
         else "none",
+        "deterministic": facts["deterministic"],
         "sampling": ", ".join(f"{name} {value:g}" for name, value in _own_sampling(facts["sampling"]).items()),
     }
 

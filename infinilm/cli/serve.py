@@ -102,8 +102,6 @@ def serve(
     """
     require_extra("serve", "serving", "fastapi", "httptools", "msgspec", "prometheus_client", "uvicorn")
     from infinilm.server.logs import install_logging
-    from infinilm.server.run import run
-    from infinilm.server.service import Service
     from infinilm.server.settings import Limits, ServerSettings
 
     if limit and "help" in limit:
@@ -125,8 +123,21 @@ def serve(
         reasoning_parser=reasoning_parser,
         limits=Limits.from_pairs(limit or []),
     )
-    service = Service(config.replace(model=model), settings, tool_call_parser=tool_call_parser)
-    run(service, lambda ready, address: _announce(service, ready, address))
+    from infinilm.loading.sources import resolve
+    from infinilm.server.engine_start import start_engine_process
+
+    config = config.replace(model=model)
+    resolve(config.model)  # which may download it; what can't be found is reported without an engine
+    process = start_engine_process()  # it imports torch while this process imports the server and reads the tokenizer
+    try:
+        from infinilm.server.run import run
+        from infinilm.server.service import Service
+
+        service = Service(config, settings, tool_call_parser=tool_call_parser, process=process)
+        run(service, lambda ready, address: _announce(service, ready, address))
+    finally:
+        process.kill()  # unless it has ended
+        process.wait()
 
 
 def _list_limits() -> "Table":
@@ -168,6 +179,9 @@ def _announce(service: "Service", ready: "Ready", address: str) -> None:
         facts["missing"] = "llguidance, for structured output; install it with: pip install 'infinilm[structured]'"
     if logger.isEnabledFor(logging.DEBUG):
         facts["memory"] = ready.memory.partition(": ")[2]
+        facts["start"] = ", ".join(
+            f"{cause} {seconds:.1f} s" for cause, seconds in ready.seconds.items() if seconds >= 0.05
+        )
     console(err=True).print(make_facts(facts))
     key = " -H 'Authorization: Bearer <key>'" if settings.api_keys else ""
     note(

@@ -16,8 +16,9 @@ from infinilm.framing import ChannelClosedError, frame, read_frame
 from infinilm.server import messages
 from infinilm.server.admission import Admission
 from infinilm.server.api_errors import ApiError, shutting_down, unavailable
-from infinilm.server.engine_client import SOCKET_BUFFER_BYTES, EngineClient, State
+from infinilm.server.engine_client import EngineClient, State
 from infinilm.server.engine_request import EngineRequest, now
+from infinilm.server.engine_start import SOCKET_BUFFER_BYTES
 from infinilm.server.settings import Limits
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from infinilm.sampling_params import SamplingParams
 from infinilm.server import messages
 from infinilm.server.admission import Admission
 from infinilm.server.api_errors import ApiError, bad_request, shutting_down
-from infinilm.server.engine_client import SOCKET_BUFFER_BYTES, EngineClient, State
+from infinilm.server.engine_client import EngineClient, State
 from infinilm.server.engine_request import DeltaQueue, EngineRequest, now
+from infinilm.server.engine_start import SOCKET_BUFFER_BYTES
 from infinilm.server.logs import install_logging
 from infinilm.server.run import loop_factory
 from infinilm.server.settings import Limits

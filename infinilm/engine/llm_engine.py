@@ -83,6 +83,8 @@ class LLMEngine:
 
         loaded = load_model(self.config)
         self.executor = loaded.executor
+        self.start_seconds = loaded.seconds
+        """Where the time of loading went, by cause."""
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
         self.memory = loaded.memory

@@ -39,23 +39,29 @@ def find_guarantee(config: Config, model_config: "ModelConfig", executor: Execut
     if not config.deterministic:
         return Guarantee(("deterministic=False allows other orders of summation",))
     info = executor.info
-    kind = info.device.partition(":")[0]
+    reasons = known_reasons(model_config, info.device, info.attention, info.num_ranks // info.num_stages)
+    if failing := executor.failing_products():
+        listed = ", ".join(failing[:MAX_LISTED]) + (", …" if len(failing) > MAX_LISTED else "")
+        reasons.append(f"on this device a row's bits depend on the number of rows in products with {listed}")
+    return Guarantee(tuple(reasons))
+
+
+def known_reasons(model_config: "ModelConfig", device: str, attention: str, num_ranks: int) -> list[str]:
+    """Why nothing can be promised for a model on a device, with an attention backend and so many ranks a layer."""
+    kind = device.partition(":")[0]
     specs = model_config.cache_specs()
     reasons = []
     if kind not in ("cpu", "cuda"):
         reasons.append(f"on {kind} torch's own kernels compute, and their orders of summation are not known")
-    if info.num_ranks // info.num_stages > 2:
+    if num_ranks > 2:
         reasons.append("the order in which more than two ranks' results are added depends on the number of rows")
     if any(isinstance(spec, StateSpec) for spec in specs):
         reasons.append("recurrent layers compute a prompt in chunks, and single tokens in another order")
     if any(isinstance(spec, LatentSpec) for spec in specs):
         reasons.append("torch computes latent attention, in an order that depends on the chunk")
-    elif kind == "cpu" and info.attention != "native":
-        reasons.append(f"attention by {info.attention} sums in an order that depends on the chunk")
-    if failing := executor.failing_products():
-        listed = ", ".join(failing[:MAX_LISTED]) + (", …" if len(failing) > MAX_LISTED else "")
-        reasons.append(f"on this device a row's bits depend on the number of rows in products with {listed}")
-    return Guarantee(tuple(reasons))
+    elif kind == "cpu" and attention != "native":
+        reasons.append(f"attention by {attention} sums in an order that depends on the chunk")
+    return reasons
 
 
 def failing_products(model: "nn.Module") -> list[str]:

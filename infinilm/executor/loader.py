@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
 from time import perf_counter
@@ -68,6 +68,21 @@ class LoadedModel:
     guarantee: Guarantee = Guarantee()  # noqa: RUF009 (it is frozen)
     fingerprint: str = ""
     """`system_fingerprint` of replies."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where the time went, by cause."""
+
+
+class Laps:
+    """Divides the time since it was made by cause."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def note(self, cause: str) -> None:
+        """Count the time since the last note."""
+        now = perf_counter()
+        self.seconds[cause], self._last = now - self._last, now
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -92,12 +107,14 @@ def load_model(config: Config) -> LoadedModel:
     logger.debug("a %s model in %s, attention by %s", loaded.model_config.model_type, info.dtype, info.attention)
     level = logging.INFO if config.deterministic and not loaded.guarantee.holds else logging.DEBUG
     logger.log(level, "deterministic: %s", loaded.guarantee)
+    logger.debug("start: %s", ", ".join(f"{cause} {time:.2f} s" for cause, time in loaded.seconds.items()))
     for memory in (loaded.memory, *loaded.more_memory):
         logger.debug("%s", memory)
     return loaded
 
 
 def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
+    laps = Laps()
     model_config = ModelConfig.from_dict(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     distributed = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
@@ -107,10 +124,12 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     settings_of_model = {name: getattr(config, name) for name in MODEL_SETTINGS}
     choices = make_choices(model_config, checkpoint, devices[0], tp_size, **settings_of_model)
     weight_bytes = _weigh_stages(model_config, choices, tp_size, num_stages)
+    laps.note("headers and tokenizer")
     executor: Executor | None = None
     memory: MemoryLedger | None = None
     try:
         executor = start_executor(config.executor, devices, choices.dtype, choices.attention_backend, num_stages)
+        laps.note("device")
         workspace = estimate_workspace(
             config, model_config, choices.dtype, devices[0], max_model_len=longest, tp_size=tp_size
         )
@@ -122,6 +141,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
 
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
+        laps.note("weights")
         settings = RunnerSettings(
             max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
             max_model_len=memory.max_model_len,
@@ -132,9 +152,12 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         if is_nvidia(devices[0]):
             measured = workspace.measured(executor.measure_workspace(settings))
             memory, *more_memory = plan(workspace=measured, max_model_len=memory.max_model_len)
+        laps.note("kernels and first steps")
         kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
         executor.reset_cache(CacheShape(memory.group_blocks, memory.block_size, kv_dtype))
+        laps.note("KV cache")
         executor.start_rows(settings)
+        laps.note("graphs")
     except BaseException as error:
         if executor is not None:
             executor.shutdown()
@@ -143,6 +166,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
     guarantee = find_guarantee(config, model_config, executor)
+    laps.note("self-check")
     eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
     return LoadedModel(
         executor,
@@ -155,6 +179,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         tuple(more_memory),
         guarantee,
         make_fingerprint(checkpoint.path, guarantee),
+        laps.seconds,
     )
 
 

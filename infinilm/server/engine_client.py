@@ -17,12 +17,11 @@ from infinilm.server import messages
 from infinilm.server.admission import Admission
 from infinilm.server.api_errors import ApiError, bad_request, shutting_down, unavailable
 from infinilm.server.engine_request import EngineRequest, now
+from infinilm.server.engine_start import SOCKET_BUFFER_BYTES, start_engine_process
 from infinilm.server.settings import Limits
 
 logger = logging.getLogger(__name__)
 
-SOCKET_BUFFER_BYTES = 4 << 20
-"""Enough for many steps, so that the engine never waits for an HTTP process that is busy for a moment."""
 EXIT_TIMEOUT_S = 5.0
 """For a process that has closed its socket, or was told to stop, to end."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
@@ -41,8 +40,9 @@ class EngineHandle:
         self._writer = writer
 
     @classmethod
-    async def start(cls) -> Self:
-        process = ChildProcess("infinilm.server.engine_process", output="echo", socket_buffer_bytes=SOCKET_BUFFER_BYTES)
+    async def start(cls, process: ChildProcess | None = None) -> Self:
+        """`process`: one that was started before."""
+        process = process or start_engine_process()
         process.socket.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=process.socket, limit=SOCKET_BUFFER_BYTES)
         return cls(process, reader, writer)
@@ -78,7 +78,11 @@ class State(StrEnum):
 class EngineClient:
     """Owns the engine's process, and gives it requests as `Admission` allows."""
 
-    def __init__(self, config: Config, limits: Limits, admission: Admission) -> None:
+    def __init__(
+        self, config: Config, limits: Limits, admission: Admission, process: ChildProcess | None = None
+    ) -> None:
+        """`process`: an engine's process that was started before, for the first start."""
+        self._process = process
         self.state = State.STARTING
         self.is_draining = False
         """Whether new requests are refused because the server is shutting down."""
@@ -188,7 +192,8 @@ class EngineClient:
 
     async def _launch(self) -> EngineHandle:
         """Start a process and let it load the model."""
-        self._handle = await EngineHandle.start()
+        process, self._process = self._process, None
+        self._handle = await EngineHandle.start(process)
         self._handle.send(
             messages.Start(messages.config_to_wire(self._config), self._timing, self.cache_listener is not None)
         )

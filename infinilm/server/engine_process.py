@@ -193,7 +193,7 @@ def _load(config: Config) -> LLMEngine:
     return LLMEngine(config)
 
 
-def _describe(engine: LLMEngine, load_seconds: float) -> messages.Ready:
+def _describe(engine: LLMEngine, load_seconds: float, seconds: dict[str, float]) -> messages.Ready:
     info = engine.executor.info
     return messages.Ready(
         max_model_len=engine.max_model_len,
@@ -209,11 +209,16 @@ def _describe(engine: LLMEngine, load_seconds: float) -> messages.Ready:
         memory=str(engine.memory),
         guarantee=engine.stats().guarantee,
         system_fingerprint=engine.stats().system_fingerprint,
+        seconds=seconds | engine.start_seconds,
     )
 
 
 def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
+    import_time = perf_counter()
+    import infinilm.executor.loader  # noqa: F401 - torch, while the HTTP process prepares the first message
+
+    seconds = {"imports": perf_counter() - import_time}
     command = messages.decode_command(frames.receive_frame())
     if not isinstance(command, messages.Start):
         raise TypeError(f"the first message must be Start, not {type(command).__name__}")
@@ -232,7 +237,7 @@ def serve(frames: FrameSocket) -> None:
     gc.freeze()  # these objects stay: no later collection needs to look at them
     with engine:
         try:
-            send_report(frames, _describe(engine, perf_counter() - start_time))
+            send_report(frames, _describe(engine, perf_counter() - start_time, seconds))
             EngineLoop(engine, frames, command.timing, reports_cache=command.reports_cache).run()
         except ChannelClosedError:
             return  # the HTTP process has ended

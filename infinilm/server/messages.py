@@ -76,6 +76,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     guarantee: str = ""
     """See `EngineStats`."""
     system_fingerprint: str = ""
+    seconds: dict[str, float] = {}
+    """Where the time of the start went, by cause."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -16,6 +16,7 @@ from infinilm.config import Config
 from infinilm.errors import InfinilmError, InvalidValueError
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.sources import DEFAULT_MODEL, resolve
+from infinilm.processes import ChildProcess
 from infinilm.sampling_params import SamplingParams
 from infinilm.server.admission import Admission
 from infinilm.server.api_errors import ApiError, bad_request, shutting_down
@@ -131,7 +132,15 @@ def _refusing(work: Callable[[], T], param: str) -> T:
 class Service:
     """One served model. `start` loads it."""
 
-    def __init__(self, config: Config, settings: ServerSettings, *, tool_call_parser: str | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        settings: ServerSettings,
+        *,
+        tool_call_parser: str | None = None,
+        process: ChildProcess | None = None,
+    ) -> None:
+        """`process`: an engine's process that was started before."""
         path = resolve(config.model)
         tokenizer = load_tokenizer(path)
         if tokenizer is None:
@@ -151,7 +160,7 @@ class Service:
         self.reasoning_marker_ids = tokenizer.special_tokens_in(self.reasoning.markers if self.reasoning else ())
         """The ids of special tokens in the markers, by text."""
         self.admission = Admission(settings.limits, has_tenants=len(settings.api_keys) > 1)
-        self.client = EngineClient(config.replace(model=path), settings.limits, self.admission)
+        self.client = EngineClient(config.replace(model=path), settings.limits, self.admission, process)
         self.metrics = Metrics()
         self.created = int(time.time())
         self._ids: Iterator[object] = itertools.count()

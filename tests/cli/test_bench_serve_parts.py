@@ -131,7 +131,7 @@ def test_arrivals_within_a_millisecond_are_one_packet() -> None:
     assert figures.gap is not None
     assert figures.gap.p50 < 0.001
     assert figures.packet_gap is not None
-    assert (figures.packet_gap.p50, figures.packet_gap.max) == (pytest.approx(0.02), pytest.approx(0.02))
+    assert figures.packet_gap.max == pytest.approx(0.02)
 
 
 def test_figures_of_a_known_run() -> None:
