@@ -304,7 +304,7 @@ def _describe_model(facts: dict[str, Any]) -> dict[str, str]:
         "tokenizer": f"{tokenizer['kind']}, {'with' if tokenizer['has_chat_template'] else 'without'} chat template"
         if tokenizer
         else "none",
-        "deterministic": facts["deterministic"],
+        "determinism": facts["deterministic"],
         "sampling": ", ".join(f"{name} {value:g}" for name, value in _own_sampling(facts["sampling"]).items()),
     }
 
