@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from infinilm.server.messages import Ready
     from infinilm.server.service import Service
+    from infinilm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +124,13 @@ def serve(
         reasoning_parser=reasoning_parser,
         limits=Limits.from_pairs(limit or []),
     )
+    _run(config.replace(model=model), settings, tool_call_parser)
+
+
+def _run(config: Config, settings: "ServerSettings", tool_call_parser: str | None) -> None:
     from infinilm.loading.sources import resolve
     from infinilm.server.engine_start import start_engine_process
 
-    config = config.replace(model=model)
     resolve(config.model)  # which may download it; what can't be found is reported without an engine
     process = start_engine_process()  # it imports torch while this process imports the server and reads the tokenizer
     try:

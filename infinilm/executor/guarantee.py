@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from infinilm.models import ModelConfig
 
 MAX_LISTED = 4
-ROW_COUNTS = (1, 3, 5, 17)
-"""Numbers of rows whose products are compared with those of more."""
+ROW_COUNTS = {"cpu": (1, 3, 5, 17), "cuda": (1, 2, 5, 16, 17, 32, 33, 65, 130)}
+"""By kind of device: numbers of rows whose products are compared with those of three times the last."""
 LARGE_MATRIX = 32_000_000
 """From so many elements on, fewer rows are compared, so that a start is not delayed."""
 
@@ -58,7 +58,7 @@ def known_reasons(model_config: "ModelConfig", device: str, attention: str, num_
     if any(isinstance(spec, StateSpec) for spec in specs):
         reasons.append("recurrent layers compute a prompt in chunks, and single tokens in another order")
     if any(isinstance(spec, LatentSpec) for spec in specs):
-        reasons.append("torch computes latent attention, in an order that depends on the chunk")
+        reasons.append("latent attention sums in an order that may depend on the chunk")
     elif kind == "cpu" and attention != "native":
         reasons.append(f"attention by {attention} sums in an order that depends on the chunk")
     return reasons
@@ -69,6 +69,7 @@ def failing_products(model: "nn.Module") -> list[str]:
     import torch
 
     from infinilm.layers.formats import DenseWeight
+    from infinilm.layers.moe import Experts
 
     failing: list[str] = []
     tried: set[Any] = set()
@@ -80,14 +81,18 @@ def failing_products(model: "nn.Module") -> list[str]:
             if key in tried:
                 continue
             tried.add(key)
-            is_large = num_columns * num_rows >= LARGE_MATRIX
-            x = torch.randn(ROW_COUNTS[-1], num_columns, generator=generator).to(matrix.weight)
+            counts = ROW_COUNTS[matrix.weight.device.type]
+            is_large = not matrix.weight.is_cuda and num_columns * num_rows >= LARGE_MATRIX
+            x = torch.randn(counts[-1], num_columns, generator=generator).to(matrix.weight)
             expected = matrix.multiply(x[:5] if is_large else torch.cat((x, x, x)))
-            counts = ROW_COUNTS[:2] if is_large else ROW_COUNTS
+            counts = counts[:2] if is_large else counts
             same = all(matrix.multiply(x[:count]).equal(expected[:count]) for count in counts)
             if not is_large:
                 parts = expected.reshape(-1, len(x), num_rows)
                 same = same and all(part.equal(parts[0]) for part in parts)
             if not same:
                 failing.append(f"{num_columns} x {num_rows}")
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if any(weight.is_cuda for module in experts for weight in module.parameters()):
+        failing.append("experts, which were not tried")
     return failing

@@ -130,9 +130,8 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     try:
         executor = start_executor(config.executor, devices, choices.dtype, choices.attention_backend, num_stages)
         laps.note("device")
-        workspace = estimate_workspace(
-            config, model_config, choices.dtype, devices[0], max_model_len=longest, tp_size=tp_size
-        )
+        lengths = {"max_model_len": longest, "tp_size": tp_size}
+        workspace = estimate_workspace(config, model_config, choices.dtype, devices[0], **lengths)
         sizes = {"kv_dtype": choices.kv_dtype, "free_bytes": executor.free_bytes, "tp_size": tp_size}
         plan = partial(_plan, config, model_config, weight_bytes, device=devices[0], **sizes)
         memory, *more_memory = plan(workspace=workspace, max_model_len=longest)
@@ -142,13 +141,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
         laps.note("weights")
-        settings = RunnerSettings(
-            max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
-            max_model_len=memory.max_model_len,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=memory.block_size,
-            use_graphs=uses_graphs(config, devices[0]),
-        )
+        settings = _runner_settings(config, memory, devices[0])
         if is_nvidia(devices[0]):
             measured = workspace.measured(executor.measure_workspace(settings))
             memory, *more_memory = plan(workspace=measured, max_model_len=memory.max_model_len)
@@ -167,12 +160,11 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
     guarantee = find_guarantee(config, model_config, executor)
     laps.note("self-check")
-    eos_token_ids = find_eos_token_ids(checkpoint, model_config, tokenizer)
     return LoadedModel(
         executor,
         model_config,
         tokenizer,
-        eos_token_ids,
+        find_eos_token_ids(checkpoint, model_config, tokenizer),
         memory.max_model_len,
         memory,
         find_default_sampling(checkpoint),
@@ -180,6 +172,16 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         guarantee,
         make_fingerprint(checkpoint.path, guarantee),
         laps.seconds,
+    )
+
+
+def _runner_settings(config: Config, memory: MemoryLedger, device: torch.device) -> RunnerSettings:
+    return RunnerSettings(
+        max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_model_len=memory.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=memory.block_size,
+        use_graphs=uses_graphs(config, device),
     )
 
 

@@ -199,7 +199,7 @@ class RankWorker:
 
     def failing_products(self) -> list[str]:
         """The shapes of matrices with which a row's product depends on the number of rows, tried on this device."""
-        if self.device.type != "cpu":
+        if self.device.type not in ("cpu", "cuda"):
             return ["any matrix, because none was tried"]
         with self.computing():
             return failing_products(cast(nn.Module, self.model))

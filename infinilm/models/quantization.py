@@ -75,7 +75,7 @@ def _check_quantization(model_type: str, quantization: str, dtype: str, device: 
         raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")
     if not keeps_quantized(model_type):
         raise InvalidValueError(
-            f"{asked}: the builder of model_type={model_type!r} has no parameter `formats`, so its matrices can't be "
+            f"{asked}: the builder of model_type={model_type!r} has no parameter `formats`, or can't keep matrices "
             "quantised; use quantization='none'"
         )
     if native.load() is None:

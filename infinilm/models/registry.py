@@ -174,9 +174,8 @@ def create_model(
     """
     config.validate()
     check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
-    takes_formats = formats.by_name or keeps_quantized(config.model_type)
-    more: dict[str, Any] = {"formats": formats} if takes_formats else {}
     builder = FAMILIES[config.model_type].builder
+    more: dict[str, Any] = {"formats": formats} if formats.by_name or _takes_formats(builder) else {}
     if num_stages == 1:
         return builder(config, max_len=max_len, dtype=dtype, device=device, group=group, **more)
     meta = torch.device("meta")
@@ -205,7 +204,12 @@ class InfinilmModelFactory:
 
 def keeps_quantized(model_type: str) -> bool:
     """Whether models of this type can keep matrices quantised."""
-    return "formats" in signature(FAMILIES[model_type].builder).parameters
+    builder = FAMILIES[model_type].builder
+    return _takes_formats(builder) and getattr(builder, "keeps_quantized", True)
+
+
+def _takes_formats(builder: Any) -> bool:
+    return "formats" in signature(builder).parameters
 
 
 def describe_registration(model_type: str) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
-from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.experts_torch import ClampedGate, Routing
 from infinilm.layers.formats import LayerOptions
@@ -17,7 +16,6 @@ from infinilm.layers.moe import ExpertNames, SparseMLP
 from infinilm.loading.parts import MAX_EXPERTS
 from infinilm.models.config import FULL_ATTENTION, MAX_LAYERS, SLIDING_ATTENTION, ModelConfig
 from infinilm.models.dense import CausalLM, LlamaConfig
-from infinilm.models.stages import Stage
 
 
 @dataclass(init=False, frozen=True)
@@ -288,18 +286,8 @@ class GptOssForCausalLM(SparseCausalLM):
     config: GptOssConfig
     expert_names = ExpertNames(router="router", gate="gate_up_proj", is_stacked=True)
 
-    def __init__(
-        self,
-        config: GptOssConfig,
-        *,
-        max_len: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        group: CommunicationGroup = SINGLE,
-        stage: Stage | None = None,
-    ) -> None:
-        # Without `formats`: a tensor of all experts can't be kept quantised.
-        super().__init__(config, max_len=max_len, dtype=dtype, device=device, group=group, stage=stage)
+    keeps_quantized: ClassVar[bool] = False
+    """A tensor of all experts can't be kept quantised."""
 
     def expert_options(self) -> dict[str, Any]:
         gate = ClampedGate(self.config.swiglu_alpha, self.config.swiglu_limit)
