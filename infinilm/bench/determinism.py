@@ -21,7 +21,7 @@ LENGTHS = (5, 17, 63, 64, 65, 130, 255, 256, 257, 511, 513, 1025, 2047, 2049)
 """Of prompts: around the sizes of blocks, tiles and splits."""
 HEAD_LEN = 300
 """Tokens that every third prompt begins with, as far as the length permits."""
-NUM_SHARING = 8
+NUM_SHARING = 16
 """Requests that all begin alike. A GPU reads the beginning of so many once."""
 CHUNKS = (16, 50, 250)
 NUM_WATCHED = 6

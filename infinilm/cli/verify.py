@@ -31,7 +31,7 @@ _MATRIX_OPTIONS = {
         False,
     ),
     "requests": (
-        option("Determinism", int, "Requests to compare, and 8 that begin alike.", show_default=True),
+        option("Determinism", int, "Requests to compare, and 16 that begin alike.", show_default=True),
         16,
     ),
     "others": (option("Determinism", int, "Other requests that they are computed among.", show_default=True), 40),

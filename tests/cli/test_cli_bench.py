@@ -131,7 +131,7 @@ def test_verify_determinism(cli: Cli, tiny_dir: Path) -> None:
     done = cli("verify", tiny_dir, "--determinism", *sizes, "--attention-backend", "torch")
     assert done.code == 1
     lines = done.out.splitlines()
-    assert lines[0].split() == ["alone,", "again", "10", "of", "10"]
+    assert lines[0].split() == ["alone,", "again", "18", "of", "18"]
     assert "begins at layer0_attention_output, at position" in lines[-2]
     assert "DIFFERENT bits" in lines[-1]
     refused = cli("verify", tiny_dir, "--determinism", "--tolerance", "0.1")

@@ -85,7 +85,7 @@ def test_half_precision(kind: str, tmp_path: Path) -> None:
 
 def test_every_circumstance(tiny_dir: Path) -> None:
     """Also those of other interfaces, and hidden states."""
-    work = Workload.make(300, num_requests=4, max_tokens=18, max_prompt_len=66, num_others=4)
+    work = Workload.make(300, num_requests=4, max_tokens=18, max_prompt_len=66, num_others=4, num_sharing=4)
     session = Session(Config(model=tiny_dir, device="cpu"), work)
     try:
         found = list(check(session, all_circumstances(session, num_others=4)))

@@ -124,12 +124,26 @@ def test_torch_computes_with_one_thread_meanwhile(tiny: Path) -> None:
         ({"quantization": "q5"}, "quantization='q5' is unknown; use one of none, q8, q4"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is unknown; use one of auto, float32"),
         ({"quantization": "q8", "dtype": "bfloat16"}, "quantization='q8' computes in float32, and dtype='bfloat16'"),
-        ({"attention_backend": "native", "dtype": "bfloat16"}, "attention_backend='native' can't serve .* in float32"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str, tiny: Path) -> None:
     with pytest.raises(InvalidValueError, match=message):
         LLM(tiny, **settings, **SMALL)
+
+
+def test_native_attention_serves_half_precision(tiny: Path) -> None:
+    """It computes in float32 what a bfloat16 cache holds; torch's attention gives nearly the same."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    found = []
+    for backend in ("native", "torch"):
+        with LLM(tiny, attention_backend=backend, dtype="bfloat16", **SMALL) as llm:
+            assert llm.executor.info.attention == backend
+            (output,) = llm.generate([list(range(3, 40))], params, use_tqdm=False)
+            assert output.logprobs is not None
+            found.append(output.logprobs[0].top)
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) >= 3
+    assert all(abs(found[0][token] - found[1][token]) < 0.05 for token in shared)
 
 
 def test_settings_of_gpus() -> None:
