@@ -94,12 +94,33 @@ struct Scoring {
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
             const Scoring& scoring, float* out, int64_t out_stride);
 
-struct Layer {
-    const float* input_norm;
-    std::shared_ptr<const Linear> qkv, out, gate_up, down;
-    const float* post_norm;
+// A token mixer: attention of the heads [q, k, v] that `qkv` gives.
+struct Attention {
+    std::shared_ptr<const Linear> qkv, out;
     RopeStore rope;
-    int64_t window;
+    Scoring scoring;
+    int kv_heads, head_dim;
+};
+
+// A channel mixer: down(activation(gate) * up).
+struct MLP {
+    std::shared_ptr<const Linear> gate_up, down;
+    Activation activation;
+};
+
+// What a mixer is between. A norm that is null is left out.
+struct Surroundings {
+    const float* norm_before;
+    const float* norm_after;
+    float eps;
+    float scale;  // what the result is multiplied by before it is added to the input
+};
+
+struct Layer {
+    Attention attention;
+    Surroundings around_attention;
+    MLP mlp;
+    Surroundings around_mlp;
 };
 
 // Put hidden [tokens, hidden] through a layer.

@@ -69,7 +69,9 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
     float* gate_up = space.gate_up.reserve(pairs * 2 * inner);
     multiply(gate_up_, rounded, gate_up);
     const Activations activated = space.rows.reserve(pairs, int(inner));
-    parallel_for(pairs, kRowsPerTask, [&](int64_t place) { k.silu_quantize(gate_up, 2 * inner, int(place), activated); });
+    parallel_for(pairs, kRowsPerTask, [&](int64_t place) {
+        k.gate_quantize(gate_up, 2 * inner, Activation::kSilu, int(place), activated);
+    });
     float* results = space.results.reserve(pairs * size);
     multiply(down_, activated, results);
     parallel_for(rows, 1, [&](int64_t row) {

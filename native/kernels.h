@@ -32,14 +32,21 @@ struct CacheView {
     int head_dim;
 };
 
-// Turning queries and keys of one token, and storing key and value.
+// Norming and turning queries and keys of one token, and storing key and value.
 struct RopeStore {
     int num_heads;
-    const float* q_norm;  // [head_dim] or null
+    const float* q_norm;  // [head_dim], or [heads, head_dim] if heads are normed as one; null: they are not normed
     const float* k_norm;
+    bool norms_all_heads;
     float eps;
-    const float* rotary;  // [max_len, head_dim], cosines and then sines; null: heads are neither normed nor turned
+    const float* rotary;  // [max_len, rotary_dim], cosines and then sines; null: heads are neither normed nor turned
+    int rotary_dim;       // how many of a head's numbers are turned
+    bool is_interleaved;  // pairs are neighbours: numbers 2i and 2i + 1 instead of i and i + rotary_dim / 2
+    const float* query_scale;  // [max_len], what queries are multiplied by in the end; null: nothing
 };
+
+// Of a gate.
+enum class Activation { kSilu, kGeluTanh };
 
 // Some of a request's new tokens, the query heads of one key-value head, and the keys they are attended to.
 struct AttentionTask {
@@ -79,8 +86,10 @@ struct Kernels {
 
     // Round a row of x, after the norm if there is a weight.
     void (*quantize)(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out);
-    // Round silu(gate) * up of a row [gate, up].
-    void (*silu_quantize)(const float* gate_up, int64_t stride, int row, const Activations& out);
+    // Round activation(gate) * up of a row [gate, up].
+    void (*gate_quantize)(const float* gate_up, int64_t stride, Activation activation, int row, const Activations& out);
+    // hidden += scale * x, with x after the norm if there is a weight.
+    void (*add_normed)(const float* x, const float* norm, float eps, float scale, int columns, float* hidden);
     // out[i] = the sum over columns of x[column] * weight[column, i], in their order.
     void (*score)(const float* x, const float* weight, int columns, int count, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int columns, float* out);
