@@ -275,6 +275,7 @@ void attend_sized(const AttentionTask& task, const CacheView& cache) {
     switch (cache.head_dim) {
         case 64: return attend_typed<kType, 64>(task, cache);
         case 128: return attend_typed<kType, 128>(task, cache);
+        case 256: return attend_typed<kType, 256>(task, cache);
         default: return attend_typed<kType, 0>(task, cache);
     }
 }

@@ -33,10 +33,13 @@ void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
 }
 
 const Activations& QuantizedRows::reserve(int64_t rows, int columns) {
-    const size_t groups = size_t(rows) * (columns / kGroup);
-    view_ = {columns,
+    const int blocks = (columns / kGroup + kBlockGroups - 1) / kBlockGroups;
+    const size_t groups = size_t(rows) * blocks * kBlockGroups;
+    view_ = {rows,
+             columns,
              coarse_.reserve(groups * kGroup),
              fine_.reserve(groups * kGroup),
+             whole_.reserve(groups * kGroup),
              scales_.reserve(groups),
              sums_.reserve(groups),
              halves_.reserve(2 * groups)};
@@ -71,7 +74,7 @@ void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool 
 void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
-    constexpr int kTaskRows = 64;
+    constexpr int kTaskRows = kMaxTaskRows;
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
         int panels_per_task;

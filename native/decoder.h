@@ -34,6 +34,7 @@ public:
 
 private:
     Buffer<int8_t> coarse_, fine_;
+    Buffer<int16_t> whole_;
     Buffer<float> scales_, sums_;
     Buffer<int32_t> halves_;
     Activations view_{};

@@ -51,13 +51,14 @@ inline void quantize_group(const Floats (&x)[kGroup / kLanes], int row, int grou
     for (Floats part : x) largest = larger(absolute(part), largest);
     const float scale = largest_of(largest) / float(kLargest);
     const float inverse = scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f;
-    const int64_t place = int64_t(row) * (out.columns / kGroup) + group;
+    const int64_t place = out.place(row, group / kBlockGroups) + group % kBlockGroups;
     Floats sums[2] = {all(0.0f), all(0.0f)};  // of whole numbers, too small to be rounded
     for (int i = 0; i < kGroup / kLanes; ++i) {
         Floats whole = round_to_even(x[i] * inverse);
         whole = whole == whole ? whole : all(0.0f);
         sums[i / kPerHalf] += whole;
         const Floats coarse = round_to_even(whole * (1.0f / kCoarseStep));
+        store_shorts(out.whole + place * kGroup + i * kLanes, whole);
         store_bytes(out.coarse + place * kGroup + i * kLanes, coarse);
         store_bytes(out.fine + place * kGroup + i * kLanes, whole - coarse * float(kCoarseStep));
     }
