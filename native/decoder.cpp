@@ -75,6 +75,7 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
     constexpr int kTaskRows = kMaxTaskRows;
+    constexpr int kTaskPanels = 4;  // of many rows, which are read once for all of them
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
         int panels_per_task;
@@ -85,7 +86,8 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
     int64_t tasks = 0;
     for (const Product& each : products) {
         const PackedMatrix& matrix = *each.matrix;
-        const int most = std::max(1, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
+        const int least = each.end_row - each.first_row < kTaskRows ? 1 : kTaskPanels;
+        const int most = std::max(least, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
         const int64_t row_blocks = (each.end_row - each.first_row + kTaskRows - 1) / kTaskRows;

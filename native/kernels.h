@@ -118,7 +118,7 @@ struct Kernels {
     void (*weigh)(const float* logits, int count, float row_max, float temperature, int64_t* weights);
 };
 
-constexpr int kMaxTaskRows = 96;  // a multiple of the rows that are multiplied at a time
+constexpr int kMaxTaskRows = 192;  // a multiple of the rows that are multiplied at a time
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroupHeads = 64;  // query heads of one key-value head
 

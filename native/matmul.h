@@ -168,6 +168,7 @@ void multiply_few(const PackedMatrix& w, const Activations& x, int first_row, in
 // are the same integers, so a row's results are the same bits as among few. ----
 
 constexpr int kPairs = kGroup / 2;  // vectors of a group
+constexpr int kManyPanels = 4;
 constexpr int kTileRows = kLanes == 16 ? 12 : 4;
 
 // Some groups of a panel.
@@ -249,35 +250,39 @@ inline void multiply_block_rest(const UnpackedBlock& block, int part, int groups
     }
 }
 
+// Up to kManyPanels panels. They take turns with each block of columns, whose rounded rows stay near meanwhile.
 template <int kFormat>
-void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int panel, const float* bias,
-                   float* out, int64_t out_stride, bool accumulate) {
+void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
+                   int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
     constexpr Format format = kFormats[kFormat];
     UnpackedBlock unpacked;
-    alignas(64) float sums[kMaxTaskRows * kPanelRows];
+    alignas(64) float all_sums[kManyPanels][kMaxTaskRows * kPanelRows];
     const int rows = end_row - first_row;
-    std::fill(sums, sums + rows * kPanelRows, 0.0f);
+    for (int panel = first_panel; panel < end_panel; ++panel) {
+        std::fill_n(all_sums[panel - first_panel], rows * kPanelRows, 0.0f);
+    }
     for (int first = 0; first < w.groups(); first += kBlockGroups) {
         const int groups = std::min(kBlockGroups, w.groups() - first);
-        unpack_block<kFormat>(w, panel, first, groups, unpacked);
-        for (int part = 0; part < kParts; ++part) {
-            float* own = sums + part * kLanes;
-            int64_t place = x.place(first_row, first / kBlockGroups);
-            int row = 0;
-            for (; row + kTileRows <= rows; row += kTileRows, place += kTileRows * kBlockGroups) {
-                multiply_block<format.scales, format.has_minimum, kTileRows>(unpacked, part, groups, x, place,
-                                                                             own + row * kPanelRows);
+        for (int panel = first_panel; panel < end_panel; ++panel) {
+            unpack_block<kFormat>(w, panel, first, groups, unpacked);
+            for (int part = 0; part < kParts; ++part) {
+                float* sums = all_sums[panel - first_panel] + part * kLanes;
+                int64_t place = x.place(first_row, first / kBlockGroups);
+                int row = 0;
+                for (; row + kTileRows <= rows; row += kTileRows, place += kTileRows * kBlockGroups) {
+                    multiply_block<format.scales, format.has_minimum, kTileRows>(unpacked, part, groups, x, place,
+                                                                                 sums + row * kPanelRows);
+                }
+                multiply_block_rest<format.scales, format.has_minimum, kTileRows - 1>(
+                    unpacked, part, groups, x, place, rows - row, sums + row * kPanelRows);
             }
-            multiply_block_rest<format.scales, format.has_minimum, kTileRows - 1>(unpacked, part, groups, x, place,
-                                                                                  rows - row, own + row * kPanelRows);
         }
     }
-    for (int part = 0; part < kParts; ++part) {
-        const int column = panel * kPanelRows + part * kLanes;
-        const int lanes = std::min(kLanes, w.rows - column);
-        for (int row = 0; lanes > 0 && row < rows; ++row) {
-            write_tile(load(sums + row * kPanelRows + part * kLanes), bias ? bias + column : nullptr,
-                       out + (first_row + row) * out_stride + column, lanes, accumulate);
+    for (int row = 0; row < rows; ++row) {
+        for (int column = first_panel * kPanelRows; column < std::min(end_panel * kPanelRows, w.rows); column += kLanes) {
+            const int panel = column / kPanelRows - first_panel;
+            write_tile(load(all_sums[panel] + row * kPanelRows + column % kPanelRows), bias ? bias + column : nullptr,
+                       out + (first_row + row) * out_stride + column, std::min(kLanes, w.rows - column), accumulate);
         }
     }
 }
@@ -288,8 +293,9 @@ void multiply_format(const PackedMatrix& w, const Activations& x, int first_row,
     if (end_row - first_row < kMany) {
         return multiply_few<kFormat>(w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
     }
-    for (int panel = first_panel; panel < end_panel; ++panel) {
-        multiply_many<kFormat>(w, x, first_row, end_row, panel, bias, out, out_stride, accumulate);
+    for (int panel = first_panel; panel < end_panel; panel += kManyPanels) {
+        multiply_many<kFormat>(w, x, first_row, end_row, panel, std::min(panel + kManyPanels, end_panel), bias, out,
+                               out_stride, accumulate);
     }
 }
 
