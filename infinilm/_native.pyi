@@ -100,10 +100,35 @@ class Attention:
         sinks: Floats | None,
     ) -> None: ...
 
-class MLP:
-    """A channel mixer; `activation` is silu or gelu_pytorch_tanh."""
+class ChannelMixer: ...
+
+class MLP(ChannelMixer):
+    """`activation` is silu or gelu_pytorch_tanh."""
 
     def __init__(self, *, gate_up: Linear, down: Linear, activation: str) -> None: ...
+
+class SparseMLP(ChannelMixer):
+    """Experts that a router `[hidden, experts]` chooses; `infinilm.kernels.experts_torch.Routing` says how.
+
+    `router_bias` `[experts]` is added to the logits, `correction` to the ranks by which experts are chosen.
+    """
+
+    def __init__(
+        self,
+        *,
+        experts: Experts,
+        router: Floats,
+        router_bias: Floats | None,
+        correction: Floats | None,
+        top_k: int,
+        renormalizes: bool,
+        is_sigmoid: bool,
+        num_groups: int,
+        top_groups: int,
+        group_best: int,
+        scale: float,
+        shared: MLP | None,
+    ) -> None: ...
 
 class Layer:
     """Two mixers, each between norms `[hidden]`, scaled by `residual_scale` and added to its input."""
@@ -111,7 +136,7 @@ class Layer:
     def __init__(
         self,
         token_mixer: Attention,
-        channel_mixer: MLP,
+        channel_mixer: ChannelMixer,
         *,
         before_tokens: Floats | None,
         after_tokens: Floats | None,

@@ -235,7 +235,7 @@ const Activations& round_input(const Surroundings& around, const float* hidden, 
 
 // hidden += what becomes of x W^T, a mixer's last product.
 void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden) {
-    if (around.norm_after == nullptr && around.scale == 1.0f) return linear.multiply(x, tokens, hidden, true);
+    if (around.add_directly()) return linear.multiply(x, tokens, hidden, true);
     const int size = linear.out_features();
     float* mixed = workspace().mixed.reserve(tokens * size);
     linear.multiply(x, tokens, mixed, false);
@@ -264,24 +264,24 @@ void run_attention(const Attention& own, const Surroundings& around, const Step&
     add_output(*own.out, rounded, around, tokens, hidden);
 }
 
-void run_mlp(const MLP& own, const Surroundings& around, int64_t tokens, float* hidden) {
+}  // namespace
+
+void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
     Workspace& space = workspace();
-    const int64_t inner_size = own.gate_up->out_features();
-    const Activations& normed = round_input(around, hidden, tokens, own.gate_up->in_features());
+    const int64_t inner_size = gate_up_->out_features();
+    const Activations& normed = round_input(around, x, tokens, gate_up_->in_features());
     float* gate_up = space.gate_up.reserve(tokens * inner_size);
-    own.gate_up->multiply(normed, tokens, gate_up, false);
+    gate_up_->multiply(normed, tokens, gate_up, false);
     const Activations& inner = space.rows.reserve(tokens, int(inner_size / 2));
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        kernels().gate_quantize(gate_up, inner_size, own.activation, int(t), inner);
+        kernels().gate_quantize(gate_up, inner_size, activation_, int(t), inner);
     });
-    add_output(*own.down, inner, around, tokens, hidden);
+    add_output(*down_, inner, around, tokens, out);
 }
-
-}  // namespace
 
 void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden) {
     run_attention(layer.attention, layer.around_attention, step, cache, hidden);
-    run_mlp(layer.mlp, layer.around_mlp, step.tokens, hidden);
+    layer.channels->run(layer.around_channels, hidden, step.tokens, hidden);
 }
 
 }  // namespace infinilm

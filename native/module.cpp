@@ -202,36 +202,64 @@ struct PyAttention {
     }
 };
 
-struct PyMLP {
-    PyLinear gate_up, down;  // which keep their biases alive
-    MLP mlp;
+// A channel mixer, and what it needs alive.
+struct PyChannelMixer {
+    std::vector<PyLinear> linears;
+    std::optional<Array<const float, 2>> router;
+    std::optional<Floats1> router_bias, correction;
+    std::shared_ptr<const ChannelMixer> mixer;
+};
 
-    PyMLP(const PyLinear& gate_up_, const PyLinear& down_, const std::string& activation) : gate_up(gate_up_), down(down_) {
+struct PyMLP : PyChannelMixer {
+    PyMLP(const PyLinear& gate_up, const PyLinear& down, const std::string& activation) {
         require(gate_up.linear->out_features() == 2 * down.linear->in_features() &&
                     gate_up.linear->in_features() == down.linear->out_features(),
                 "the weights of gate_up and down do not fit each other");
         require(activation == "silu" || activation == "gelu_pytorch_tanh",
                 "activation='" + activation + "' must be silu or gelu_pytorch_tanh");
-        mlp = {gate_up.linear, down.linear, activation == "silu" ? Activation::kSilu : Activation::kGeluTanh};
+        linears = {gate_up, down};
+        mixer = std::make_shared<MLP>(gate_up.linear, down.linear,
+                                      activation == "silu" ? Activation::kSilu : Activation::kGeluTanh);
+    }
+};
+
+struct PySparseMLP : PyChannelMixer {
+    PySparseMLP(const PyExperts& experts, Array<const float, 2> router_, std::optional<Floats1> bias,
+                std::optional<Floats1> correction_, int top_k, bool renormalizes, bool is_sigmoid, int num_groups,
+                int top_groups, int group_best, float scale, const PyMLP* shared) {
+        const int count = experts.experts->count(), hidden = experts.experts->hidden();
+        require(int(router_.shape(0)) == hidden && int(router_.shape(1)) == count, "router must be [hidden, experts]");
+        require(num_groups >= 1 && count % num_groups == 0 && top_groups >= 1 && top_groups <= num_groups &&
+                    group_best >= 1 && group_best <= std::max(1, count / num_groups),
+                "the groups of experts do not fit their number");
+        require(top_k >= 1 && top_k <= count / num_groups * top_groups, "top_k must be 1 to the experts that may be chosen");
+        require(shared == nullptr || shared->mixer->hidden() == hidden, "shared experts must have the same hidden size");
+        linears = experts.linears;
+        if (shared) linears.insert(linears.end(), shared->linears.begin(), shared->linears.end());
+        router = router_, router_bias = bias, correction = correction_;
+        mixer = std::make_shared<SparseMLP>(
+            experts.experts, Routing{top_k, renormalizes, is_sigmoid, num_groups, top_groups, group_best, scale},
+            router->data(), vector_or_null(router_bias, count, "router_bias"),
+            vector_or_null(correction, count, "correction"), shared ? shared->mixer : nullptr);
     }
 };
 
 struct PyLayer {
     PyAttention attention;
-    PyMLP mlp;
-    std::optional<Floats1> norms[4];  // before and after attention, before and after the MLP
+    PyChannelMixer channels;
+    std::optional<Floats1> norms[4];  // before and after attention, before and after the channel mixer
     Layer layer;
 
-    PyLayer(const PyAttention& attention_, const PyMLP& mlp_, std::optional<Floats1> before_tokens,
+    PyLayer(const PyAttention& attention_, const PyChannelMixer& channels_, std::optional<Floats1> before_tokens,
             std::optional<Floats1> after_tokens, std::optional<Floats1> before_channels,
             std::optional<Floats1> after_channels, float eps, float residual_scale)
-        : attention(attention_), mlp(mlp_), norms{before_tokens, after_tokens, before_channels, after_channels} {
-        require(mlp.mlp.down->out_features() == hidden_size(), "the mixers have different hidden sizes");
+        : attention(attention_), channels(channels_), norms{before_tokens, after_tokens, before_channels, after_channels} {
+        require(channels.mixer->hidden() == hidden_size(), "the mixers have different hidden sizes");
         const float* weights[4];
         for (int i = 0; i < 4; ++i) weights[i] = vector_or_null(norms[i], size_t(hidden_size()), "a norm");
         layer = {attention.attention,
                  {weights[0], weights[1], eps, residual_scale},
-                 mlp.mlp,
+                 channels.mixer,
                  {weights[2], weights[3], eps, residual_scale}};
     }
 
@@ -415,11 +443,18 @@ NB_MODULE(_native, module) {
              "is_interleaved"_a, "query_scale"_a.noconvert().none(), "q_norm"_a.noconvert().none(),
              "k_norm"_a.noconvert().none(), "eps"_a, "scale"_a, "window"_a.none(), "cap"_a.none(),
              "sinks"_a.noconvert().none());
-    nb::class_<PyMLP>(module, "MLP")
+    nb::class_<PyChannelMixer>(module, "ChannelMixer");
+    nb::class_<PyMLP, PyChannelMixer>(module, "MLP")
         .def(nb::init<const PyLinear&, const PyLinear&, const std::string&>(), nb::kw_only(), "gate_up"_a, "down"_a,
              "activation"_a);
+    nb::class_<PySparseMLP, PyChannelMixer>(module, "SparseMLP")
+        .def(nb::init<const PyExperts&, Array<const float, 2>, MaybeFloats, MaybeFloats, int, bool, bool, int, int, int,
+                      float, const PyMLP*>(),
+             nb::kw_only(), "experts"_a, "router"_a.noconvert(), "router_bias"_a.noconvert().none(),
+             "correction"_a.noconvert().none(), "top_k"_a, "renormalizes"_a, "is_sigmoid"_a, "num_groups"_a,
+             "top_groups"_a, "group_best"_a, "scale"_a, "shared"_a.none());
     nb::class_<PyLayer>(module, "Layer")
-        .def(nb::init<const PyAttention&, const PyMLP&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float, float>(),
+        .def(nb::init<const PyAttention&, const PyChannelMixer&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float, float>(),
              "token_mixer"_a, "channel_mixer"_a, nb::kw_only(), "before_tokens"_a.noconvert().none(),
              "after_tokens"_a.noconvert().none(), "before_channels"_a.noconvert().none(),
              "after_channels"_a.noconvert().none(), "eps"_a, "residual_scale"_a);
