@@ -20,7 +20,9 @@ constexpr int kMaxRows = kLanes / 2;
 // and matrices, but the processor's own guesses end with every page.
 constexpr size_t kAhead = 8192;
 constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
-constexpr int kMany = 16;                    // rows from which on it pays to unpack weights once for all
+// Rows from which on it pays to unpack weights once for all, by measurement.
+template <int kFormat>
+constexpr int kMany = kLanes == 16 && kFormats[kFormat].scales == 1 ? 48 : 16;
 
 // Vector `quad` of a group: four columns of kLanes rows, one number a byte.
 template <int kBits>
@@ -290,7 +292,7 @@ void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, i
 template <int kFormat>
 void multiply_format(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
                      int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
-    if (end_row - first_row < kMany) {
+    if (end_row - first_row < kMany<kFormat>) {
         return multiply_few<kFormat>(w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
     }
     for (int panel = first_panel; panel < end_panel; panel += kManyPanels) {
