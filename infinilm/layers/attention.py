@@ -185,7 +185,7 @@ class Attention(Mixer):
     def to_native(self) -> Any | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
         norms = [None if norm is None else norm.to_native() for norm in (self.q_norm, self.k_norm)]
-        has_other_norms = self.q_norm is not None and None in norms
+        has_other_norms = self.q_norm is not None and any(norm is None for norm in norms)
         if linears is None or type(self) is not Attention or self.has_gate or has_other_norms:
             return None
         scales = self.rotary.query_scale

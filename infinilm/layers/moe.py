@@ -200,7 +200,12 @@ class SparseMLP(Mixer):
         matrix, router = self.experts.matrix, self.router.matrix
         shared = None if self.shared is None else self.shared.to_native()
         is_known = type(self) is SparseMLP and (shared is None) == (self.shared is None)
-        if not is_known or not isinstance(matrix, PackedExperts) or not isinstance(router, DenseWeight):
+        if (
+            not is_known
+            or self.shared_gate is not None
+            or not isinstance(matrix, PackedExperts)
+            or not isinstance(router, DenseWeight)
+        ):
             return None
         routing = {name: value for name, value in self.routing._asdict().items() if name != "num_experts"}
         biases = {"router_bias": self.router.bias, "correction": self.router_bias}

@@ -113,8 +113,8 @@ class DecoderLayer(nn.Module):
         """This layer as one of the native library's; None unless the library can compute all of it."""
         library, mixers = native.load(), (self.token_mixer.to_native(), self.channel_mixer.to_native())
         weights = {name: norm.to_native() for name, norm in self._norms.items()}
-        is_known = type(self) is DecoderLayer and None not in mixers and None not in weights.values()
-        if library is None or not is_known:
+        parts = (*mixers, *weights.values())
+        if library is None or type(self) is not DecoderLayer or any(part is None for part in parts):
             return None
         norms = {place: name and weights[name] for place, name in self._places._asdict().items()}
         return library.Layer(*mixers, **norms, eps=self._eps, residual_scale=self.residual_scale)
