@@ -73,26 +73,83 @@ class Experts:
 def score(x: Floats, weight: Floats, out: Floats) -> None:
     """`out` `[T, out]` = `x W` in float32, with `weight` `[in, out]`; a row's sums do not depend on other rows."""
 
-class Layer:
-    """One decoder layer's weights."""
+class Attention:
+    """A token mixer. `rotary` `[max_len, dim]` has the cosines and sines of the first `dim` numbers of a head.
+
+    Norms of heads are `[head_dim]`, or `[heads * head_dim]` over all heads as one; `query_scale` is `[max_len]`,
+    `sinks` `[num_heads]`. `infinilm.layers.attention` says what they mean.
+    """
 
     def __init__(
         self,
         *,
-        input_norm: Floats,
         qkv: Linear,
-        q_norm: Floats | None,
-        k_norm: Floats | None,
         out: Linear,
-        post_norm: Floats,
-        gate_up: Linear,
-        down: Linear,
-        eps: float,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        rotary: Floats,
+        is_interleaved: bool,
+        query_scale: Floats | None,
+        q_norm: Floats | None,
+        k_norm: Floats | None,
+        eps: float,
+        scale: float,
         window: int | None,
+        cap: float | None,
+        sinks: Floats | None,
     ) -> None: ...
+
+class ChannelMixer: ...
+
+class MLP(ChannelMixer):
+    """`activation` is silu or gelu_pytorch_tanh."""
+
+    def __init__(self, *, gate_up: Linear, down: Linear, activation: str) -> None: ...
+
+class SparseMLP(ChannelMixer):
+    """Experts that a router `[hidden, experts]` chooses; `infinilm.kernels.experts_torch.Routing` says how.
+
+    `router_bias` `[experts]` is added to the logits, `correction` to the ranks by which experts are chosen.
+    """
+
+    def __init__(
+        self,
+        *,
+        experts: Experts,
+        router: Floats,
+        router_bias: Floats | None,
+        correction: Floats | None,
+        top_k: int,
+        renormalizes: bool,
+        is_sigmoid: bool,
+        num_groups: int,
+        top_groups: int,
+        group_best: int,
+        scale: float,
+        shared: MLP | None,
+    ) -> None: ...
+
+class Layer:
+    """Two mixers, each between norms `[hidden]`, scaled by `residual_scale` and added to its input."""
+
+    def __init__(
+        self,
+        token_mixer: Attention,
+        channel_mixer: ChannelMixer,
+        *,
+        before_tokens: Floats | None,
+        after_tokens: Floats | None,
+        before_channels: Floats | None,
+        after_channels: Floats | None,
+        eps: float,
+        residual_scale: float,
+    ) -> None: ...
+
+class Cache:
+    """The layers' keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16."""
+
+    def __init__(self, layers: list[Tensor]) -> None: ...
 
 class Step:
     """A step's batch, as `ForwardBatch` has it."""
@@ -102,12 +159,12 @@ class Step:
     ) -> None: ...
 
 class Decoder:
-    """All layers and the final norm, with the table `[max_len, head_dim]` of cosines and sines."""
+    """All layers and the final norm, if there is one."""
 
-    def __init__(self, layers: list[Layer], rotary: Floats, norm: Floats) -> None: ...
-    def forward(self, hidden: Floats, cache: Tensor, step: Step) -> None:
-        """Put `hidden` `[T, hidden]` through them, in place; `cache` `[layers, blocks, block_size, 2, kv_heads,
-        head_dim]` is float32, float16 or bfloat16."""
+    def __init__(self, layers: list[Layer], norm: Floats | None, eps: float) -> None: ...
+    def forward(self, hidden: Floats, cache: Cache, steps: list[Step]) -> None:
+        """Put `hidden` `[T, hidden]` through them, in place. Each layer has a step: groups of layers that keep their
+        keys and values in different blocks have different ones."""
 
 def store(new: Floats, cache: Tensor, step: Step) -> None:
     """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 #include "simd.h"
@@ -83,21 +84,33 @@ inline void normalize(Gathered row, int dim, const float* sink, float* out) {
     for (int d = 0; d < dim; ++d) out[d] = row.values[d] * factor;
 }
 
-// A row's scores for the keys of a tile. Where kDim is the heads' size, known here, all addresses are constants.
-template <int kDim>
-inline void score(const float* query, const float* keys, int any_dim, float* scores) {
+// The scores of kRows rows, `wide` numbers apart, for the keys of a tile. Where kDim is the heads' size, known here, all
+// addresses are constants. A score's sum does not depend on how many rows there are: lanes first, then across them.
+template <int kDim, int kRows>
+inline void score(const float* queries, const float* keys, int any_dim, float* scores) {
+    constexpr int kAtOnce = std::max(1, kLanes / kRows);  // keys
     const int dim = kDim ? kDim : any_dim;
     for (int first = 0; first < kTileKeys; first += kLanes) {
-        Floats sums[kLanes];
-#pragma GCC unroll 16
-        for (int k = 0; k < kLanes; ++k) sums[k] = all(0.0f);
+        Floats sums[kRows][kLanes];
+        for (int part = 0; part < kLanes; part += kAtOnce) {
+            Floats own[kRows][kAtOnce];
+            for (int r = 0; r < kRows; ++r) {
+                for (int k = 0; k < kAtOnce; ++k) own[r][k] = all(0.0f);
+            }
 #pragma GCC unroll 1
-        for (int d = 0; d < dim; d += kLanes) {
-            const Floats q = load(query + d);
-#pragma GCC unroll 16
-            for (int k = 0; k < kLanes; ++k) sums[k] = multiply_add(q, load(keys + (first + k) * dim + d), sums[k]);
+            for (int d = 0; d < dim; d += kLanes) {
+                Floats key[kAtOnce];
+                for (int k = 0; k < kAtOnce; ++k) key[k] = load(keys + (first + part + k) * dim + d);
+                for (int r = 0; r < kRows; ++r) {
+                    const Floats query = load(queries + r * dim + d);
+                    for (int k = 0; k < kAtOnce; ++k) own[r][k] = multiply_add(query, key[k], own[r][k]);
+                }
+            }
+            for (int r = 0; r < kRows; ++r) {
+                for (int k = 0; k < kAtOnce; ++k) sums[r][part + k] = own[r][k];
+            }
         }
-        store(scores + first, sums_of(sums));
+        for (int r = 0; r < kRows; ++r) store(scores + r * kTileKeys + first, sums_of(sums[r]));
     }
 }
 
@@ -109,28 +122,34 @@ inline void cap_scores(float* scores, float cap) {
     }
 }
 
-// A row's weighted sum of a tile's values, on top of `out`.
-template <int kDim>
-inline void add_values(const float* weights, const float* values, int keys, int any_dim, float* out) {
+// The weighted sums of some of a tile's values, on top of `out`, for kRows rows: their weights lie kTileKeys apart, their
+// sums `out_stride`. Keys are added in their order.
+template <int kDim, int kRows>
+inline void add_values(const float* weights, const float* values, int first, int end, int any_dim, float* out,
+                       int out_stride) {
     const int dim = kDim ? kDim : any_dim;
-    constexpr int kAtOnce = 4;
-    int d = 0;
-    for (; d + kAtOnce * kLanes <= dim; d += kAtOnce * kLanes) {
-        Floats sums[kAtOnce];
-        for (int i = 0; i < kAtOnce; ++i) sums[i] = load(out + d + i * kLanes);
-        for (int k = 0; k < keys; ++k) {
-            const Floats weight = all(weights[k]);
-            for (int i = 0; i < kAtOnce; ++i) {
-                sums[i] = multiply_add(weight, load(values + k * dim + d + i * kLanes), sums[i]);
+    const auto add = [&](int d, auto vectors) {
+        constexpr int kVectors = decltype(vectors)::value;
+        Floats sums[kRows][kVectors];
+        for (int r = 0; r < kRows; ++r) {
+            for (int i = 0; i < kVectors; ++i) sums[r][i] = load(out + r * out_stride + d + i * kLanes);
+        }
+        for (int k = first; k < end; ++k) {
+            Floats value[kVectors];
+            for (int i = 0; i < kVectors; ++i) value[i] = load(values + k * dim + d + i * kLanes);
+            for (int r = 0; r < kRows; ++r) {
+                const Floats weight = all(weights[r * kTileKeys + k]);
+                for (int i = 0; i < kVectors; ++i) sums[r][i] = multiply_add(weight, value[i], sums[r][i]);
             }
         }
-        for (int i = 0; i < kAtOnce; ++i) store(out + d + i * kLanes, sums[i]);
-    }
-    for (; d < dim; d += kLanes) {
-        Floats sum = load(out + d);
-        for (int k = 0; k < keys; ++k) sum = multiply_add(all(weights[k]), load(values + k * dim + d), sum);
-        store(out + d, sum);
-    }
+        for (int r = 0; r < kRows; ++r) {
+            for (int i = 0; i < kVectors; ++i) store(out + r * out_stride + d + i * kLanes, sums[r][i]);
+        }
+    };
+    constexpr int kAtOnce = kRows > 1 && kLanes < 16 ? 2 : 4;
+    int d = 0;
+    for (; d + kAtOnce * kLanes <= dim; d += kAtOnce * kLanes) add(d, std::integral_constant<int, kAtOnce>());
+    for (; d < dim; d += kLanes) add(d, std::integral_constant<int, 1>());
 }
 
 // Turn a row's scores into weights, of which those from `first` up to `end` count, and make room for them: the row's
@@ -194,6 +213,7 @@ public:
 
 private:
     static constexpr int kMaxRows = kMaxGroupHeads;
+    static constexpr int kTogether = 4;
 
     Gathered row(float* all_rows, int r) const { return gathered_at(all_rows + r * (wide_ + 2), wide_); }
 
@@ -222,19 +242,42 @@ private:
             first[r] = task_.window ? int(std::clamp<int64_t>(own - task_.window + 1, 0, kTileKeys)) : 0;
             end[r] = int(std::clamp<int64_t>(own + 1, 0, count));
         }
-        // One thing after the other for all rows, so that a row need not wait for its own results.
-        for (int r = 0; r < rows_; ++r) {
-            if (first[r] < end[r]) score<kDim>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys);
-        }
+        // One thing after the other for all rows, so that a row need not wait for its own results; several rows that
+        // see keys share what is read of them.
+        const auto for_rows = [&](const auto& several, const auto& one) {
+            for (int r = 0; r < rows_;) {
+                int seeing = 0;
+                while (seeing < kTogether && r + seeing < rows_ && first[r + seeing] < end[r + seeing]) ++seeing;
+                if (seeing == kTogether) {
+                    several(r);
+                    r += kTogether;
+                } else {
+                    if (seeing > 0) one(r);
+                    ++r;
+                }
+            }
+        };
+        for_rows([&](int r) { score<kDim, kTogether>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys); },
+                 [&](int r) { score<kDim, 1>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys); });
         for (int r = 0; r < rows_ && task_.cap > 0.0f; ++r) {
             if (first[r] < end[r]) cap_scores(scores_ + r * kTileKeys, task_.cap);
         }
         for (int r = 0; r < rows_; ++r) {
             if (first[r] < end[r]) weigh(scores_ + r * kTileKeys, first[r], end[r], wide_, row(split_, r));
         }
-        for (int r = 0; r < rows_; ++r) {
-            if (first[r] < end[r]) add_values<kDim>(scores_ + r * kTileKeys, values_, end[r], wide_, row(split_, r).values);
-        }
+        const auto add_to = [&](int r, int from) {
+            add_values<kDim, 1>(scores_ + r * kTileKeys, values_, from, end[r], wide_, row(split_, r).values, 0);
+        };
+        for_rows(
+            [&](int r) {
+                const int shared = *std::min_element(end + r, end + r + kTogether);
+                add_values<kDim, kTogether>(scores_ + r * kTileKeys, values_, 0, shared, wide_, row(split_, r).values,
+                                            wide_ + 2);
+                for (int i = r; i < r + kTogether; ++i) {
+                    if (shared < end[i]) add_to(i, shared);
+                }
+            },
+            [&](int r) { add_to(r, 0); });
     }
 
     void write() {
@@ -275,6 +318,7 @@ void attend_sized(const AttentionTask& task, const CacheView& cache) {
     switch (cache.head_dim) {
         case 64: return attend_typed<kType, 64>(task, cache);
         case 128: return attend_typed<kType, 128>(task, cache);
+        case 256: return attend_typed<kType, 256>(task, cache);
         default: return attend_typed<kType, 0>(task, cache);
     }
 }

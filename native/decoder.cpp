@@ -1,7 +1,6 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <cmath>
 #include <new>
 #include <stdexcept>
 
@@ -34,10 +33,13 @@ void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
 }
 
 const Activations& QuantizedRows::reserve(int64_t rows, int columns) {
-    const size_t groups = size_t(rows) * (columns / kGroup);
-    view_ = {columns,
+    const int blocks = (columns / kGroup + kBlockGroups - 1) / kBlockGroups;
+    const size_t groups = size_t(rows) * blocks * kBlockGroups;
+    view_ = {rows,
+             columns,
              coarse_.reserve(groups * kGroup),
              fine_.reserve(groups * kGroup),
+             whole_.reserve(groups * kGroup),
              scales_.reserve(groups),
              sums_.reserve(groups),
              halves_.reserve(2 * groups)};
@@ -72,7 +74,8 @@ void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool 
 void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
-    constexpr int kTaskRows = 64;
+    constexpr int kTaskRows = kMaxTaskRows;
+    constexpr int kTaskPanels = 4;  // of many rows, which are read once for all of them
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
         int panels_per_task;
@@ -83,7 +86,8 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
     int64_t tasks = 0;
     for (const Product& each : products) {
         const PackedMatrix& matrix = *each.matrix;
-        const int most = std::max(1, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
+        const int least = each.end_row - each.first_row < kTaskRows ? 1 : kTaskPanels;
+        const int most = std::max(least, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
         const int64_t row_blocks = (each.end_row - each.first_row + kTaskRows - 1) / kTaskRows;
@@ -131,7 +135,7 @@ namespace {
 // Memory for what lies between two kernels; a thread that computes steps has one.
 struct Workspace {
     QuantizedRows rows;
-    Buffer<float> qkv, attended, gate_up, partials;
+    Buffer<float> qkv, attended, gate_up, mixed, partials;
     std::vector<AttentionTask> tasks;
 };
 
@@ -216,35 +220,68 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     }
 }
 
-void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden) {
+namespace {
+
+constexpr int64_t kRowsPerTask = 4;
+
+const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, int size) {
+    Workspace& space = workspace();
+    const Activations& rounded = space.rows.reserve(tokens, size);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        kernels().quantize(hidden, size, around.norm_before, around.eps, int(t), rounded);
+    });
+    return rounded;
+}
+
+// hidden += what becomes of x W^T, a mixer's last product.
+void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden) {
+    if (around.add_directly()) return linear.multiply(x, tokens, hidden, true);
+    const int size = linear.out_features();
+    float* mixed = workspace().mixed.reserve(tokens * size);
+    linear.multiply(x, tokens, mixed, false);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        kernels().add_normed(mixed + t * size, around.norm_after, around.eps, around.scale, size, hidden + t * size);
+    });
+}
+
+void run_attention(const Attention& own, const Surroundings& around, const Step& step, const CacheView& cache,
+                   float* hidden) {
     Workspace& space = workspace();
     const Kernels& k = kernels();
-    const int64_t tokens = step.tokens, size = layer.qkv->in_features(), qkv_size = layer.qkv->out_features();
-    const int64_t attended_size = layer.out->in_features(), inner_size = layer.gate_up->out_features();
-    const float eps = layer.rope.eps;
-    constexpr int64_t kRowsPerTask = 4;
-
-    const Activations normed = space.rows.reserve(tokens, int(size));
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(hidden, size, layer.input_norm, eps, int(t), normed); });
+    const int64_t tokens = step.tokens, qkv_size = own.qkv->out_features(), attended_size = own.out->in_features();
+    const Activations& normed = round_input(around, hidden, tokens, own.qkv->in_features());
     float* qkv = space.qkv.reserve(tokens * qkv_size);
-    layer.qkv->multiply(normed, tokens, qkv, false);
+    own.qkv->multiply(normed, tokens, qkv, false);
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        k.rope_store(qkv + t * qkv_size, step.positions[t], step.slots[t], layer.rope, cache);
+        k.rope_store(qkv + t * qkv_size, step.positions[t], step.slots[t], own.rope, cache);
     });
     float* attended = space.attended.reserve(tokens * attended_size);
-    const float scale = 1.0f / std::sqrt(float(cache.head_dim));
-    attend(step, cache, qkv, qkv_size, layer.rope.num_heads, {scale, layer.window}, attended, attended_size);
-    const Activations rounded = space.rows.reserve(tokens, int(attended_size));
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(attended, attended_size, nullptr, eps, int(t), rounded); });
-    layer.out->multiply(rounded, tokens, hidden, true);
+    attend(step, cache, qkv, qkv_size, own.rope.num_heads, own.scoring, attended, attended_size);
+    const Activations& rounded = space.rows.reserve(tokens, int(attended_size));
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        k.quantize(attended, attended_size, nullptr, 0.0f, int(t), rounded);
+    });
+    add_output(*own.out, rounded, around, tokens, hidden);
+}
 
-    const Activations again = space.rows.reserve(tokens, int(size));
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.quantize(hidden, size, layer.post_norm, eps, int(t), again); });
+}  // namespace
+
+void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
+    Workspace& space = workspace();
+    const int64_t inner_size = gate_up_->out_features();
+    const Activations& normed = round_input(around, x, tokens, gate_up_->in_features());
     float* gate_up = space.gate_up.reserve(tokens * inner_size);
-    layer.gate_up->multiply(again, tokens, gate_up, false);
-    const Activations inner = space.rows.reserve(tokens, int(inner_size / 2));
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { k.silu_quantize(gate_up, inner_size, int(t), inner); });
-    layer.down->multiply(inner, tokens, hidden, true);
+    gate_up_->multiply(normed, tokens, gate_up, false);
+    const Activations& inner = space.rows.reserve(tokens, int(inner_size / 2));
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        kernels().gate_quantize(gate_up, inner_size, activation_, int(t), inner);
+    });
+    add_output(*down_, inner, around, tokens, out);
+}
+
+void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden) {
+    run_attention(layer.attention, layer.around_attention, step, cache, hidden);
+    layer.channels->run(layer.around_channels, hidden, step.tokens, hidden);
 }
 
 }  // namespace infinilm

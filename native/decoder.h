@@ -34,6 +34,7 @@ public:
 
 private:
     Buffer<int8_t> coarse_, fine_;
+    Buffer<int16_t> whole_;
     Buffer<float> scales_, sums_;
     Buffer<int32_t> halves_;
     Activations view_{};
@@ -94,12 +95,51 @@ struct Scoring {
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
             const Scoring& scoring, float* out, int64_t out_stride);
 
-struct Layer {
-    const float* input_norm;
-    std::shared_ptr<const Linear> qkv, out, gate_up, down;
-    const float* post_norm;
+// A token mixer: attention of the heads [q, k, v] that `qkv` gives.
+struct Attention {
+    std::shared_ptr<const Linear> qkv, out;
     RopeStore rope;
-    int64_t window;
+    Scoring scoring;
+    int kv_heads, head_dim;
+};
+
+// What a mixer is between. A norm that is null is left out.
+struct Surroundings {
+    const float* norm_before;
+    const float* norm_after;
+    float eps;
+    float scale;  // what the result is multiplied by before it is added to the input
+
+    bool add_directly() const { return norm_after == nullptr && scale == 1.0f; }
+};
+
+class ChannelMixer {
+public:
+    virtual ~ChannelMixer() = default;
+    virtual int hidden() const = 0;
+    // out [tokens, hidden] += what becomes of x [tokens, hidden], which may be out.
+    virtual void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const = 0;
+};
+
+// down(activation(gate) * up).
+class MLP : public ChannelMixer {
+public:
+    MLP(std::shared_ptr<const Linear> gate_up, std::shared_ptr<const Linear> down, Activation activation)
+        : gate_up_(std::move(gate_up)), down_(std::move(down)), activation_(activation) {}
+
+    int hidden() const override { return down_->out_features(); }
+    void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
+
+private:
+    std::shared_ptr<const Linear> gate_up_, down_;
+    Activation activation_;
+};
+
+struct Layer {
+    Attention attention;
+    Surroundings around_attention;
+    std::shared_ptr<const ChannelMixer> channels;
+    Surroundings around_channels;
 };
 
 // Put hidden [tokens, hidden] through a layer.

@@ -51,13 +51,14 @@ inline void quantize_group(const Floats (&x)[kGroup / kLanes], int row, int grou
     for (Floats part : x) largest = larger(absolute(part), largest);
     const float scale = largest_of(largest) / float(kLargest);
     const float inverse = scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f;
-    const int64_t place = int64_t(row) * (out.columns / kGroup) + group;
+    const int64_t place = out.place(row, group / kBlockGroups) + group % kBlockGroups;
     Floats sums[2] = {all(0.0f), all(0.0f)};  // of whole numbers, too small to be rounded
     for (int i = 0; i < kGroup / kLanes; ++i) {
         Floats whole = round_to_even(x[i] * inverse);
         whole = whole == whole ? whole : all(0.0f);
         sums[i / kPerHalf] += whole;
         const Floats coarse = round_to_even(whole * (1.0f / kCoarseStep));
+        store_shorts(out.whole + place * kGroup + i * kLanes, whole);
         store_bytes(out.coarse + place * kGroup + i * kLanes, coarse);
         store_bytes(out.fine + place * kGroup + i * kLanes, whole - coarse * float(kCoarseStep));
     }
@@ -82,28 +83,81 @@ void quantize(const float* x, int64_t stride, const float* norm, float eps, int 
     }
 }
 
-void silu_quantize(const float* gate_up, int64_t stride, int row, const Activations& out) {
-    const float* gate = gate_up + row * stride;
-    const float* up = gate + out.columns;
+void add_normed(const float* x, const float* norm, float eps, float scale, int columns, float* hidden) {
+    const float factor = norm ? norm_factor(x, columns, eps) : 1.0f;
+    int i = 0;
+    for (; i + kLanes <= columns; i += kLanes) {
+        Floats part = load(x + i);
+        if (norm) part = part * factor * load(norm + i);
+        store(hidden + i, multiply_add(part, all(scale), load(hidden + i)));
+    }
+    for (; i < columns; ++i) hidden[i] += (norm ? x[i] * factor * norm[i] : x[i]) * scale;
+}
+
+template <Activation kActivation>
+inline Floats activate(Floats x) {
+    if constexpr (kActivation == Activation::kSilu) {
+        return x / (exponential(-x) + 1.0f);
+    } else {
+        // 1 + tanh(y) is 2 / (1 + e^-2y), and y is sqrt(2 / pi) (x + 0.044715 x^3).
+        const Floats inner = multiply_add(x * x * x, all(0.044715f), x);
+        return x / (exponential(inner * -1.59576912f) + 1.0f);
+    }
+}
+
+template <Activation kActivation>
+inline void gate_quantize_as(const float* gate, const float* up, int row, const Activations& out) {
     for (int g = 0; g < out.columns / kGroup; ++g) {
         Floats parts[kGroup / kLanes];
         for (int i = 0; i < kGroup / kLanes; ++i) {
             const int column = g * kGroup + i * kLanes;
-            const Floats x = load(gate + column);
-            parts[i] = x / (exponential(-x) + 1.0f) * load(up + column);
+            parts[i] = activate<kActivation>(load(gate + column)) * load(up + column);
         }
         quantize_group(parts, row, g, out);
     }
 }
 
-// Norm a head and turn it: number i is paired with number i + head_dim / 2.
-inline void turn(float* head, int head_dim, const float* norm, float eps, const float* angles) {
-    if (norm) rms_norm(head, norm, eps, head_dim, head);
-    const int half = head_dim / 2;
-    for (int i = 0; i < half; ++i) {
-        const float a = head[i], b = head[i + half], cosine = angles[i], sine = angles[i + half];
-        head[i] = a * cosine - b * sine;
-        head[i + half] = b * cosine + a * sine;
+void gate_quantize(const float* gate_up, int64_t stride, Activation activation, int row, const Activations& out) {
+    const float* gate = gate_up + row * stride;
+    const float* up = gate + out.columns;
+    switch (activation) {
+        case Activation::kSilu: return gate_quantize_as<Activation::kSilu>(gate, up, row, out);
+        case Activation::kGeluTanh: return gate_quantize_as<Activation::kGeluTanh>(gate, up, row, out);
+    }
+}
+
+// Turn a head by a position's cosines and sines.
+inline void turn(float* head, const float* angles, const RopeStore& how) {
+    const int half = how.rotary_dim / 2;
+    const float* sines = angles + half;
+    if (how.is_interleaved) {
+        for (int i = 0; i < half; ++i) {
+            const float a = head[2 * i], b = head[2 * i + 1];
+            head[2 * i] = a * angles[i] - b * sines[i];
+            head[2 * i + 1] = b * angles[i] + a * sines[i];
+        }
+        return;
+    }
+    float* partners = head + half;
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        const Floats a = load(head + i), b = load(partners + i), cosine = load(angles + i), sine = load(sines + i);
+        store(head + i, a * cosine - b * sine);
+        store(partners + i, b * cosine + a * sine);
+    }
+    for (; i < half; ++i) {
+        const float a = head[i], b = partners[i];
+        head[i] = a * angles[i] - b * sines[i];
+        partners[i] = b * angles[i] + a * sines[i];
+    }
+}
+
+// Norm and turn some heads of a token, side by side.
+inline void norm_and_turn(float* heads, int count, int dim, const float* norm, const float* angles, const RopeStore& how) {
+    if (norm && how.norms_all_heads) rms_norm(heads, norm, how.eps, count * dim, heads);
+    for (int i = 0; i < count; ++i) {
+        if (norm && !how.norms_all_heads) rms_norm(heads + i * dim, norm, how.eps, dim, heads + i * dim);
+        turn(heads + i * dim, angles, how);
     }
 }
 
@@ -125,9 +179,12 @@ void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how
     const int dim = cache.head_dim;
     float* keys = qkv + int64_t(how.num_heads) * dim;
     if (how.rotary) {
-        const float* angles = how.rotary + position * dim;
-        for (int head = 0; head < how.num_heads; ++head) turn(qkv + head * dim, dim, how.q_norm, how.eps, angles);
-        for (int head = 0; head < cache.kv_heads; ++head) turn(keys + head * dim, dim, how.k_norm, how.eps, angles);
+        const float* angles = how.rotary + position * how.rotary_dim;
+        norm_and_turn(qkv, how.num_heads, dim, how.q_norm, angles, how);
+        norm_and_turn(keys, cache.kv_heads, dim, how.k_norm, angles, how);
+    }
+    if (how.query_scale) {
+        for (float* query = qkv; query < keys; ++query) *query *= how.query_scale[position];
     }
     if (slot < 0) return;
     // Keys and values of all heads lie side by side, here and in the cache.

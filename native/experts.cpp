@@ -1,7 +1,11 @@
 #include "experts.h"
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include "dispatch.h"
 #include "threads.h"
@@ -14,6 +18,8 @@ namespace {
 struct Workspace {
     QuantizedRows rows;
     Buffer<float> gate_up, results;
+    Buffer<float> normed, logits, weights, mixed;
+    Buffer<int32_t> ids;
     std::vector<int64_t> ends, order, places;
     std::vector<Product> products;
 };
@@ -69,7 +75,9 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
     float* gate_up = space.gate_up.reserve(pairs * 2 * inner);
     multiply(gate_up_, rounded, gate_up);
     const Activations activated = space.rows.reserve(pairs, int(inner));
-    parallel_for(pairs, kRowsPerTask, [&](int64_t place) { k.silu_quantize(gate_up, 2 * inner, int(place), activated); });
+    parallel_for(pairs, kRowsPerTask, [&](int64_t place) {
+        k.gate_quantize(gate_up, 2 * inner, Activation::kSilu, int(place), activated);
+    });
     float* results = space.results.reserve(pairs * size);
     multiply(down_, activated, results);
     parallel_for(rows, 1, [&](int64_t row) {
@@ -80,6 +88,92 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
             const float weight = weights[pair];
             for (int64_t i = 0; i < size; ++i) target[i] += weight * from[i];
         }
+    });
+}
+
+namespace {
+
+// Rule out the experts of all groups but the best: those whose group_best best have the largest sums.
+void keep_best_groups(const Routing& routing, std::vector<float>& ranks) {
+    const size_t size = ranks.size() / routing.num_groups;
+    std::vector<std::pair<float, int>> groups;
+    for (int group = 0; group < routing.num_groups; ++group) {
+        std::vector<float> own(ranks.begin() + group * size, ranks.begin() + (group + 1) * size);
+        std::partial_sort(own.begin(), own.begin() + routing.group_best, own.end(), std::greater<>());
+        float sum = 0.0f;
+        for (int i = 0; i < routing.group_best; ++i) sum += own[i];
+        groups.emplace_back(-sum, group);
+    }
+    std::sort(groups.begin(), groups.end());
+    for (int place = routing.top_groups; place < routing.num_groups; ++place) {
+        const auto first = ranks.begin() + groups[place].second * size;
+        std::fill(first, first + size, -std::numeric_limits<float>::infinity());
+    }
+}
+
+}  // namespace
+
+void choose_experts(const float* logits, int count, const Routing& routing, const float* correction, int32_t* ids,
+                    float* weights) {
+    std::vector<float> scores(logits, logits + count);
+    if (routing.is_sigmoid) {
+        for (float& score : scores) score = 1.0f / (1.0f + std::exp(-score));
+    } else {
+        const float largest = *std::max_element(scores.begin(), scores.end());
+        float total = 0.0f;
+        for (float& score : scores) total += score = std::exp(score - largest);
+        for (float& score : scores) score /= total;
+    }
+    std::vector<float> ranks = scores;
+    for (int i = 0; correction && i < count; ++i) ranks[i] += correction[i];
+    if (routing.num_groups > 1) keep_best_groups(routing, ranks);
+    std::vector<bool> is_chosen(count);
+    float sum = 0.0f;
+    for (int k = 0; k < routing.top_k; ++k) {
+        int best = 0;
+        while (is_chosen[best]) ++best;  // an expert, even if no rank is a number
+        for (int i = best + 1; i < count; ++i) {
+            if (!is_chosen[i] && ranks[i] > ranks[best]) best = i;
+        }
+        is_chosen[best] = true;
+        ids[k] = best;
+        sum += weights[k] = scores[best];
+    }
+    for (int k = 0; k < routing.top_k; ++k) {
+        if (routing.renormalizes) weights[k] /= sum;
+        weights[k] *= routing.scale;
+    }
+}
+
+void SparseMLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
+    const Kernels& k = kernels();
+    Workspace& space = workspace();
+    const int size = hidden(), count = experts_->count(), top_k = routing_.top_k;
+    float* normed = space.normed.reserve(tokens * size);
+    float* logits = space.logits.reserve(tokens * count);
+    float* weights = space.weights.reserve(tokens * top_k);
+    int32_t* ids = space.ids.reserve(tokens * top_k);
+    parallel_for(tokens, 1, [&](int64_t t) {
+        float *row = normed + t * size, *own = logits + t * count;
+        if (around.norm_before) {
+            k.rms_norm(x + t * size, around.norm_before, around.eps, size, row);
+        } else {
+            std::copy(x + t * size, x + (t + 1) * size, row);
+        }
+        k.score(row, router_, size, count, own);
+        for (int i = 0; bias_ && i < count; ++i) own[i] += bias_[i];
+        choose_experts(own, count, routing_, correction_, ids + t * top_k, weights + t * top_k);
+    });
+    float* target = out;
+    if (!around.add_directly()) {
+        target = space.mixed.reserve(tokens * size);
+        std::fill(target, target + tokens * size, 0.0f);
+    }
+    if (shared_) shared_->run({nullptr, nullptr, 0.0f, 1.0f}, normed, tokens, target);
+    experts_->mix(normed, tokens, ids, weights, top_k, target, true);
+    if (target == out) return;
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        k.add_normed(target + t * size, around.norm_after, around.eps, around.scale, size, out + t * size);
     });
 }
 

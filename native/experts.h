@@ -24,4 +24,35 @@ private:
     std::vector<std::shared_ptr<const Linear>> gate_up_, down_;
 };
 
+// How a router's logits choose experts; infinilm/kernels/experts_torch.py says what it means.
+struct Routing {
+    int top_k;
+    bool renormalizes, is_sigmoid;
+    int num_groups, top_groups, group_best;
+    float scale;
+};
+
+// The top_k experts of a row, the best first, and their weights. A correction [count] of ranks, not of weights, may be null.
+void choose_experts(const float* logits, int count, const Routing& routing, const float* correction, int32_t* ids,
+                    float* weights);
+
+// A channel mixer: the experts that a router chooses, and those that all rows share.
+class SparseMLP : public ChannelMixer {
+public:
+    // router [hidden, experts]; its bias, the correction and the shared experts may be null.
+    SparseMLP(std::shared_ptr<const Experts> experts, const Routing& routing, const float* router, const float* bias,
+              const float* correction, std::shared_ptr<const ChannelMixer> shared)
+        : experts_(std::move(experts)), routing_(routing), router_(router), bias_(bias), correction_(correction),
+          shared_(std::move(shared)) {}
+
+    int hidden() const override { return experts_->hidden(); }
+    void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
+
+private:
+    std::shared_ptr<const Experts> experts_;
+    Routing routing_;
+    const float *router_, *bias_, *correction_;
+    std::shared_ptr<const ChannelMixer> shared_;
+};
+
 }  // namespace infinilm

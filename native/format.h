@@ -23,6 +23,7 @@ namespace infinilm {
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
 constexpr int kQuads = kGroup / 4;  // vectors of a group
+constexpr int kBlockGroups = 8;     // that are multiplied at a time
 constexpr int kVectorBytes = kPanelRows * 4;
 
 struct Format {

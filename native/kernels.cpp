@@ -13,8 +13,8 @@ namespace infinilm::INFINILM_ISA {
 
 extern const Kernels table;
 const Kernels table = {
-    INFINILM_NAME(INFINILM_ISA), quantize, silu_quantize, score, rms_norm, multiply, rope_store, attend, merge, partial_size,
-    scan, weigh,
+    INFINILM_NAME(INFINILM_ISA), quantize, gate_quantize, add_normed, score, rms_norm, multiply, rope_store, attend, merge,
+    partial_size, scan, weigh,
 };
 
 }  // namespace infinilm::INFINILM_ISA

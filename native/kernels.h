@@ -7,14 +7,23 @@
 
 namespace infinilm {
 
-// Rows of floats, rounded to 16 bits by groups of 32 columns: x = scale * (255 * coarse + fine), both from -127 to 127.
+// Rows of floats, rounded to 16 bits by groups of 32 columns: x = scale * whole, with whole = 255 * coarse + fine, both
+// from -127 to 127.
+//
+// Columns are cut into blocks of kBlockGroups groups. A block of all rows lies together, so that from a row to the next
+// it is a fixed distance, whatever the matrix.
 struct Activations {
+    int64_t rows;
     int columns;
-    int8_t* coarse;   // [rows, columns]
-    int8_t* fine;     // [rows, columns]
-    float* scales;    // [rows, columns / 32]
-    float* sums;      // [rows, columns / 32], of x
-    int32_t* halves;  // [rows, columns / 16], of x / scale
+    int8_t* coarse;   // [blocks, rows, kBlockGroups, 32], like all that follow
+    int8_t* fine;
+    int16_t* whole;
+    float* scales;    // [blocks, rows, kBlockGroups]
+    float* sums;      // of x
+    int32_t* halves;  // [blocks, rows, kBlockGroups, 2], sums of whole
+
+    // The first group of a row in a block.
+    int64_t place(int64_t row, int block) const { return (block * rows + row) * kBlockGroups; }
 };
 
 constexpr int kCoarseStep = 255;
@@ -32,14 +41,21 @@ struct CacheView {
     int head_dim;
 };
 
-// Turning queries and keys of one token, and storing key and value.
+// Norming and turning queries and keys of one token, and storing key and value.
 struct RopeStore {
     int num_heads;
-    const float* q_norm;  // [head_dim] or null
+    const float* q_norm;  // [head_dim], or [heads, head_dim] if heads are normed as one; null: they are not normed
     const float* k_norm;
+    bool norms_all_heads;
     float eps;
-    const float* rotary;  // [max_len, head_dim], cosines and then sines; null: heads are neither normed nor turned
+    const float* rotary;  // [max_len, rotary_dim], cosines and then sines; null: heads are neither normed nor turned
+    int rotary_dim;       // how many of a head's numbers are turned
+    bool is_interleaved;  // pairs are neighbours: numbers 2i and 2i + 1 instead of i and i + rotary_dim / 2
+    const float* query_scale;  // [max_len], what queries are multiplied by in the end; null: nothing
 };
+
+// Of a gate.
+enum class Activation { kSilu, kGeluTanh };
 
 // Some of a request's new tokens, the query heads of one key-value head, and the keys they are attended to.
 struct AttentionTask {
@@ -79,12 +95,14 @@ struct Kernels {
 
     // Round a row of x, after the norm if there is a weight.
     void (*quantize)(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out);
-    // Round silu(gate) * up of a row [gate, up].
-    void (*silu_quantize)(const float* gate_up, int64_t stride, int row, const Activations& out);
+    // Round activation(gate) * up of a row [gate, up].
+    void (*gate_quantize)(const float* gate_up, int64_t stride, Activation activation, int row, const Activations& out);
+    // hidden += scale * x, with x after the norm if there is a weight.
+    void (*add_normed)(const float* x, const float* norm, float eps, float scale, int columns, float* hidden);
     // out[i] = the sum over columns of x[column] * weight[column, i], in their order.
     void (*score)(const float* x, const float* weight, int columns, int count, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int columns, float* out);
-    // out[row, 16 panel ...] = or += x[row] W^T (+ bias) for some rows and panels.
+    // out[row, 16 panel ...] = or += x[row] W^T (+ bias) for some rows, at most kMaxTaskRows, and panels.
     void (*multiply)(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
                      int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate);
     // qkv: one token's heads [heads of q, k and v, head_dim]; keys and values go to slot, unless it is negative.
@@ -100,6 +118,7 @@ struct Kernels {
     void (*weigh)(const float* logits, int count, float row_max, float temperature, int64_t* weights);
 };
 
+constexpr int kMaxTaskRows = 192;  // a multiple of the rows that are multiplied at a time
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroupHeads = 64;  // query heads of one key-value head
 

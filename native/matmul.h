@@ -20,6 +20,9 @@ constexpr int kMaxRows = kLanes / 2;
 // and matrices, but the processor's own guesses end with every page.
 constexpr size_t kAhead = 8192;
 constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
+// Rows from which on it pays to unpack weights once for all, by measurement.
+template <int kFormat>
+constexpr int kMany = kLanes == 16 && kFormats[kFormat].scales == 1 ? 48 : 16;
 
 // Vector `quad` of a group: four columns of kLanes rows, one number a byte.
 template <int kBits>
@@ -51,18 +54,17 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
     constexpr int kRun = std::min(kQuadsPerSum<format.bits>, kQuadsPerScale);
     constexpr size_t kBytes = format.group_bytes() + format.scale_values() * sizeof(uint16_t);
     constexpr int kZero = kHasShortSums && format.bits == 8 ? 0 : format.zero;
+    constexpr int kStride = kBlockGroups;  // from row to row, in groups
 
     const int groups = w.groups();
     const uint8_t* group = w.panel(panel);
     const uint16_t* scales = w.scales(panel) + part * kLanes;
-    const int8_t* coarse = x.coarse + int64_t(row) * x.columns;
-    const int8_t* fine = x.fine + int64_t(row) * x.columns;
-    const float* x_scales = x.scales + int64_t(row) * groups;
-    const float* x_sums = x.sums + int64_t(row) * groups;
-    const int32_t* halves = x.halves + int64_t(row) * groups * 2;
-
     for (Floats& sum : sums) sum = all(0.0f);
-    for (int g = 0; g < groups; ++g, group += format.group_bytes(), scales += format.scale_values()) {
+    int64_t place = 0;  // of row `row`
+    for (int g = 0; g < groups; ++g, ++place, group += format.group_bytes(), scales += format.scale_values()) {
+        if (g % kBlockGroups == 0) place = x.place(row, g / kBlockGroups);
+        const int8_t* coarse = x.coarse + place * kGroup;
+        const int8_t* fine = x.fine + place * kGroup;
         if (is_first) {
             const uint8_t* ahead = w.panel(panel) + g * kBytes + kAhead;
             for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
@@ -72,7 +74,7 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
             for (int r = 0; r < kRows; ++r) {
                 int offset = 0;
                 if constexpr (kZero != 0) {
-                    const int32_t* half = halves + r * groups * 2 + 2 * g;
+                    const int32_t* half = x.halves + (place + r * kStride) * 2;
                     offset = -kZero * (format.scales == 1 ? half[0] + half[1] : half[s]);
                 }
                 totals[r] = all(offset);
@@ -84,9 +86,9 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
                 for (int quad = first; quad < first + kRun; ++quad) {
                     const Bytes q = unpack<format.bits>(group, quad, part);
                     for (int r = 0; r < kRows; ++r) {
-                        const int place = r * x.columns + g * kGroup + 4 * quad;
-                        coarse_sums[r] = add_products<format.bits>(coarse_sums[r], q, coarse + place);
-                        fine_sums[r] = add_products<format.bits>(fine_sums[r], q, fine + place);
+                        const int at = r * kStride * kGroup + 4 * quad;
+                        coarse_sums[r] = add_products<format.bits>(coarse_sums[r], q, coarse + at);
+                        fine_sums[r] = add_products<format.bits>(fine_sums[r], q, fine + at);
                     }
                 }
                 for (int r = 0; r < kRows; ++r) {
@@ -96,12 +98,12 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
             }
             const Floats scale = load_half(scales + s * kPanelRows);
             for (int r = 0; r < kRows; ++r) {
-                sums[r] = multiply_add(to_floats(totals[r]), scale * x_scales[r * groups + g], sums[r]);
+                sums[r] = multiply_add(to_floats(totals[r]), scale * x.scales[place + r * kStride], sums[r]);
             }
         }
         if constexpr (format.has_minimum) {
             const Floats minimum = load_half(scales + format.scales * kPanelRows);
-            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x_sums[r * groups + g]), sums[r]);
+            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x.sums[place + r * kStride]), sums[r]);
         }
     }
 }
@@ -151,8 +153,8 @@ void multiply_rest(const PackedMatrix& w, const Activations& x, int row, int res
 }
 
 template <int kFormat>
-void multiply_format(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
-                     int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
+void multiply_few(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
+                  int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
     for (int panel = first_panel; panel < end_panel; ++panel) {
         int row = first_row;
         for (; row + kMaxRows <= end_row; row += kMaxRows) {
@@ -161,6 +163,141 @@ void multiply_format(const PackedMatrix& w, const Activations& x, int first_row,
         }
         multiply_rest<kFormat, kMaxRows - 1>(w, x, row, end_row - row, panel, row == first_row, bias, out, out_stride,
                                              accumulate);
+    }
+}
+
+// ---- many rows: weights are unpacked once for all of them, to 16 bits, which multiply whole numbers at once. The sums
+// are the same integers, so a row's results are the same bits as among few. ----
+
+constexpr int kPairs = kGroup / 2;  // vectors of a group
+constexpr int kManyPanels = 4;
+constexpr int kTileRows = kLanes == 16 ? 12 : 4;
+
+// Some groups of a panel.
+struct UnpackedBlock {
+    alignas(64) Ints numbers[kParts][kBlockGroups][kPairs];  // a lane has two columns of a row, as int16
+    alignas(64) Floats scales[kParts][kBlockGroups][2];
+    alignas(64) Floats minimums[kParts][kBlockGroups];
+};
+
+template <int kFormat>
+inline void unpack_block(const PackedMatrix& w, int panel, int first_group, int groups, UnpackedBlock& block) {
+    constexpr Format format = kFormats[kFormat];
+    typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+    const Shorts zero = int16_t(format.zero) - Shorts{};
+    for (int g = 0; g < groups; ++g) {
+        const uint8_t* group = w.panel(panel) + (first_group + g) * format.group_bytes();
+        const uint16_t* scales = w.scales(panel) + (first_group + g) * format.scale_values();
+        for (int part = 0; part < kParts; ++part) {
+#pragma GCC unroll 8
+            for (int quad = 0; quad < kQuads; ++quad) {
+                const Ints four = (Ints)unpack<format.bits>(group, quad, part);
+                const Ints even = (four & 0xff) | ((four & 0xff00) << 8);
+                const Ints odd = (four >> 16 & 0xff) | (four >> 8 & 0xff0000);
+                block.numbers[part][g][2 * quad] = (Ints)((Shorts)even - zero);
+                block.numbers[part][g][2 * quad + 1] = (Ints)((Shorts)odd - zero);
+            }
+            for (int s = 0; s < format.scales; ++s) {
+                block.scales[part][g][s] = load_half(scales + s * kPanelRows + part * kLanes);
+            }
+            if (format.has_minimum) {
+                block.minimums[part][g] = load_half(scales + format.scales * kPanelRows + part * kLanes);
+            }
+        }
+    }
+}
+
+// Add the products of kRows rows with a block's part to their sums, `kPanelRows` floats apart.
+template <int kScales, bool kHasMinimum, int kRows>
+inline void multiply_block(const UnpackedBlock& block, int part, int groups, const Activations& x, int64_t place,
+                           float* sums_of_rows) {
+    const int16_t* whole = x.whole + place * kGroup;
+    const float* x_scales = x.scales + place;
+    const float* x_sums = x.sums + place;
+    Floats sums[kRows];
+    for (int r = 0; r < kRows; ++r) sums[r] = load(sums_of_rows + r * kPanelRows);
+    for (int g = 0; g < groups; ++g, whole += kGroup) {
+        for (int s = 0; s < kScales; ++s) {
+            Ints totals[kRows];
+            for (int r = 0; r < kRows; ++r) totals[r] = Ints{};
+#pragma GCC unroll 16
+            for (int pair = s * kPairs / kScales; pair < (s + 1) * kPairs / kScales; ++pair) {
+                const Ints w = block.numbers[part][g][pair];
+                for (int r = 0; r < kRows; ++r) {
+                    totals[r] = add_pairs(totals[r], w, whole + r * kBlockGroups * kGroup + 2 * pair);
+                }
+            }
+            const Floats scale = block.scales[part][g][s];
+            for (int r = 0; r < kRows; ++r) {
+                sums[r] = multiply_add(to_floats(totals[r]), scale * x_scales[r * kBlockGroups + g], sums[r]);
+            }
+        }
+        if constexpr (kHasMinimum) {
+            const Floats minimum = block.minimums[part][g];
+            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x_sums[r * kBlockGroups + g]), sums[r]);
+        }
+    }
+    for (int r = 0; r < kRows; ++r) store(sums_of_rows + r * kPanelRows, sums[r]);
+}
+
+template <int kScales, bool kHasMinimum, int kRows>
+inline void multiply_block_rest(const UnpackedBlock& block, int part, int groups, const Activations& x, int64_t place,
+                                int rest, float* sums) {
+    if constexpr (kRows > 0) {
+        if (rest == kRows) {
+            multiply_block<kScales, kHasMinimum, kRows>(block, part, groups, x, place, sums);
+        } else {
+            multiply_block_rest<kScales, kHasMinimum, kRows - 1>(block, part, groups, x, place, rest, sums);
+        }
+    }
+}
+
+// Up to kManyPanels panels. They take turns with each block of columns, whose rounded rows stay near meanwhile.
+template <int kFormat>
+void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
+                   int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
+    constexpr Format format = kFormats[kFormat];
+    UnpackedBlock unpacked;
+    alignas(64) float all_sums[kManyPanels][kMaxTaskRows * kPanelRows];
+    const int rows = end_row - first_row;
+    for (int panel = first_panel; panel < end_panel; ++panel) {
+        std::fill_n(all_sums[panel - first_panel], rows * kPanelRows, 0.0f);
+    }
+    for (int first = 0; first < w.groups(); first += kBlockGroups) {
+        const int groups = std::min(kBlockGroups, w.groups() - first);
+        for (int panel = first_panel; panel < end_panel; ++panel) {
+            unpack_block<kFormat>(w, panel, first, groups, unpacked);
+            for (int part = 0; part < kParts; ++part) {
+                float* sums = all_sums[panel - first_panel] + part * kLanes;
+                int64_t place = x.place(first_row, first / kBlockGroups);
+                int row = 0;
+                for (; row + kTileRows <= rows; row += kTileRows, place += kTileRows * kBlockGroups) {
+                    multiply_block<format.scales, format.has_minimum, kTileRows>(unpacked, part, groups, x, place,
+                                                                                 sums + row * kPanelRows);
+                }
+                multiply_block_rest<format.scales, format.has_minimum, kTileRows - 1>(
+                    unpacked, part, groups, x, place, rows - row, sums + row * kPanelRows);
+            }
+        }
+    }
+    for (int row = 0; row < rows; ++row) {
+        for (int column = first_panel * kPanelRows; column < std::min(end_panel * kPanelRows, w.rows); column += kLanes) {
+            const int panel = column / kPanelRows - first_panel;
+            write_tile(load(all_sums[panel] + row * kPanelRows + column % kPanelRows), bias ? bias + column : nullptr,
+                       out + (first_row + row) * out_stride + column, std::min(kLanes, w.rows - column), accumulate);
+        }
+    }
+}
+
+template <int kFormat>
+void multiply_format(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
+                     int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
+    if (end_row - first_row < kMany<kFormat>) {
+        return multiply_few<kFormat>(w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
+    }
+    for (int panel = first_panel; panel < end_panel; panel += kManyPanels) {
+        multiply_many<kFormat>(w, x, first_row, end_row, panel, std::min(panel + kManyPanels, end_panel), bias, out,
+                               out_stride, accumulate);
     }
 }
 

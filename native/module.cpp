@@ -57,25 +57,27 @@ CacheType cache_type(const AnyArray& cache) {
     throw std::invalid_argument("a cache must be float32, float16 or bfloat16");
 }
 
-// One layer of a cache [blocks, block_size, 2, kv_heads, head_dim], or of several with one more dimension in front.
-CacheView view_cache(const AnyArray& cache, size_t layer) {
-    const size_t dims = cache.ndim();
-    require(dims == 5 || dims == 6, "a cache has the shape [layers,] [blocks, block_size, 2, kv_heads, head_dim]");
+// One layer's cache [blocks, block_size, 2, kv_heads, head_dim].
+CacheView view_cache(const AnyArray& cache) {
+    require(cache.ndim() == 5 && cache.shape(2) == 2, "a cache has the shape [blocks, block_size, 2, kv_heads, head_dim]");
     int64_t expected = 1;
-    for (size_t d = dims; d-- > 0; expected *= cache.shape(d)) {
+    for (size_t d = 5; d-- > 0; expected *= cache.shape(d)) {
         require(cache.stride(d) == expected || cache.shape(d) == 1, "a cache must be contiguous");
     }
-    const size_t skip = dims - 5;
-    require(cache.shape(skip + 2) == 2, "a cache holds keys and values");
-    require(cache.shape(skip + 4) <= kMaxHeadDim, "head_dim must not exceed " + std::to_string(kMaxHeadDim));
-    const size_t layer_bytes = cache.size() / (skip ? cache.shape(0) : 1) * (cache.dtype().bits / 8);
-    return {static_cast<uint8_t*>(cache.data()) + layer * layer_bytes,
-            cache_type(cache),
-            int64_t(cache.shape(skip)),
-            int64_t(cache.shape(skip + 1)),
-            int(cache.shape(skip + 3)),
-            int(cache.shape(skip + 4))};
+    require(cache.shape(4) <= kMaxHeadDim, "head_dim must not exceed " + std::to_string(kMaxHeadDim));
+    return {cache.data(),  cache_type(cache),    int64_t(cache.shape(0)), int64_t(cache.shape(1)),
+            int(cache.shape(3)), int(cache.shape(4))};
 }
+
+// The caches of a decoder's layers, which it keeps alive.
+struct PyCache {
+    std::vector<AnyArray> arrays;
+    std::vector<CacheView> layers;
+
+    explicit PyCache(std::vector<AnyArray> arrays_) : arrays(std::move(arrays_)) {
+        for (const AnyArray& array : arrays) layers.push_back(view_cache(array));
+    }
+};
 
 // A step that keeps its arrays alive.
 struct PyStep {
@@ -159,87 +161,168 @@ void score_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float
     });
 }
 
-struct PyLayer {
-    Floats1 input_norm, post_norm;
-    std::optional<Floats1> q_norm, k_norm;
-    std::vector<PyLinear> linears;  // which keep their biases alive
-    Layer layer;
-    int kv_heads, head_dim;
+struct PyAttention {
+    PyLinear qkv, out;  // which keep their biases alive
+    Array<const float, 2> rotary;
+    std::optional<Floats1> q_norm, k_norm, query_scale, sinks;
+    Attention attention;
 
-    PyLayer(Floats1 input_norm_, const PyLinear& qkv, std::optional<Floats1> q_norm_, std::optional<Floats1> k_norm_,
-            const PyLinear& out, Floats1 post_norm_, const PyLinear& gate_up, const PyLinear& down, float eps,
-            int num_heads, int num_kv_heads, int head_dim_, std::optional<int64_t> window)
-        : input_norm(input_norm_), post_norm(post_norm_), q_norm(q_norm_), k_norm(k_norm_),
-          linears{qkv, out, gate_up, down}, kv_heads(num_kv_heads), head_dim(head_dim_) {
+    PyAttention(const PyLinear& qkv_, const PyLinear& out_, int num_heads, int num_kv_heads, int head_dim,
+                Array<const float, 2> rotary_, bool is_interleaved, std::optional<Floats1> query_scale_,
+                std::optional<Floats1> q_norm_, std::optional<Floats1> k_norm_, float eps, float scale,
+                std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks_)
+        : qkv(qkv_), out(out_), rotary(rotary_), q_norm(q_norm_), k_norm(k_norm_), query_scale(query_scale_), sinks(sinks_) {
         require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && num_heads / num_kv_heads <= kMaxGroupHeads,
                 "num_heads must be a multiple of num_kv_heads, at most " + std::to_string(kMaxGroupHeads) + " times");
-        require(head_dim % 2 == 0 && head_dim <= kMaxHeadDim, "head_dim must be even and at most " + std::to_string(kMaxHeadDim));
-        require(!window || *window > 0, "window must be positive");
-        const int hidden = qkv.linear->in_features(), inner = down.linear->in_features();
+        require(head_dim <= kMaxHeadDim, "head_dim must be at most " + std::to_string(kMaxHeadDim));
+        const int rotary_dim = int(rotary.shape(1));
+        require(rotary_dim % 2 == 0 && rotary_dim <= head_dim, "rotary must be [max_len, an even number up to head_dim]");
         require(qkv.linear->out_features() == (num_heads + 2 * num_kv_heads) * head_dim &&
-                    out.linear->in_features() == num_heads * head_dim && out.linear->out_features() == hidden &&
-                    gate_up.linear->in_features() == hidden && gate_up.linear->out_features() == 2 * inner &&
-                    down.linear->out_features() == hidden && int(input_norm.size()) == hidden &&
-                    int(post_norm.size()) == hidden,
-                "the layer's weights do not fit together");
-        layer = {input_norm.data(), qkv.linear, out.linear, gate_up.linear, down.linear, post_norm.data(),
-                 {num_heads, vector_or_null(q_norm, head_dim, "q_norm"), vector_or_null(k_norm, head_dim, "k_norm"), eps,
-                  nullptr},
-                 window.value_or(0)};
+                    out.linear->in_features() == num_heads * head_dim &&
+                    out.linear->out_features() == qkv.linear->in_features(),
+                "the weights of qkv and out do not fit the heads or each other");
+        require(!window || *window > 0, "window must be positive");
+        require(!cap || *cap > 0.0f, "cap must be positive");
+        // A norm of heads is that of one, unless it has numbers for all.
+        const bool norms_all_heads = q_norm && int(q_norm->size()) != head_dim;
+        const auto norm = [&](const std::optional<Floats1>& weight, int heads, const char* name) {
+            return vector_or_null(weight, size_t(head_dim) * (norms_all_heads ? heads : 1), name);
+        };
+        const RopeStore rope{num_heads,
+                             norm(q_norm, num_heads, "q_norm"),
+                             norm(k_norm, num_kv_heads, "k_norm"),
+                             norms_all_heads,
+                             eps,
+                             rotary.data(),
+                             rotary_dim,
+                             is_interleaved,
+                             vector_or_null(query_scale, rotary.shape(0), "query_scale")};
+        const Scoring scoring{scale, window.value_or(0), cap.value_or(0.0f), vector_or_null(sinks, num_heads, "sinks")};
+        attention = {qkv.linear, out.linear, rope, scoring, num_kv_heads, head_dim};
     }
+};
+
+// A channel mixer, and what it needs alive.
+struct PyChannelMixer {
+    std::vector<PyLinear> linears;
+    std::optional<Array<const float, 2>> router;
+    std::optional<Floats1> router_bias, correction;
+    std::shared_ptr<const ChannelMixer> mixer;
+};
+
+struct PyMLP : PyChannelMixer {
+    PyMLP(const PyLinear& gate_up, const PyLinear& down, const std::string& activation) {
+        require(gate_up.linear->out_features() == 2 * down.linear->in_features() &&
+                    gate_up.linear->in_features() == down.linear->out_features(),
+                "the weights of gate_up and down do not fit each other");
+        require(activation == "silu" || activation == "gelu_pytorch_tanh",
+                "activation='" + activation + "' must be silu or gelu_pytorch_tanh");
+        linears = {gate_up, down};
+        mixer = std::make_shared<MLP>(gate_up.linear, down.linear,
+                                      activation == "silu" ? Activation::kSilu : Activation::kGeluTanh);
+    }
+};
+
+struct PySparseMLP : PyChannelMixer {
+    PySparseMLP(const PyExperts& experts, Array<const float, 2> router_, std::optional<Floats1> bias,
+                std::optional<Floats1> correction_, int top_k, bool renormalizes, bool is_sigmoid, int num_groups,
+                int top_groups, int group_best, float scale, const PyMLP* shared) {
+        const int count = experts.experts->count(), hidden = experts.experts->hidden();
+        require(int(router_.shape(0)) == hidden && int(router_.shape(1)) == count, "router must be [hidden, experts]");
+        require(num_groups >= 1 && count % num_groups == 0 && top_groups >= 1 && top_groups <= num_groups &&
+                    group_best >= 1 && group_best <= std::max(1, count / num_groups),
+                "the groups of experts do not fit their number");
+        require(top_k >= 1 && top_k <= count / num_groups * top_groups, "top_k must be 1 to the experts that may be chosen");
+        require(shared == nullptr || shared->mixer->hidden() == hidden, "shared experts must have the same hidden size");
+        linears = experts.linears;
+        if (shared) linears.insert(linears.end(), shared->linears.begin(), shared->linears.end());
+        router = router_, router_bias = bias, correction = correction_;
+        mixer = std::make_shared<SparseMLP>(
+            experts.experts, Routing{top_k, renormalizes, is_sigmoid, num_groups, top_groups, group_best, scale},
+            router->data(), vector_or_null(router_bias, count, "router_bias"),
+            vector_or_null(correction, count, "correction"), shared ? shared->mixer : nullptr);
+    }
+};
+
+struct PyLayer {
+    PyAttention attention;
+    PyChannelMixer channels;
+    std::optional<Floats1> norms[4];  // before and after attention, before and after the channel mixer
+    Layer layer;
+
+    PyLayer(const PyAttention& attention_, const PyChannelMixer& channels_, std::optional<Floats1> before_tokens,
+            std::optional<Floats1> after_tokens, std::optional<Floats1> before_channels,
+            std::optional<Floats1> after_channels, float eps, float residual_scale)
+        : attention(attention_), channels(channels_), norms{before_tokens, after_tokens, before_channels, after_channels} {
+        require(channels.mixer->hidden() == hidden_size(), "the mixers have different hidden sizes");
+        const float* weights[4];
+        for (int i = 0; i < 4; ++i) weights[i] = vector_or_null(norms[i], size_t(hidden_size()), "a norm");
+        layer = {attention.attention,
+                 {weights[0], weights[1], eps, residual_scale},
+                 channels.mixer,
+                 {weights[2], weights[3], eps, residual_scale}};
+    }
+
+    int hidden_size() const { return attention.attention.qkv->in_features(); }
 };
 
 struct PyDecoder {
     std::vector<std::shared_ptr<PyLayer>> layers;
-    Array<const float, 2> rotary;
-    Floats1 norm;
+    std::optional<Floats1> norm;
+    float eps;
 
-    PyDecoder(std::vector<std::shared_ptr<PyLayer>> layers_, Array<const float, 2> rotary_, Floats1 norm_)
-        : layers(std::move(layers_)), rotary(rotary_), norm(norm_) {
+    PyDecoder(std::vector<std::shared_ptr<PyLayer>> layers_, std::optional<Floats1> norm_, float eps_)
+        : layers(std::move(layers_)), norm(norm_), eps(eps_) {
         require(!layers.empty(), "a decoder needs a layer");
         for (auto& layer : layers) {
-            require(int(rotary.shape(1)) == layer->head_dim, "rotary must be [max_len, head_dim]");
-            require(norm.size() == layer->input_norm.size(), "norm must be [hidden]");
-            layer->layer.rope.rotary = rotary.data();
+            require(layer->hidden_size() == layers.front()->hidden_size(), "the layers have different hidden sizes");
         }
+        vector_or_null(norm, size_t(layers.front()->hidden_size()), "norm");
     }
 
-    void forward(Array<float, 2> hidden, AnyArray cache, const PyStep& py_step) const {
-        const Step& step = py_step.step;
-        require(cache.ndim() == 6 && cache.shape(0) == layers.size(), "the cache must have a layer for each of the decoder's");
-        require(int64_t(hidden.shape(0)) == step.tokens, "hidden must have a row for each token of the step");
-        const CacheView first = view_cache(cache, 0);
-        for (const auto& layer : layers) {
-            require(first.kv_heads == layer->kv_heads && first.head_dim == layer->head_dim &&
-                        int(hidden.shape(1)) == layer->layer.qkv->in_features(),
-                    "hidden or cache do not fit the layers");
-        }
-        step.check(first);
-        for (int64_t t = 0; t < step.tokens; ++t) {
-            require(step.positions[t] >= 0 && step.positions[t] < int64_t(rotary.shape(0)),
-                    "a position lies outside of the rotary table");
+    void forward(Array<float, 2> hidden, const PyCache& cache, const std::vector<const PyStep*>& steps) const {
+        require(cache.layers.size() == layers.size() && steps.size() == layers.size(),
+                "there must be a cache and a step for each of the decoder's layers");
+        const int columns = int(hidden.shape(1));
+        require(columns == layers.front()->hidden_size(), "hidden does not fit the layers");
+        for (size_t i = 0; i < layers.size(); ++i) check(*layers[i], cache.layers[i], steps[i]->step, int64_t(hidden.shape(0)));
+        for (size_t i = 0; i < layers.size(); ++i) {
+            const bool is_checked = i > 0 && steps[i] == steps[i - 1] && cache.layers[i].blocks == cache.layers[i - 1].blocks &&
+                                    cache.layers[i].block_size == cache.layers[i - 1].block_size;
+            if (!is_checked) steps[i]->step.check(cache.layers[i]);
         }
         nb::gil_scoped_release release;
         for (size_t i = 0; i < layers.size(); ++i) {
-            run_layer(layers[i]->layer, step, view_cache(cache, i), hidden.data());
+            run_layer(layers[i]->layer, steps[i]->step, cache.layers[i], hidden.data());
         }
-        const int columns = int(hidden.shape(1));
-        parallel_for(step.tokens, 16, [&](int64_t t) {
+        if (!norm) return;
+        parallel_for(int64_t(hidden.shape(0)), 16, [&](int64_t t) {
             float* row = hidden.data() + t * columns;
-            kernels().rms_norm(row, norm.data(), layers.front()->layer.rope.eps, columns, row);
+            kernels().rms_norm(row, norm->data(), eps, columns, row);
         });
+    }
+
+private:
+    static void check(const PyLayer& layer, const CacheView& cache, const Step& step, int64_t tokens) {
+        const Attention& attention = layer.attention.attention;
+        require(step.tokens == tokens, "hidden must have a row for each token of the step");
+        require(cache.kv_heads == attention.kv_heads && cache.head_dim == attention.head_dim, "a cache does not fit its layer");
+        const auto max_len = int64_t(layer.attention.rotary.shape(0));
+        for (int64_t t = 0; t < step.tokens; ++t) {
+            require(step.positions[t] >= 0 && step.positions[t] < max_len, "a position lies outside of the rotary table");
+        }
     }
 };
 
 void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
-    const CacheView view = view_cache(cache, 0);
+    const CacheView view = view_cache(cache);
     require(int64_t(new_tokens.shape(0)) == py_step.step.tokens && new_tokens.shape(1) == 2 &&
                 int(new_tokens.shape(2)) == view.kv_heads && int(new_tokens.shape(3)) == view.head_dim &&
                 new_tokens.stride(3) == 1 && new_tokens.stride(2) == view.head_dim &&
                 new_tokens.stride(1) == int64_t(view.kv_heads) * view.head_dim,
             "new must be [T, 2, kv_heads, head_dim], contiguous but for T");
     py_step.step.check(view);
-    const RopeStore how{0, nullptr, nullptr, 0.0f, nullptr};
+    const RopeStore how{};
     nb::gil_scoped_release release;
     for (int64_t t = 0; t < py_step.step.tokens; ++t) {
         kernels().rope_store(new_tokens.data() + t * new_tokens.stride(0), 0, py_step.step.slots[t], how, view);
@@ -248,7 +331,7 @@ void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
 
 void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 3> out, float scale,
                std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks) {
-    const CacheView view = view_cache(cache, 0);
+    const CacheView view = view_cache(cache);
     const int heads = int(query.shape(1));
     require(int64_t(query.shape(0)) == py_step.step.tokens && int(query.shape(2)) == view.head_dim &&
                 heads % view.kv_heads == 0 && heads / view.kv_heads <= kMaxGroupHeads && query.stride(2) == 1 &&
@@ -352,20 +435,39 @@ NB_MODULE(_native, module) {
              "out"_a.noconvert(), "accumulate"_a);
     module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
 
+    using MaybeFloats = std::optional<Floats1>;
+    nb::class_<PyAttention>(module, "Attention")
+        .def(nb::init<const PyLinear&, const PyLinear&, int, int, int, Array<const float, 2>, bool, MaybeFloats, MaybeFloats,
+                      MaybeFloats, float, float, std::optional<int64_t>, std::optional<float>, MaybeFloats>(),
+             nb::kw_only(), "qkv"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rotary"_a.noconvert(),
+             "is_interleaved"_a, "query_scale"_a.noconvert().none(), "q_norm"_a.noconvert().none(),
+             "k_norm"_a.noconvert().none(), "eps"_a, "scale"_a, "window"_a.none(), "cap"_a.none(),
+             "sinks"_a.noconvert().none());
+    nb::class_<PyChannelMixer>(module, "ChannelMixer");
+    nb::class_<PyMLP, PyChannelMixer>(module, "MLP")
+        .def(nb::init<const PyLinear&, const PyLinear&, const std::string&>(), nb::kw_only(), "gate_up"_a, "down"_a,
+             "activation"_a);
+    nb::class_<PySparseMLP, PyChannelMixer>(module, "SparseMLP")
+        .def(nb::init<const PyExperts&, Array<const float, 2>, MaybeFloats, MaybeFloats, int, bool, bool, int, int, int,
+                      float, const PyMLP*>(),
+             nb::kw_only(), "experts"_a, "router"_a.noconvert(), "router_bias"_a.noconvert().none(),
+             "correction"_a.noconvert().none(), "top_k"_a, "renormalizes"_a, "is_sigmoid"_a, "num_groups"_a,
+             "top_groups"_a, "group_best"_a, "scale"_a, "shared"_a.none());
     nb::class_<PyLayer>(module, "Layer")
-        .def(nb::init<Floats1, const PyLinear&, std::optional<Floats1>, std::optional<Floats1>, const PyLinear&, Floats1,
-                      const PyLinear&, const PyLinear&, float, int, int, int, std::optional<int64_t>>(),
-             nb::kw_only(), "input_norm"_a.noconvert(), "qkv"_a, "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "out"_a, "post_norm"_a.noconvert(),
-             "gate_up"_a, "down"_a, "eps"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "window"_a.none());
+        .def(nb::init<const PyAttention&, const PyChannelMixer&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float, float>(),
+             "token_mixer"_a, "channel_mixer"_a, nb::kw_only(), "before_tokens"_a.noconvert().none(),
+             "after_tokens"_a.noconvert().none(), "before_channels"_a.noconvert().none(),
+             "after_channels"_a.noconvert().none(), "eps"_a, "residual_scale"_a);
+    nb::class_<PyCache>(module, "Cache").def(nb::init<std::vector<AnyArray>>(), "layers"_a.noconvert());
 
     nb::class_<PyStep>(module, "Step")
         .def(nb::init<Ints1, Ints1, Array<const int64_t, 2>, Ints1, Ints1>(), "positions"_a.noconvert(), "slots"_a.noconvert(),
              "block_tables"_a.noconvert(), "query_lens"_a.noconvert(), "context_lens"_a.noconvert());
 
     nb::class_<PyDecoder>(module, "Decoder")
-        .def(nb::init<std::vector<std::shared_ptr<PyLayer>>, Array<const float, 2>, Floats1>(), "layers"_a,
-             "rotary"_a.noconvert(), "norm"_a.noconvert())
-        .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
+        .def(nb::init<std::vector<std::shared_ptr<PyLayer>>, MaybeFloats, float>(), "layers"_a, "norm"_a.noconvert().none(),
+             "eps"_a)
+        .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a, "steps"_a);
 
     module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
     module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none(),

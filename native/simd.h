@@ -72,6 +72,13 @@ inline void store_bytes(int8_t* to, Floats whole) {
     std::memcpy(to, &bytes, sizeof bytes);
 }
 
+// Whole numbers from -32768 to 32767, as int16.
+inline void store_shorts(int16_t* to, Floats whole) {
+    typedef int16_t Small __attribute__((vector_size(2 * kLanes)));
+    const Small shorts = __builtin_convertvector(__builtin_convertvector(whole, Ints), Small);
+    std::memcpy(to, &shorts, sizeof shorts);
+}
+
 // ---- float16 and bfloat16 ----
 
 inline Floats load_half(const uint16_t* from) {
@@ -151,6 +158,21 @@ inline Ints widen(Ints sum) {
     return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
 #else
     return sum;
+#endif
+}
+
+// sum[lane] += w[2 lane] * x[0] + w[2 lane + 1] * x[1], where a lane of w is two int16.
+inline Ints add_pairs(Ints sum, Ints w, const int16_t* x) {
+    int32_t two;
+    std::memcpy(&two, x, sizeof two);
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)all(two));
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)all(two));
+#elif defined(__AVX2__)
+    return sum + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)all(two));
+#else
+    return sum + (w << 16 >> 16) * int32_t(x[0]) + (w >> 16) * int32_t(x[1]);
 #endif
 }
 

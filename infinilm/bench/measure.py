@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinilm.checks import check_integer
+from infinilm.engine.garbage import gc_paused
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.sampling_params import SamplingParams
 
@@ -129,8 +130,12 @@ def _median_rate(counts: Sequence[tuple[int, float]]) -> float | None:
     return median(rates) if rates else None
 
 
+@gc_paused()
 def run_engine(engine: "LLMEngine", workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:
-    """Time this engine: greedy, every answer of full length, `workload.batch_size` requests at a time."""
+    """Time this engine: greedy, every answer of full length, `workload.batch_size` requests at a time.
+
+    Nothing is collected meanwhile, as in `LLM.generate` and in the service.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=workload.output_len, ignore_eos=True)
     run = Run(token_ids=[[] for _ in prompts])
     waiting = deque(enumerate(prompts))

@@ -4,6 +4,7 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from infinilm.cache.specs import (
     resolve_layers,
 )
 from infinilm.errors import EngineError, InvalidValueError
+from infinilm.kernels import native
 from infinilm.kernels.nonfinite import mark_nonfinite
 
 _ALIGNMENT = 256
@@ -164,6 +166,12 @@ class Cache:
             [next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(*own, strict=True)]
             for own in zip(sizes, kinds, shapes, strict=True)
         ]
+
+    @cached_property
+    def native(self) -> Any:
+        """The keys and values of the layers held, as the native library's decoder takes them."""
+        library: Any = native.load()
+        return library.Cache(list(self.layers.values()))
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.

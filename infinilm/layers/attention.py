@@ -13,6 +13,7 @@ from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.invariant import sigmoid
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
+from infinilm.layers.formats.gguf import load_library
 from infinilm.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import ParallelRMSNorm, RMSNorm
@@ -80,7 +81,6 @@ class Attention(Mixer):
                 self.q_norm, self.k_norm = (norm_class(head_dim, qk_norm_eps, **kind) for _ in range(2))
         # The kernels know norms of single heads.
         has_plain_norms = type(self.q_norm) in (NoneType, RMSNorm)
-        self._is_plain = rotary.dim == head_dim and not rotary.is_interleaved and has_plain_norms
         self._has_kernels = has_kernels(options["device"]) and has_plain_norms
 
     def forward(
@@ -183,17 +183,26 @@ class Attention(Mixer):
             targets[f"{own}sinks"] = WeightShard.of(self.sinks, self.qkv.heads)
         return targets
 
-    def to_native(self) -> dict[str, Any] | None:
+    def to_native(self) -> Any | None:
         linears = native_linears(qkv=self.qkv, out=self.out)
-        scores_plainly = self.scale == self.head_dim**-0.5 and self.rotary.query_scale is None
-        scores_plainly &= self.cap is None and self.sinks is None and not self.has_gate
-        if linears is None or type(self) is not Attention or not self._is_plain or not scores_plainly:
+        norms = [None if norm is None else norm.to_native() for norm in (self.q_norm, self.k_norm)]
+        has_other_norms = self.q_norm is not None and any(norm is None for norm in norms)
+        if linears is None or type(self) is not Attention or self.has_gate or has_other_norms:
             return None
-        return linears | {
-            "q_norm": None if self.q_norm is None else self.q_norm.weight,
-            "k_norm": None if self.k_norm is None else self.k_norm.weight,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "window": self.window,
-        }
+        scales = self.rotary.query_scale
+        return load_library().Attention(
+            **linears,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary=self.rotary.table,
+            is_interleaved=self.rotary.is_interleaved,
+            query_scale=None if scales is None else scales.float().flatten(),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            scale=self.scale,
+            window=self.window,
+            cap=self.cap,
+            sinks=self.sinks,
+        )

@@ -67,8 +67,8 @@ class Mixer(nn.Module):
         """The weights to load, by their names in a checkpoint; `prefix` is the layer's."""
         raise NotImplementedError
 
-    def to_native(self) -> dict[str, Any] | None:
-        """Its arguments of the native library's `Layer`; None if the library can't compute it.
+    def to_native(self) -> Any | None:
+        """The native library's own mixer; None if the library can't compute it.
 
         A subclass of a mixer computes something else, so it has none unless it says so itself.
         """

@@ -9,6 +9,7 @@ from torch import Tensor
 from infinilm.distributed.shard import Shard
 from infinilm.kernels.invariant import gelu_tanh, silu
 from infinilm.layers.formats import LayerOptions, below
+from infinilm.layers.formats.gguf import load_library
 from infinilm.layers.linear import GateUpParallelLinear, RowParallelLinear, native_linears
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
@@ -19,6 +20,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": gelu_tanh,
 }
 """By Hugging Face's names."""
+NATIVE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Those that the native library has, too."""
 
 
 class MLP(Mixer):
@@ -68,6 +71,8 @@ class MLP(Mixer):
         own = prefix + self.prefix
         return self.gate_up.weight_targets(own) | self.down.weight_targets(own)
 
-    def to_native(self) -> dict[str, Any] | None:
-        is_plain = type(self) is MLP and self.activation == "silu"
-        return native_linears(gate_up=self.gate_up, down=self.down) if is_plain else None
+    def to_native(self) -> Any | None:
+        linears = native_linears(gate_up=self.gate_up, down=self.down)
+        if linears is None or type(self) is not MLP or self.activation not in NATIVE_ACTIVATIONS:
+            return None
+        return load_library().MLP(**linears, activation=self.activation)

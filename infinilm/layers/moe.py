@@ -12,6 +12,7 @@ from infinilm.kernels.experts_torch import Gate, Routing, choose_experts_torch
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightFormats, WeightOptions, below
 from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts
+from infinilm.layers.formats.gguf import load_library
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.mlp import MLP
@@ -195,6 +196,21 @@ class SparseMLP(Mixer):
                 f"a hook of layer{self.layer}_expert_ids returned {ids.tolist()}; a row must be {ids.shape[1]} "
                 f"different experts from 0 to {self.routing.num_experts - 1}"
             )
+
+    def to_native(self) -> Any | None:
+        matrix, router = self.experts.matrix, self.router.matrix
+        shared = None if self.shared is None else self.shared.to_native()
+        is_known = type(self) is SparseMLP and (shared is None) == (self.shared is None)
+        if (
+            not is_known
+            or self.shared_gate is not None
+            or not isinstance(matrix, PackedExperts)
+            or not isinstance(router, DenseWeight)
+        ):
+            return None
+        routing = {name: value for name, value in self.routing._asdict().items() if name != "num_experts"}
+        biases = {"router_bias": self.router.bias, "correction": self.router_bias}
+        return load_library().SparseMLP(experts=matrix.native, router=router.weight, shared=shared, **biases, **routing)
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         own = prefix + self.prefix

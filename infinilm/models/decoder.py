@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         """`residual_scale` is what a mixer's result is multiplied by before it is added."""
         super().__init__()
         self.layer, self.token_mixer, self.channel_mixer = layer, token_mixer, channel_mixer
-        self.residual_scale = residual_scale
+        self.residual_scale, self._places, self._eps = residual_scale, norms, config.rms_norm_eps
         kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
         self._norms = {name: norm_class(config.hidden_size, config.rms_norm_eps, **kind) for name in norms if name}
         for name, norm in self._norms.items():
@@ -110,14 +110,14 @@ class DecoderLayer(nn.Module):
         }
 
     def to_native(self) -> Any | None:
-        """This layer as one of the native library's; None unless the library can compute both mixers."""
-        library, parts = native.load(), (self.token_mixer.to_native(), self.channel_mixer.to_native())
-        is_plain = type(self) is DecoderLayer and self._is_plain
-        if library is None or not is_plain or parts[0] is None or parts[1] is None:
+        """This layer as one of the native library's; None unless the library can compute all of it."""
+        library, mixers = native.load(), (self.token_mixer.to_native(), self.channel_mixer.to_native())
+        weights = {name: norm.to_native() for name, norm in self._norms.items()}
+        parts = (*mixers, *weights.values())
+        if library is None or type(self) is not DecoderLayer or any(part is None for part in parts):
             return None
-        first, second = self._norms.values()
-        norms = {"input_norm": first.weight, "post_norm": second.weight}
-        return library.Layer(**parts[0], **parts[1], **norms, eps=first.eps)
+        norms = {place: name and weights[name] for place, name in self._places._asdict().items()}
+        return library.Layer(*mixers, **norms, eps=self._eps, residual_scale=self.residual_scale)
 
 
 class Decoder(nn.Module):
@@ -210,9 +210,8 @@ class Decoder(nn.Module):
                 hidden = hidden * torch.tensor(scale, dtype=hidden.dtype)  # the scale is rounded too
             if taps is not None:
                 taps.see("embed_tokens", hidden)
-        is_whole = taps is None and backend.name == "native" and len(cache.groups) == 1 and cache.only_stores
-        if is_whole and self._native is not None:
-            self._native.forward(hidden, cache.tensors[0][0], steps[0].plan)
+        if taps is None and backend.name == "native" and cache.only_stores and self._native is not None:
+            self._native.forward(hidden, cache.native, [step.plan for step in steps])
             return hidden
         inputs = self.layer_inputs(batch, hidden)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
@@ -254,16 +253,11 @@ class Decoder(nn.Module):
 
         Made when it is first needed, which is after the weights were loaded.
         """
-        library = native.load()
-        num_rotaries = len(set(self.rotaries.values()))
-        if library is None or self.norm is None or self.group.size > 1 or num_rotaries > 1:
+        library, norm = native.load(), self.norm and self.norm.to_native()
+        if library is None or self.group.size > 1 or (norm is None) != (self.norm is None):
             return None
         layers = [layer.to_native() for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return (
-            None
-            if None in layers
-            else library.Decoder(layers, next(iter(self.rotaries.values())).table, self.norm.weight)
-        )
+        return None if None in layers else library.Decoder(layers, norm, self.config.rms_norm_eps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""

@@ -1,6 +1,6 @@
 """Whole layers against the same made of torch operations; and that tokens are the same bits in any chunks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from infinilm.attention import ForwardBatch, TorchAttention
 from infinilm.kernels.packed import packed_linear
+from infinilm.layers.mlp import ACTIVATIONS
 from infinilm.layers.rotary_embedding import apply_rotary
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, EPS = 256, 512, 4, 2, 64, 16, 24, 1e-5
 LAYERS = 2
 NORM = torch.linspace(0.5, 2, HIDDEN)
+QUERY_SCALE = torch.linspace(1, 1.5, 200)
+NORM_PLACES = ("before_tokens", "after_tokens", "before_channels", "after_channels")
 FORMATS = {"qkv": ["Q4_K", "Q4_K", "Q6_K"], "out": ["Q8_0"], "gate_up": ["Q4_1", "Q5_0"], "down": ["Q5_K"]}
 ROWS = {
     "qkv": [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM],
@@ -28,18 +31,54 @@ ROWS = {
 COLUMNS = {"qkv": HIDDEN, "out": HEADS * HEAD_DIM, "gate_up": HIDDEN, "down": INNER}
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What layers may have besides matrices."""
+
+    has_biases: bool = False
+    norms: tuple[str, ...] = ("before_tokens", "before_channels")
+    head_norms: str | None = None  # of each head, or of all as one
+    rotary_dim: int = HEAD_DIM
+    is_interleaved: bool = False
+    scales_queries: bool = False
+    scale: float = HEAD_DIM**-0.5
+    window: int | None = None
+    cap: float | None = None
+    has_sinks: bool = False
+    activation: str = "silu"
+    residual_scale: float = 1.0
+
+
+KINDS = {
+    "plain": Kind(),
+    "window": Kind(window=20),
+    "biases and norms of heads": Kind(has_biases=True, head_norms="each"),
+    "four norms, caps, GELU": Kind(
+        norms=NORM_PLACES, head_norms="each", scale=0.2, window=20, cap=5.0, activation="gelu_pytorch_tanh"
+    ),
+    "norms after, of all heads": Kind(norms=NORM_PLACES[1::2], head_norms="all"),
+    "no norms, scaled": Kind(norms=(), scale=0.05, residual_scale=0.3),
+    "neighbours of half a head, sinks": Kind(
+        rotary_dim=HEAD_DIM // 2, is_interleaved=True, scales_queries=True, has_sinks=True, has_biases=True
+    ),
+}
+
+
 @dataclass
 class Layer:
     """A layer twice: the native one, and its weights."""
 
     native: Any
+    kind: Kind
     weights: dict[str, Tensor]
     biases: dict[str, Tensor | None]
     norms: dict[str, Tensor | None]
-    window: int | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
 
 
-def make_layer(native: Any, seed: int, *, has_extras: bool, window: int | None) -> Layer:
+def make_layer(native: Any, seed: int, kind: Kind) -> Layer:
     torch.manual_seed(seed)
     linears, weights, biases = {}, {}, {}
     for name, formats in FORMATS.items():
@@ -48,45 +87,75 @@ def make_layer(native: Any, seed: int, *, has_extras: bool, window: int | None) 
             for i, (format, rows) in enumerate(zip(formats, ROWS[name], strict=True))
         ]
         weights[name] = torch.cat([weight for _, weight in pairs])
-        biases[name] = 0.1 * torch.randn(sum(ROWS[name])) if has_extras else None
+        biases[name] = 0.1 * torch.randn(sum(ROWS[name])) if kind.has_biases else None
         linears[name] = native.Linear([matrix for matrix, _ in pairs], biases[name])
-    norms: dict[str, Tensor | None] = {name: 1 + 0.1 * torch.randn(HIDDEN) for name in ("input_norm", "post_norm")}
-    norms |= {name: 1 + 0.1 * torch.randn(HEAD_DIM) if has_extras else None for name in ("q_norm", "k_norm")}
-    layer = native.Layer(
-        **linears,
-        **norms,
-        eps=EPS,
+    norms = {place: 1 + 0.1 * torch.randn(HIDDEN) if place in kind.norms else None for place in NORM_PLACES}
+    heads = {"each": (1, 1), "all": (HEADS, KV_HEADS), None: (0, 0)}[kind.head_norms]
+    q_norm, k_norm = (1 + 0.1 * torch.randn(count * HEAD_DIM) if count else None for count in heads)
+    sinks = torch.randn(HEADS) if kind.has_sinks else None
+    attention = native.Attention(
+        qkv=linears["qkv"],
+        out=linears["out"],
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
-        window=window,
+        rotary=make_rotary(kind.rotary_dim),
+        is_interleaved=kind.is_interleaved,
+        query_scale=QUERY_SCALE if kind.scales_queries else None,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=EPS,
+        scale=kind.scale,
+        window=kind.window,
+        cap=kind.cap,
+        sinks=sinks,
     )
-    return Layer(layer, weights, biases, norms, window)
+    mlp = native.MLP(gate_up=linears["gate_up"], down=linears["down"], activation=kind.activation)
+    layer = native.Layer(attention, mlp, **norms, eps=EPS, residual_scale=kind.residual_scale)
+    return Layer(layer, kind, weights, biases, norms, q_norm, k_norm, sinks)
 
 
 def norm(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else F.rms_norm(x, x.shape[-1:], weight, EPS)
 
 
-def run_torch(layer: Layer, hidden: Tensor, cache: Tensor, batch: ForwardBatch, rotary: Tensor) -> Tensor:
+def norm_heads(heads: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None or len(weight) == HEAD_DIM:
+        return norm(heads, weight)
+    return norm(heads.flatten(1), weight).view(heads.shape)
+
+
+def turn(heads: Tensor, positions: Tensor, kind: Kind) -> Tensor:
+    cos, sin = make_rotary(kind.rotary_dim)[positions].unsqueeze(1).chunk(2, dim=-1)
+    if kind.is_interleaved:
+        angles = cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+    else:
+        angles = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    turned = torch.empty_like(heads)
+    apply_rotary(heads, *angles, out=turned, is_interleaved=kind.is_interleaved)
+    return turned
+
+
+def run_torch(layer: Layer, hidden: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
     def linear(name: str, x: Tensor) -> Tensor:
         return packed_linear(x, layer.weights[name], layer.biases[name])
 
-    backend = TorchAttention()
-    plan = backend.prepare(batch, block_size=BLOCK_SIZE, windows={layer.window}, dtype=torch.float32)
-    heads = linear("qkv", norm(hidden, layer.norms["input_norm"])).view(len(hidden), -1, HEAD_DIM)
+    kind, backend = layer.kind, TorchAttention()
+    plan = backend.prepare(batch, block_size=BLOCK_SIZE, windows={kind.window}, dtype=torch.float32)
+    heads = linear("qkv", norm(hidden, layer.norms["before_tokens"])).view(len(hidden), -1, HEAD_DIM)
     q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    cos, sin = rotary[batch.positions].unsqueeze(1).chunk(2, dim=-1)
-    angles = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    q, k = norm(q, layer.norms["q_norm"]), norm(k, layer.norms["k_norm"])
-    turned = torch.empty(len(q), HEADS + KV_HEADS, HEAD_DIM)
-    apply_rotary(torch.cat((q, k), dim=1), *angles, out=turned)
-    q, k = turned.split([HEADS, KV_HEADS], dim=1)
+    q, k = (turn(norm_heads(x, own), batch.positions, kind) for x, own in ((q, layer.q_norm), (k, layer.k_norm)))
+    if kind.scales_queries:
+        q = q * QUERY_SCALE[batch.positions].view(-1, 1, 1)
     backend.store(torch.stack((k, v), dim=1), cache, plan)
-    attended = backend.attend(q.contiguous(), cache, plan, scale=HEAD_DIM**-0.5, window=layer.window)
-    hidden = hidden + linear("out", attended.flatten(1))
-    gate, up = linear("gate_up", norm(hidden, layer.norms["post_norm"])).chunk(2, dim=-1)
-    return hidden + linear("down", F.silu(gate) * up)
+    attended = backend.attend(
+        q.contiguous(), cache, plan, scale=kind.scale, window=kind.window, cap=kind.cap, sinks=layer.sinks
+    )
+    mixed = norm(linear("out", attended.flatten(1)), layer.norms["after_tokens"])
+    hidden = hidden + mixed * kind.residual_scale
+    gate, up = linear("gate_up", norm(hidden, layer.norms["before_channels"])).chunk(2, dim=-1)
+    mixed = norm(linear("down", ACTIVATIONS[kind.activation](gate) * up), layer.norms["after_channels"])
+    return hidden + mixed * kind.residual_scale
 
 
 def make_batch(chunks: list[tuple[int, int]]) -> ForwardBatch:
@@ -104,41 +173,51 @@ def make_batch(chunks: list[tuple[int, int]]) -> ForwardBatch:
     )
 
 
-def make_rotary() -> Tensor:
-    angles = torch.arange(200.0).unsqueeze(1) / 10000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+def make_rotary(dim: int) -> Tensor:
+    angles = torch.arange(200.0).unsqueeze(1) / 10000 ** (torch.arange(0, dim, 2) / dim)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def make_decoder(native: Any, **options: Any) -> tuple[Any, list[Layer], Tensor]:
-    layers = [make_layer(native, 10 * i, **options) for i in range(LAYERS)]
-    rotary = make_rotary()
-    return native.Decoder([layer.native for layer in layers], rotary, NORM), layers, rotary
+def make_decoder(native: Any, kind: Kind) -> tuple[Any, list[Layer]]:
+    layers = [make_layer(native, 10 * i, kind) for i in range(LAYERS)]
+    return native.Decoder([layer.native for layer in layers], NORM, EPS), layers
 
 
 def empty_cache(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(LAYERS, NUM_BLOCKS, BLOCK_SIZE, 2, KV_HEADS, HEAD_DIM, dtype=dtype)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("has_extras", [False, True], ids=["plain", "biases and norms of heads"])
-def test_layers_equal_torch(native: Any, has_extras: bool, window: int | None) -> None:
-    decoder, layers, rotary = make_decoder(native, has_extras=has_extras, window=window)
+def run_native(native: Any, decoder: Any, hidden: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
+    decoder.forward(hidden, native.Cache(list(cache)), [make_step(native, batch)] * LAYERS)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_layers_equal_torch(native: Any, kind: Kind) -> None:
+    decoder, layers = make_decoder(native, kind)
     ours, theirs = empty_cache(), empty_cache()
     for chunks in ([(0, 40), (0, 3)], [(40, 1), (3, 9)]):
         batch = make_batch(chunks)
         hidden = torch.randn(len(batch.positions), HIDDEN)
         expected = hidden
         for layer, cache in zip(layers, theirs, strict=True):
-            expected = run_torch(layer, expected, cache, batch, rotary)
+            expected = run_torch(layer, expected, cache, batch)
         expected = norm(expected, NORM)  # scores are large here, so that a last bit makes a difference
-        decoder.forward(hidden, ours, make_step(native, batch))
+        run_native(native, decoder, hidden, ours, batch)
         assert (hidden - expected).norm() < 6e-3 * expected.norm()
         assert (ours - theirs).norm() < 6e-3 * theirs.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_tokens_do_not_depend_on_chunks_company_or_threads(native: Any, dtype: torch.dtype) -> None:
-    decoder, _, _ = make_decoder(native, has_extras=True, window=None)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("biases and norms of heads", torch.float32),
+        ("biases and norms of heads", torch.float16),
+        ("biases and norms of heads", torch.bfloat16),
+        ("four norms, caps, GELU", torch.float32),
+    ],
+)
+def test_tokens_do_not_depend_on_chunks_company_or_threads(native: Any, kind: str, dtype: torch.dtype) -> None:
+    decoder, _ = make_decoder(native, KINDS[kind])
     hidden = torch.randn(50, HIDDEN)
 
     def run(sizes: list[int], *, num_threads: int = 2, has_company: bool = False) -> Tensor:
@@ -150,7 +229,7 @@ def test_tokens_do_not_depend_on_chunks_company_or_threads(native: Any, dtype: t
             if has_company:
                 chunks.append((0, 5))
                 rows = torch.cat((rows, torch.randn(5, HIDDEN)))
-            decoder.forward(rows, cache, make_step(native, make_batch(chunks)))
+            run_native(native, decoder, rows, cache, make_batch(chunks))
             results.append(rows[:size])
             first += size
         return torch.cat(results)
@@ -161,18 +240,48 @@ def test_tokens_do_not_depend_on_chunks_company_or_threads(native: Any, dtype: t
     assert torch.equal(run([7, 43], num_threads=3, has_company=True), whole)
 
 
+def test_layers_may_keep_their_tokens_in_different_blocks(native: Any) -> None:
+    decoder, _ = make_decoder(native, KINDS["plain"])
+    batch, hidden, caches = make_batch([(0, 20)]), torch.randn(20, HIDDEN), (empty_cache(), empty_cache())
+    elsewhere = replace(batch, slot_mapping=batch.slot_mapping + 5 * BLOCK_SIZE, block_tables=batch.block_tables + 5)
+    same, moved = hidden.clone(), hidden.clone()
+    run_native(native, decoder, same, caches[0], batch)
+    decoder.forward(moved, native.Cache(list(caches[1])), [make_step(native, each) for each in (batch, elsewhere)])
+    assert moved.equal(same)
+    assert caches[1][0].equal(caches[0][0])
+    assert caches[1][1].roll(-5, dims=0).equal(caches[0][1])
+
+
+def test_a_decoder_without_a_norm_leaves_the_last_layers_output(native: Any) -> None:
+    decoder, layers = make_decoder(native, KINDS["plain"])
+    bare, batch = native.Decoder([layer.native for layer in layers], None, EPS), make_batch([(0, 3)])
+    normed, plain = torch.ones(3, HIDDEN), torch.ones(3, HIDDEN)
+    run_native(native, decoder, normed, empty_cache(), batch)
+    run_native(native, bare, plain, empty_cache(), batch)
+    torch.testing.assert_close(norm(plain, NORM), normed)
+
+
 def test_what_does_not_fit_is_refused(native: Any) -> None:
-    decoder, _, _ = make_decoder(native, has_extras=False, window=None)
-    step = make_step(native, make_batch([(0, 3)]))
+    decoder, layers = make_decoder(native, KINDS["plain"])
+    batch = make_batch([(0, 3)])
+    step, cache = make_step(native, batch), native.Cache(list(empty_cache()))
     with pytest.raises(ValueError, match="a row for each token"):
-        decoder.forward(torch.zeros(2, HIDDEN), empty_cache(), step)
-    with pytest.raises(ValueError, match="do not fit the layers"):
-        decoder.forward(torch.zeros(3, 32), empty_cache(), step)
-    with pytest.raises(ValueError, match="a layer for each"):
-        decoder.forward(torch.zeros(3, HIDDEN), empty_cache()[:1], step)
+        decoder.forward(torch.zeros(2, HIDDEN), cache, [step, step])
+    with pytest.raises(ValueError, match="does not fit the layers"):
+        decoder.forward(torch.zeros(3, 32), cache, [step, step])
+    with pytest.raises(ValueError, match="a cache and a step for each"):
+        decoder.forward(torch.zeros(3, HIDDEN), cache, [step])
+    with pytest.raises(ValueError, match="a cache and a step for each"):
+        run_native(native, decoder, torch.zeros(3, HIDDEN), empty_cache()[:1], batch)
+    with pytest.raises(ValueError, match="a cache does not fit its layer"):
+        run_native(native, decoder, torch.zeros(3, HIDDEN), empty_cache()[..., :32].contiguous(), batch)
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-        decoder.forward(torch.zeros(3, HIDDEN), empty_cache(torch.float64), step)
+        native.Cache(list(empty_cache(torch.float64)))
+    with pytest.raises(ValueError, match="must be contiguous"):
+        native.Cache(list(empty_cache()[..., :32]))
     far = make_batch([(0, 1)])
     far.positions[0] = 5000
     with pytest.raises(ValueError, match="outside of the rotary table"):
-        decoder.forward(torch.zeros(1, HIDDEN), empty_cache(), make_step(native, far))
+        run_native(native, decoder, torch.zeros(1, HIDDEN), empty_cache(), far)
+    with pytest.raises(ValueError, match="norm must have 256 numbers"):
+        native.Decoder([layers[0].native], torch.ones(3), EPS)

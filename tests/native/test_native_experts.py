@@ -90,3 +90,25 @@ def test_what_does_not_fit_is_refused(native: Any, experts: tuple[Any, Tensor, T
         native.Experts([first], [])
     with pytest.raises(ValueError, match=r"x must be \[T, in\]"):
         native.score(x, torch.empty(63, 4), torch.empty(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"router": torch.zeros(HIDDEN, 5)}, r"router must be \[hidden, experts\]"),
+        ({"correction": torch.zeros(5)}, "correction must have 6 numbers"),
+        ({"num_groups": 4}, "groups of experts"),
+        ({"num_groups": 3, "top_k": 3}, "top_k must be"),
+        ({"group_best": 7}, "groups of experts"),
+        ({"top_k": 0}, "top_k must be"),
+    ],
+)
+def test_routing_that_does_not_fit_is_refused(
+    native: Any, experts: tuple[Any, Tensor, Tensor], wrong: dict[str, Any], match: str
+) -> None:
+    routing = Routing(NUM_EXPERTS, TOP_K, renormalizes=True)._asdict()
+    del routing["num_experts"]
+    router: dict[str, Any] = {"router": torch.zeros(HIDDEN, NUM_EXPERTS), "router_bias": None, "correction": None}
+    native.SparseMLP(experts=experts[0], shared=None, **router, **routing)
+    with pytest.raises(ValueError, match=match):
+        native.SparseMLP(experts=experts[0], shared=None, **{**router, **routing, **wrong})

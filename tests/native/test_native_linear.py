@@ -9,7 +9,7 @@ from packing import FORMATS
 
 from infinilm.kernels.packed import packed_linear
 
-ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 64]
+ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 64, 200]
 
 
 def assert_close(ours: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -38,6 +38,15 @@ def test_products_equal_the_twin(native: Any, format: str, out_features: int, co
         assert_close(out, x, weight)
 
 
+@pytest.mark.parametrize("columns", [32, 288])
+def test_columns_need_not_fill_a_block(native: Any, columns: int) -> None:
+    matrix, weight = make_matrix(native, "Q5_0", 90, columns)
+    for rows in (3, 40):
+        x, out = torch.randn(rows, columns), torch.ones(rows, 90)
+        native.Linear([matrix], None).multiply(x, out, True)
+        assert_close(out - 1, x, weight)
+
+
 def test_matrices_of_different_formats_lie_side_by_side(native: Any) -> None:
     pairs = [make_matrix(native, format, rows, 256) for format, rows in (("Q4_K", 40), ("Q8_0", 7), ("Q6_K", 16))]
     bias = torch.randn(63)
@@ -52,15 +61,15 @@ def test_matrices_of_different_formats_lie_side_by_side(native: Any) -> None:
 def test_a_row_depends_on_nothing_else(native: Any, format: str) -> None:
     matrix, _ = make_matrix(native, format, 200, 256)
     linear = native.Linear([matrix], None)
-    x, together = torch.randn(70, 256), torch.empty(70, 200)
+    x, together = torch.randn(210, 256), torch.empty(210, 200)
     linear.multiply(x, together, False)
-    for first, count in ((0, 1), (3, 2), (11, 7), (64, 6)):
+    for first, count in ((0, 1), (3, 2), (11, 7), (64, 6), (190, 20)):
         out = torch.empty(count, 200)
         linear.multiply(x[first : first + count], out, False)
         assert torch.equal(out, together[first : first + count])
     for threads in (1, 3, 7):
         native.set_num_threads(threads)
-        out = torch.empty(70, 200)
+        out = torch.empty(210, 200)
         linear.multiply(x, out, False)
         assert torch.equal(out, together)
 

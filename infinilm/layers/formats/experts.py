@@ -144,7 +144,7 @@ class PackedExperts:
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """See `ExpertWeights`."""
         out = torch.empty_like(x) if residual is None else residual.contiguous()
-        self._native.mix(x.contiguous(), ids.contiguous(), weights.contiguous(), out, residual is not None)
+        self.native.mix(x.contiguous(), ids.contiguous(), weights.contiguous(), out, residual is not None)
         return out
 
     @staticmethod
@@ -155,6 +155,7 @@ class PackedExperts:
         return out
 
     @cached_property
-    def _native(self) -> Any:
+    def native(self) -> Any:
+        """The native library's experts."""
         gate_ups, downs = zip(*self._experts, strict=True)
         return load_library().Experts(*([each.to_native(None) for each in linears] for linears in (gate_ups, downs)))
