@@ -1,7 +1,7 @@
 """Four workloads that engines are compared on, run with the engine's defaults and held against the device's limits.
 
     python benchmarks/gpu_workloads.py MODEL [single nano prefix long] [--scale 0.1] [--json FILE]
-        [--no-deterministic]
+        [--deterministic]
 
 MODEL is a checkpoint's directory. Each workload is run once, in the order given, `single` twice, of which the better
 counts. The columns:
@@ -220,13 +220,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--no-deterministic", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.workloads) - set(WORKLOADS):
         parser.error(f"no workload is called {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
 
     start_time = perf_counter()
-    with LLM(arguments.model, deterministic=not arguments.no_deterministic) as llm:
+    with LLM(arguments.model, deterministic=arguments.deterministic) as llm:
         ready = perf_counter() - start_time
         llm.generate([1, 2, 3], SamplingParams(max_tokens=1), use_tqdm=False)
         first_token, age = perf_counter() - start_time, process_age()

@@ -70,10 +70,10 @@ class Config:
     seed: int = 0
     """Requests without a seed derive theirs from this and their order of arrival."""
     enable_prefix_caching: bool = True
-    deterministic: bool = True
+    deterministic: bool = False
     """Give a request the same tokens and log-probabilities, bit for bit, whatever else the engine computes and however
-    it divides the work. False: a GPU may use faster orders of summation, which depend on that. What is met on this
-    device: `LLM.stats().guarantee`."""
+    it divides the work. Quantised weights on a CPU are computed so anyway. On a GPU, and with dense weights on a CPU,
+    it costs speed (`docs/determinism.md`). What is met: `LLM.stats().guarantee`."""
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
     executor: str = "auto"

@@ -144,6 +144,7 @@ def _low_level(session: Session) -> Answers | str:
         PagedKVCacheConfig(num_blocks),
         dtype=config.dtype,
         quantization=config.quantization,
+        deterministic=config.deterministic,
     ) as engine:
         for index in indices:
             text, num_computed, states = list(work.prompts[index]), 0, []

@@ -126,7 +126,7 @@ def _collect(
 
 
 def _describe_guarantee(config: "ModelConfig", device: str, tp_size: int) -> str:
-    """Whether results would depend on the request alone here. A start tries products of matrices, which this can't."""
+    """Whether results would depend on the request alone with `deterministic=True`, as far as it is known beforehand."""
     import torch
 
     from infinilm.executor.guarantee import Guarantee, known_reasons
@@ -134,7 +134,7 @@ def _describe_guarantee(config: "ModelConfig", device: str, tp_size: int) -> str
 
     attention = select_attention("auto", config, torch.device(device), prefers_native=device == "cpu")
     found = Guarantee(tuple(known_reasons(config, device, "torch" if attention == "auto" else attention, tp_size)))
-    return "yes, unless a start says otherwise" if found.holds else str(found)
+    return "yes, with deterministic=True" if found.holds else str(found)
 
 
 def size_on_disk(path: Path) -> int:

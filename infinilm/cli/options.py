@@ -58,8 +58,8 @@ _ENGINE_OPTIONS = {
     "attention_backend": _engine_option(str, f"What computes attention: {', '.join(ATTENTION_BACKENDS)}."),
     "deterministic": _engine_option(
         bool,
-        "Give a request the same answer, bit for bit, whatever else is computed. --no-deterministic: a GPU may be "
-        "faster. Default: --deterministic.",
+        "Give a request the same answer, bit for bit, whatever else is computed. Costs speed, but for quantised "
+        "weights on a CPU, which are computed so anyway. Default: --no-deterministic.",
         "--deterministic/--no-deterministic",
     ),
     "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),

@@ -133,7 +133,7 @@ def _verify_determinism(config: Config, matrix: dict[str, Any], max_tokens: int,
     from infinilm.bench.determinism import Finding, Session, Workload, check, check_hidden_states
     from infinilm.loading.sources import resolve
 
-    session = Session(config.replace(model=resolve(config.model)))
+    session = Session(config.replace(model=resolve(config.model), deterministic=True))
     engine = session.engine()
     info, stats, num_others = engine.executor.info, engine.stats(), matrix["others"]
     longest = engine.max_model_len - max_tokens

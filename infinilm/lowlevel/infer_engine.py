@@ -81,7 +81,7 @@ class InferEngine(GenerationMixin):
     `dtype` and `quantization` mean what they mean in `Config`: a GGUF file's matrices stay quantised on a CPU unless a
     `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while they are read.
 
-    `executor` says where the ranks run, as in `Config`.
+    `deterministic` means what it means in `Config`, and `executor` says where the ranks run, as there.
 
     `generate` uses the cache from its beginning, over whatever lies there. Calls of several threads are served one
     after the other, in their order. After an error, whatever it was, the next call finds the engine as before.
@@ -101,15 +101,19 @@ class InferEngine(GenerationMixin):
         *,
         dtype: str | torch.dtype | None = None,
         quantization: str | None = None,
+        deterministic: bool = False,
         executor: str = "auto",
     ) -> None:
         check_choice("executor", executor, EXECUTORS)
+        check_flag("deterministic", deterministic)
         self._dist_config = _check_dist_config(distributed_config)
         if cache_config is not None:
             _check_cache_config(cache_config)
         kind = _device_kind(device_type, self._dist_config)
         devices = select_devices(kind, self._dist_config, "device_type", executor=executor)
-        source, choices = self._open(config, devices, dtype, quantization)
+        source, choices = self._open(
+            config, devices, dtype=dtype, quantization=quantization, deterministic=deterministic
+        )
         tp_size, num_stages = self._dist_config.tp_size, self._dist_config.pp_size
         outlines = [
             outline_model(self.config, choices.dtype, tp_size, rank, choices.formats, num_stages=num_stages)
@@ -141,8 +145,9 @@ class InferEngine(GenerationMixin):
         self,
         config: ModelConfig | str | Path,
         devices: list[torch.device],
+        *,
         dtype: str | torch.dtype | None,
-        quantization: str | None,
+        **settings: Any,
     ) -> tuple[Path | int, ModelChoices]:
         """Read what the checkpoint's headers say; returns where weights come from and how they are kept."""
         self.tokenizer: Tokenizer | None = None
@@ -150,9 +155,7 @@ class InferEngine(GenerationMixin):
         if isinstance(config, ModelConfig):
             self.config = config
             dtype = config.dtype if dtype in (None, "auto") else dtype
-            return 0, make_choices(
-                config, None, devices[0], self._dist_config.tp_size, dtype=dtype, quantization=quantization
-            )
+            return 0, make_choices(config, None, devices[0], self._dist_config.tp_size, dtype=dtype, **settings)
         if not isinstance(config, (str, Path)):
             raise InvalidTypeError(f"config={config!r} must be a ModelConfig or the path of a checkpoint")
         path = resolve(config)
@@ -161,9 +164,8 @@ class InferEngine(GenerationMixin):
             self.config = ModelConfig.from_dict(checkpoint.config)
             self.tokenizer = checkpoint.tokenizer()
             self._end_ids = find_eos_token_ids(checkpoint, self.config, self.tokenizer)
-            return path, make_choices(
-                self.config, checkpoint, devices[0], self._dist_config.tp_size, dtype=dtype, quantization=quantization
-            )
+            tp_size = self._dist_config.tp_size
+            return path, make_choices(self.config, checkpoint, devices[0], tp_size, dtype=dtype, **settings)
         finally:
             checkpoint.close()
 

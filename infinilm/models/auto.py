@@ -91,7 +91,7 @@ def make_choices(
     quantization: str | None = None,
     attention_backend: str = "auto",
     kv_cache_dtype: str = "auto",
-    deterministic: bool = True,
+    deterministic: bool = False,
 ) -> ModelChoices:
     """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
 

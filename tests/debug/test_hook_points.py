@@ -23,7 +23,6 @@ from infinilm.distributed import DistConfig
 from infinilm.engine import InferEngine
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.layers import attention, mlp
-from infinilm.layers.formats import WeightFormats
 from infinilm.models import LlamaConfig, decoder, dense
 
 KINDS = ["llama-gqa", "llama-bias", "qwen3", "mistral"]
@@ -363,7 +362,7 @@ def test_without_hooks_a_step_is_what_it_would_be_if_there_were_none(kind, refer
     with engine_of(reference) as engine:
         operations = operations_of(engine)
         worker = worker_of(engine._executor)
-        worker._model = decoder_without_taps().CausalLM(engine.config, formats=WeightFormats(is_ordered=True))
+        worker._model = decoder_without_taps().CausalLM(engine.config)
         engine.load_params(reference.state_dict())
         assert operations == operations_of(engine)
         assert len(operations) > 100

@@ -59,7 +59,7 @@ def warm(session: Session):
 
 def find_differences(path: Path, **settings) -> list[Finding]:
     work = Workload.make(160, num_requests=3, max_tokens=3, max_prompt_len=63, num_others=0, num_sharing=0)
-    session = Session(Config(model=path, device="cpu", **settings), work)
+    session = Session(Config(model=path, device="cpu", deterministic=True, **settings), work)
     try:
         assert session.engine().stats().guarantee == "yes"
         circumstances = [Circumstance("in company", in_company), Circumstance("warm", warm)]
@@ -86,7 +86,7 @@ def test_half_precision(kind: str, tmp_path: Path) -> None:
 def test_every_circumstance(tiny_dir: Path) -> None:
     """Also those of other interfaces, and hidden states."""
     work = Workload.make(300, num_requests=4, max_tokens=18, max_prompt_len=66, num_others=4, num_sharing=4)
-    session = Session(Config(model=tiny_dir, device="cpu"), work)
+    session = Session(Config(model=tiny_dir, device="cpu", deterministic=True), work)
     try:
         found = list(check(session, all_circumstances(session, num_others=4)))
         assert [finding for finding in found if not finding.is_equal or finding.skipped] == []
@@ -100,7 +100,7 @@ def test_every_circumstance(tiny_dir: Path) -> None:
 
 def test_a_difference_is_found_with_the_layer_where_it_begins(tiny_dir: Path) -> None:
     work = Workload.make(300, num_requests=2, max_tokens=4, max_prompt_len=40, num_others=0, num_sharing=0)
-    session = Session(Config(model=tiny_dir, device="cpu"), work)
+    session = Session(Config(model=tiny_dir, device="cpu", deterministic=True), work)
 
     def disturbed(session: Session):
         """A weight of layer 1 is another one while requests are together."""
@@ -131,11 +131,12 @@ def test_records_part_at_the_first_position() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        ("llama-gqa", {}, None),
-        ("llama-gqa", {"deterministic": False}, "deterministic=False"),
-        ("llama-gqa", {"attention_backend": "torch"}, "attention by torch"),
-        ("deepseek-v2", {}, "latent attention"),
-        ("qwen3.5", {}, "recurrent layers"),
+        ("llama-gqa", {"deterministic": True}, None),
+        ("llama-gqa", {}, "deterministic=True is not set; attention by torch"),
+        ("llama-gqa", {"quantization": "q8"}, None),
+        ("llama-gqa", {"deterministic": True, "attention_backend": "torch"}, "attention by torch"),
+        ("deepseek-v2", {"deterministic": True}, "latent attention"),
+        ("qwen3.5", {"deterministic": True}, "recurrent layers"),
     ],
 )
 def test_what_is_promised(kind: str, settings: dict, reason: str | None, tmp_path: Path) -> None:
