@@ -140,7 +140,8 @@ def test_records_part_at_the_first_position() -> None:
     ],
 )
 def test_what_is_promised(kind: str, settings: dict, reason: str | None, tmp_path: Path) -> None:
-    with LLM(save(make_reference(kind), tmp_path / "model"), device="cpu", **settings) as llm:
+    path = save(make_reference(kind, intermediate_size=128), tmp_path / "model")
+    with LLM(path, device="cpu", **settings) as llm:
         stats = llm.stats()
         llm.generate([[3, 4]], SamplingParams(max_tokens=1), use_tqdm=False)
     if reason is None:
