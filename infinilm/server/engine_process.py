@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.1
 MAX_CPU_STEP_TOKENS = 512
 """The default on a CPU, where a step of the usual size takes seconds. `StepPace` lowers it further by measurement."""
-MIXED_STEP_S, GPU_MIXED_STEP_S = 0.1, 0.015
-"""The default time of a step in which answers continue. On a GPU the gaps of streams stay below 20 ms with it."""
 FIRST_TOKENS = 64
 """Where the search begins: a slow machine computes this many in time, and a fast one soon gets more."""
 MIN_TOKENS = 16
@@ -78,11 +76,6 @@ class StepPace:
         self._scheduler.max_prefill_tokens = self._prefill.num_tokens
 
 
-def find_mixed_step_time(device: str) -> float:
-    """The default of `mixed_step_time`, in seconds."""
-    return GPU_MIXED_STEP_S if device.startswith("cuda") else MIXED_STEP_S
-
-
 class EngineLoop:
     """Computes steps while there are requests, and reads commands."""
 
@@ -92,8 +85,7 @@ class EngineLoop:
         self._engine = engine
         self._cache_changes = engine.scheduler.blocks.watch() if reports_cache else {}
         self._heartbeat_s = timing.heartbeat
-        mixed_s = timing.mixed_step or find_mixed_step_time(engine.executor.info.device)
-        self._pace = StepPace(engine.scheduler, mixed_s=mixed_s, prefill_s=timing.prefill_step)
+        self._pace = StepPace(engine.scheduler, mixed_s=timing.mixed_step, prefill_s=timing.prefill_step)
         self._frames = frames
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0

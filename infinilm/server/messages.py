@@ -16,7 +16,7 @@ from infinilm.structured_output import Reasoning, StructuredOutput
 class Timing(msgspec.Struct, array_like=True, frozen=True):
     """How long steps should take, and the longest time between two reports of the engine. Seconds."""
 
-    mixed_step: float | None
+    mixed_step: float
     """None: by the kind of device."""
     prefill_step: float
     heartbeat: float

@@ -47,10 +47,10 @@ class Limits:
     step_timeout: float = _limit(
         120.0, "seconds in which the engine must report progress; without, it is killed and restarted"
     )
-    mixed_step_time: float | None = _limit(
-        None,
+    mixed_step_time: float = _limit(
+        0.1,
         "seconds a step should take in which answers continue, which bounds the gaps in streams: it computes as many "
-        "prompt tokens as fit, at least 16. Default: 0.015 on a GPU, 0.1 elsewhere",
+        "prompt tokens as fit, at least 16",
     )
     prefill_step_time: float = _limit(
         0.5, "seconds a step with prompts only should take: how long a new request waits for the current step"
@@ -59,8 +59,6 @@ class Limits:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is None and item.default is None:
-                continue
             if isinstance(item.default, int):
                 check_integer(item.name, value, low=1)
             else:

@@ -7,12 +7,9 @@ from infinilm.engine.scheduler import Scheduler
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, RowChunk, StepInput
 from infinilm.server.engine_process import (
     FIRST_TOKENS,
-    GPU_MIXED_STEP_S,
     MIN_TOKENS,
-    MIXED_STEP_S,
     Pace,
     StepPace,
-    find_mixed_step_time,
 )
 
 
@@ -74,9 +71,9 @@ def test_a_slow_step_with_few_tokens_costs_no_more_than_half() -> None:
     assert pace.num_tokens == before // 2
 
 
-def test_gaps_on_a_gpu_stay_below_20_ms() -> None:
+def test_gaps_stay_near_the_time_of_a_step() -> None:
     """A clock that is simulated: 256 rows take 5 ms, a prompt token 10 us; a step in a hundred has a hiccup of 3 ms."""
-    pace = Pace(find_mixed_step_time("cuda:0"), 16384)
+    pace = Pace(0.015, 16384)
     gaps = []
     for index in range(1000):
         seconds = 0.005 + pace.num_tokens * 10e-6 + (0.003 if index % 100 == 0 else 0)
@@ -84,7 +81,3 @@ def test_gaps_on_a_gpu_stay_below_20_ms() -> None:
         gaps.append(seconds)
     assert sorted(gaps)[990] < 0.02
     assert pace.num_tokens > 900
-
-
-def test_steps_are_shorter_on_a_gpu() -> None:
-    assert (find_mixed_step_time("cpu"), find_mixed_step_time("cuda:1")) == (MIXED_STEP_S, GPU_MIXED_STEP_S)
