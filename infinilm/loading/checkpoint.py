@@ -25,6 +25,12 @@ class Checkpoint(Protocol):
     def formats(self) -> Mapping[str, str]:
         """The stored type of each tensor, as its file calls it: `BF16`, `Q4_K`."""
 
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:
+        """The format in which `read_packed` gives a matrix without rounding; None if it has none.
+
+        It is one of GGML's for the native library, else a `GroupedFormat` for other devices.
+        """
+
     def read(self, name: str) -> Tensor:
         """Read a tensor in its stored type; quantised ones as float32."""
 
@@ -38,7 +44,8 @@ class Checkpoint(Protocol):
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         """The part of a matrix that begins at `starts` and has this `shape`, some rows at a time.
 
-        Rows come in GGML blocks of `format`: as stored, or quantised while reading, which only `QUANTIZERS` can do.
+        Rows come in GGML blocks of `format`: as stored, or quantised while reading, which only `QUANTIZERS` can do. Or
+        `format` is `packed_format`.
         Thread-safe.
         """
 
@@ -63,11 +70,15 @@ def _open(path: Path) -> Checkpoint:
     from infinilm.loading.assembled import assemble
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
     from infinilm.loading.mxfp4 import Mxfp4Checkpoint
+    from infinilm.loading.quantized_checkpoint import QuantizedCheckpoint
+    from infinilm.loading.quantized_config import MXFP4
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
     if path.is_dir():
         checkpoint = SafetensorsCheckpoint(path)
-        return Mxfp4Checkpoint(checkpoint) if checkpoint.has_codes else checkpoint
+        if checkpoint.quant_method is None:
+            return checkpoint
+        return Mxfp4Checkpoint(checkpoint) if checkpoint.quant_method == MXFP4 else QuantizedCheckpoint(checkpoint)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix in PICKLE_SUFFIXES:

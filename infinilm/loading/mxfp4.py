@@ -54,6 +54,9 @@ class Mxfp4Checkpoint:
         plain = {name: format for name, format in self._stored.formats().items() if name not in parts}
         return plain | dict.fromkeys(self._decoded, "MXFP4")
 
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
+        return None
+
     def read(self, name: str) -> Tensor:
         if name not in self._decoded:
             return self._stored.read(name)

@@ -246,6 +246,11 @@ class PartialCheckpoint:
         """That in which a part can be had. Columns in another order are quantised anew: blocks can't be cut."""
         return "Q8_0" if part.columns is not None and stored not in PLAIN_TYPES else stored
 
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:
+        part = self._part(name)
+        packed = self._whole.packed_format(part.source, is_native=is_native)
+        return None if packed is None else self._format(part, packed)
+
     def read(self, name: str) -> Tensor:
         part = self._part(name)
         if part.expert is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.loading.quantized_config import MXFP4, find_method, read_schemes
 from infinilm.text.hf_tokenizer import read_json
 from infinilm.text.tokenizer import Tokenizer
 
@@ -26,11 +27,14 @@ PICKLE_REFUSED = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_CODED_TYPES = {"U8": torch.uint8}
+_CODED_TYPES = {
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = _FLOAT_TYPES | _CODED_TYPES
-MXFP4 = "mxfp4"
-"""The only `quant_method` that is read; see `mxfp4`."""
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 # Families whose published checkpoints come with code though no one needs it.
@@ -56,14 +60,19 @@ class SafetensorsCheckpoint:
         self._tensors = _read_headers(files)
         _check_index(index, self._tensors, self.path)
         self.num_bytes = sum(_num_data_bytes(file) for file in files)
-        self.has_codes = bool(self.config.get("quantization_config"))
+        self.quant_method = find_method(self.config)
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._formats = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self._readers = threading.local()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        return self._shapes
 
     def formats(self) -> Mapping[str, str]:
-        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+        return self._formats
+
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
+        return None
 
     def read(self, name: str) -> Tensor:
         tensor = self._tensor(name)
@@ -93,7 +102,7 @@ class SafetensorsCheckpoint:
         if name not in self._tensors:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         tensor = self._tensors[name]
-        if tensor.dtype not in _FLOAT_TYPES and not (self.has_codes and tensor.dtype in _CODED_TYPES):
+        if tensor.dtype not in _FLOAT_TYPES and not (self.quant_method and tensor.dtype in _CODED_TYPES):
             raise CheckpointError(
                 f"{tensor.file}: {name!r} has type {tensor.dtype}; supported are {', '.join(_FLOAT_TYPES)}"
             )
@@ -152,12 +161,11 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{file}: auto_map asks to run code that came with the model ({code!r}); code from a model "
             "directory is never run. If the architecture is one of the supported ones, delete auto_map"
         )
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if quantization and method != MXFP4:
-        raise CheckpointError(
-            f"{file}: weights quantised with {method!r} are not supported; take the unquantised model or a GGUF file"
-        )
+    if find_method(config) not in (None, MXFP4):
+        try:
+            read_schemes(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file}: {error}") from error
     return config
 
 

@@ -11,10 +11,9 @@ from infinilm.attention import why_not_native
 from infinilm.cache.config import DTYPES
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
-from infinilm.distributed.shard import PackedShard
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.formats import DENSE, WeightFormats
+from infinilm.layers.formats import DENSE, WeightFormats, is_native
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import find_source, resolve
 from infinilm.loading.weights import check_shapes
@@ -116,7 +115,7 @@ def make_choices(
         )
     else:
         outline = outline_model(config, chosen, num_ranks)
-    is_quantized = any(isinstance(shard, PackedShard) for shard in outline.weight_targets().values())
+    is_quantized = any(map(is_native, outline.weight_targets().values()))
     prefers_native = is_quantized or (deterministic and device.type == "cpu")
     attention = select_attention(attention_backend, config, device, prefers_native=prefers_native)
     kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")

@@ -11,6 +11,7 @@ from infinilm.cache.config import DTYPES
 from infinilm.cache.specs import AttentionSpec, CacheSpec
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
+from infinilm.loading.quantized_config import METHODS, find_method
 from infinilm.models.rope_parameters import (
     DEFAULT_THETA,
     ROPE_SETTINGS,
@@ -126,7 +127,7 @@ class ModelConfig:
     """Whether `partial_rotary_factor` may be less than 1."""
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
     """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
-    readable_quantizations: ClassVar[frozenset[str]] = frozenset()
+    readable_quantizations: ClassVar[frozenset[str]] = frozenset(METHODS)
     """Methods of `quantization_config` whose weights are read."""
     known_layer_types: ClassVar[tuple[str, ...]] = (FULL_ATTENTION, SLIDING_ATTENTION)
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
@@ -203,11 +204,11 @@ class ModelConfig:
 
         config = text_config(config)
         model_type = find_model_type(config)
-        quantization = config.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        if quantization and str(method) not in FAMILIES[model_type].config.readable_quantizations:
+        method = find_method(config)
+        if method is not None and method not in FAMILIES[model_type].config.readable_quantizations:
             raise CheckpointError(
-                f"weights quantised by {method!r} can't be read; use an unquantised checkpoint or GGUF"
+                f"weights of model_type={model_type!r} quantised by {method!r} can't be read; use an unquantised "
+                "checkpoint or GGUF"
             )
         family = FAMILIES[model_type]
         result = family.config._read(config, {**family.defaults, "model_type": model_type})

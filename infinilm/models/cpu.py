@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from infinilm.attention import AttentionBackend
-from infinilm.distributed.shard import PackedShard
 from infinilm.kernels import native
+from infinilm.layers.formats import is_native
 from infinilm.models.base import InfinilmModel
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ class ThreadUsers:
     @classmethod
     def of(cls, model: InfinilmModel, backend: AttentionBackend) -> "ThreadUsers":
         """Those of a model: the native library multiplies with quantised matrices, torch with the others."""
-        sizes = {True: 0, False: 0}  # by whether the matrices are packed
+        sizes = {True: 0, False: 0}  # by whether the matrices are the library's
         for shard in model.weight_targets().values():
             if len(shard.full_shape) == 2:
-                sizes[isinstance(shard, PackedShard)] += math.prod(shard.full_shape)
+                sizes[is_native(shard)] += math.prod(shard.full_shape)
         is_dense = sizes[False] > MAX_DENSE_SHARE * sizes[True]
         return cls(torch=is_dense, native=sizes[True] > 0 or backend.name == "native")
 

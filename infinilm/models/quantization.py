@@ -1,6 +1,7 @@
 """Which matrices of a checkpoint stay quantised in memory, or become so while they are read."""
 
 import logging
+from collections import Counter
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,6 +26,8 @@ ROUTERS = (
     "*.shared_expert_gate.weight",
 )
 """Routers and gates of experts, which stay dense: they are small, and a rounding error chooses another expert."""
+QUANTIZED_KINDS = ("FP8", "INT4")
+"""What checkpoints with a `quantization_config` call the types of quantised matrices."""
 _MAX_LISTED = 8
 
 
@@ -36,18 +39,29 @@ def choose_formats(
         check_choice("quantization", quantization, ("none", *QUANTIZED_TO))
     if quantization in QUANTIZED_TO:
         _check_quantization(model_type, quantization, dtype, device)
-    elif quantization == "none" or dtype != "auto" or device.type != "cpu" or not keeps_quantized(model_type):
+    elif quantization == "none" or not keeps_quantized(model_type) or (device.type == "cpu" and dtype != "auto"):
         return DENSE
     found: dict[str, str] = {}
-    shapes = checkpoint.shapes()
+    inexact: Counter[str] = Counter()
+    shapes, is_native = checkpoint.shapes(), device.type == "cpu"
     for name, stored in checkpoint.formats().items():
         if len(shapes[name]) != 2 or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
             continue
-        if stored in FORMATS:
-            found[name] = stored
+        packed = checkpoint.packed_format(name, is_native=is_native)
+        if packed is not None and (packed in FORMATS or not is_native):
+            found[name] = packed
         elif quantization is not None:
             found[name] = OUTER_FORMAT if name in OUTER_NAMES else QUANTIZED_TO[quantization]
-    if found and native.load() is None:  # `load` has logged why
+        elif stored in QUANTIZED_KINDS:
+            inexact[stored] += 1
+    for stored, count in inexact.items():
+        logger.warning(
+            "%d matrices stored as %s are computed dense: %s has no form of them with exactly the same values",
+            count,
+            stored,
+            "the native library" if is_native else str(device),
+        )
+    if found and is_native and native.load() is None:  # `load` has logged why
         return DENSE
     return WeightFormats(found)
 
@@ -58,8 +72,9 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
     if dense:
         listed = ", ".join(dense[:_MAX_LISTED]) + (", …" if len(dense) > _MAX_LISTED else "")
         logger.warning(
-            "%d of %d quantised matrices are computed dense, because their columns, or those of matrices that they are "
-            "multiplied with, can't be cut into whole blocks, or for want of an activation in the native library: %s",
+            "%d of %d quantised matrices are computed dense, because they are experts on a GPU, or their columns, or "
+            "those of matrices that they are multiplied with, can't be cut into whole blocks, or for want of an activation "
+            "in the native library: %s",
             len(dense),
             len(formats.by_name),
             listed,

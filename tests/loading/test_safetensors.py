@@ -152,7 +152,8 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
         ('{"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}', "code from a model directory is never run"),
         ('{"auto_map": {"AutoConfig": "configuration.Config"}}', "code from a model directory is never run"),
         ('{"auto_map": "modeling.Model"}', "code from a model directory is never run"),
-        ('{"quantization_config": {"quant_method": "gptq"}}', "quantised with 'gptq' are not supported"),
+        ('{"quantization_config": {"quant_method": "quip"}}', "quantised by 'quip' can't be read; known are fp8, awq"),
+        ('{"quantization_config": {"quant_method": "gptq"}}', "quantization_config.bits=None can't be read; known: 4"),
     ],
 )
 def test_a_config_that_cannot_be_used(content: str, message: str, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Required, TypedDict
 import torch
 
 from infinilm.distributed.group import CommunicationGroup
-from infinilm.distributed.shard import ShardRange
+from infinilm.distributed.grouped import GroupedFormat
+from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.layers.formats.dense import DenseWeight
-from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline
+from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline, PackedFormat
+from infinilm.layers.formats.grouped import GroupedWeight
 from infinilm.layers.formats.weight import Weight
 
 __all__ = [
@@ -17,18 +19,23 @@ __all__ = [
     "FORMATS",
     "DenseWeight",
     "GGUFWeight",
+    "GroupedWeight",
     "LayerOptions",
     "MatrixOutline",
     "Weight",
     "WeightFormats",
     "WeightOptions",
     "below",
+    "is_native",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """In which of `FORMATS` matrices are to stay quantised, by their names in a checkpoint."""
+    """In which formats matrices are to stay quantised, by their names in a checkpoint.
+
+    They are `FORMATS` on a CPU, and those that `GroupedFormat` names on a GPU.
+    """
 
     by_name: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
@@ -46,14 +53,14 @@ class WeightFormats:
         Each must have a format, and this rank's `columns` of it must be whole blocks.
         """
         formats = [self.by_name.get(self.prefix + name) for name in names]
-        found = [
-            format
-            for format in formats
-            if format is not None
-            and columns.start % FORMATS[format].block_columns == 0
-            and columns.length % FORMATS[format].block_columns == 0
-        ]
+        found = [format for format in formats if format in FORMATS and _has_whole_blocks(columns, FORMATS[format])]
         return found if len(found) == len(formats) else None
+
+    def find_grouped(self, names: Sequence[str], columns: ShardRange) -> str | None:
+        """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
+        (name, *others) = {self.by_name.get(self.prefix + name) for name in names}
+        format = None if name is None or others else GroupedFormat.parse(name)
+        return name if format is not None and _has_whole_blocks(columns, format) else None
 
     def create(
         self,
@@ -71,12 +78,23 @@ class WeightFormats:
         """
         if found := self.find(names, columns):
             return GGUFWeight(found, rows, columns.length, device)
+        if not is_table and (grouped := self.find_grouped(names, columns)):
+            return GroupedWeight(grouped, rows, columns.length, dtype=dtype, device=device)
         options = {"is_table": is_table, "is_ordered": self.is_ordered}
         return DenseWeight(rows, columns.length, dtype=dtype, device=device, **options)
 
 
 DENSE = WeightFormats()
 """All matrices are plain ones."""
+
+
+def is_native(shard: Shard) -> bool:
+    """Whether the native library keeps and multiplies this matrix."""
+    return isinstance(shard, PackedShard) and shard.matrix.format in FORMATS
+
+
+def _has_whole_blocks(columns: ShardRange, format: PackedFormat | GroupedFormat) -> bool:
+    return columns.start % format.block_columns == 0 and columns.length % format.block_columns == 0
 
 
 class WeightOptions(TypedDict, total=False):

@@ -1,0 +1,69 @@
+"""Formats of quantised matrices on a device: rows of codes, with a scale for every group of columns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 32
+"""Columns whose 4-bit codes share 16 bytes: byte i has those of column i in its lower half and of i + 16 above."""
+SCALE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE = "row"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFormat:
+    """`value = scale * (code - zero)`; codes are 4-bit integers, or 8-bit floats, which have no zeros."""
+
+    bits: int
+    group: int | None
+    """Columns that share a scale; None: whole rows."""
+    scale_type: str
+    """One of `SCALE_TYPES`."""
+    has_zeros: bool = False
+    """Otherwise a 4-bit code of 8 is 0."""
+
+    @property
+    def name(self) -> str:
+        """`INT4 128 F16 zeros`: what `parse` reads."""
+        words = ["INT4" if self.bits == 4 else "FP8", str(self.group or _WHOLE), self.scale_type]
+        return " ".join([*words, "zeros"] if self.has_zeros else words)
+
+    @classmethod
+    def parse(cls, name: str) -> "GroupedFormat | None":
+        """The format of this name; None if it is another kind of format."""
+        kind, *rest = name.split(" ")
+        if kind not in ("INT4", "FP8"):
+            return None
+        group = None if rest[0] == _WHOLE else int(rest[0])
+        return cls(4 if kind == "INT4" else 8, group, rest[1], has_zeros="zeros" in rest)
+
+    @property
+    def block_columns(self) -> int:
+        """A rank's piece of a row must be whole blocks of so many columns."""
+        return self.group or (CHUNK if self.bits == 4 else 1)
+
+    def sizes(self, columns: int) -> tuple[int, int, int]:
+        """The bytes of a row's codes, scales and zeros."""
+        num_groups = columns // self.group if self.group else 1
+        return columns * self.bits // 8, num_groups * self.scale_dtype.itemsize, num_groups * self.has_zeros
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return SCALE_TYPES[self.scale_type]
+
+    def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """Rows as bytes, uint8 `[n, sum of sizes]`, of codes `[n, columns]`, scales and zeros `[n, groups]`."""
+        if self.bits == 4:
+            low, high = codes.reshape(len(codes), -1, 2, CHUNK // 2).unbind(2)
+            codes = (low | (high << 4)).flatten(1)
+        parts = [codes, scales.to(self.scale_dtype)]
+        if self.has_zeros and zeros is not None:
+            parts.append(zeros)
+        return torch.cat([part.reshape(-1).view(torch.uint8).view(len(part), -1) for part in parts], dim=1)
+
+
+def unpack_codes(packed: Tensor) -> Tensor:
+    """4-bit codes, uint8 `[n, columns]`, of bytes `[n, columns / 2]`."""
+    halves = packed.reshape(len(packed), -1, 1, CHUNK // 2)
+    return torch.cat((halves & 0x0F, halves >> 4), dim=2).flatten(1)

@@ -1,0 +1,121 @@
+"""Matrices that stay quantised on a GPU: 8-bit floats or 4-bit integers, with scales for groups of columns."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infinilm.distributed.grouped import GroupedFormat, unpack_codes
+from infinilm.distributed.shard import PackedShard, Shard, ShardRange
+from infinilm.kernels.support import has_kernels
+from infinilm.layers.activation import SiluAndMul
+from infinilm.layers.norm import RMSNorm
+
+
+class GroupedMatrix:
+    """One of the matrices of a `GroupedWeight`: views of its tensors, which `load` fills."""
+
+    def __init__(self, format: GroupedFormat, parts: Sequence[Tensor], columns: int) -> None:
+        self.format = format.name
+        self._parts, self._sizes = parts, format.sizes(columns)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+        """See `PackedMatrix`. A row's bytes are its codes, its scales and its zeros."""
+        start = 0
+        for part, size in zip(self._parts, self._sizes, strict=False):  # there may be no zeros
+            stored = blocks[:, start : start + size].contiguous()
+            part[rows.to(part.device)] = stored.view(part.dtype).to(part.device)
+            start += size
+
+
+class GroupedWeight(nn.Module):
+    """See `Weight`. All matrices have one format. Activations are in the type that is computed in.
+
+    The matrix is unpacked for each product: the bits are those of a product with the dense matrix of the same values.
+    """
+
+    def __init__(
+        self, format: str, rows: Sequence[int], columns: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        parsed = GroupedFormat.parse(format)
+        assert parsed is not None
+        self.format, self._dtype, self._num_columns = parsed, dtype, columns
+        self._firsts = [0, *accumulate(rows)]
+        num_rows = self._firsts.pop()
+        code_bytes, scale_bytes, zero_bytes = parsed.sizes(columns)
+        code_dtype = torch.uint8 if parsed.bits == 4 else torch.float8_e4m3fn
+
+        def kept(num_columns: int, kind: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_rows, num_columns, dtype=kind, device=device), requires_grad=False)
+
+        self.codes = kept(code_bytes, code_dtype)
+        self.scales = kept(scale_bytes // parsed.scale_dtype.itemsize, parsed.scale_dtype)
+        self.zeros = kept(zero_bytes, torch.uint8) if zero_bytes else None
+        self._activation = SiluAndMul(device)
+        self._max_kernel_rows = 0
+        if has_kernels(device):
+            from infinilm.kernels.ordered_product import MAX_ROWS, keep_order
+
+            self._max_kernel_rows = MAX_ROWS
+            keep_order()
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`."""
+        return sum(part.nbytes for part in self.parameters())
+
+    def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
+        """See `Weight`."""
+        found: list[Shard] = []
+        for first, own in zip(self._firsts, rows, strict=True):
+            parts = [part[first : first + own.length] for part in self.parameters()]
+            found.append(PackedShard.of(GroupedMatrix(self.format, parts, self._num_columns), own, columns))
+        return found
+
+    def dequantized(self) -> Tensor:
+        """All matrices in the type that is computed in, `[rows, columns]`: each product is rounded once."""
+        codes = self.codes if self.format.bits == 8 else unpack_codes(self.codes)
+        exact = codes.to(self._dtype).view(*self.scales.shape, -1)
+        if self.format.bits == 4:
+            exact -= 8 if self.zeros is None else self.zeros.to(self._dtype).unsqueeze(2)
+        return torch.mul(exact, self.scales.float().unsqueeze(2), out=torch.empty_like(exact)).flatten(1)
+
+    def multiply(
+        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """See `Weight`."""
+        if len(x) <= self._max_kernel_rows:
+            return self._few_rows(x, norm, bias=bias, residual=residual)
+        if norm is not None:
+            x = norm(x)
+        product = F.linear(x, self.dequantized(), bias)
+        return product if residual is None else residual.add_(product)
+
+    def _few_rows(self, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
+        from infinilm.kernels.ordered_product import ordered_product
+
+        fused = None if norm is None else (norm.weight, norm.eps)
+        return ordered_product(x, self.dequantized(), norm=fused, **options)
+
+    def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
+        """See `Weight`."""
+        if len(x) <= self._max_kernel_rows and bias is None:
+            return self._few_rows(x, norm, is_gated=True)
+        activated: Tensor = self._activation(self.multiply(x, bias, norm=norm))
+        return activated
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """See `Weight`."""
+        return F.embedding(rows, self.dequantized())
+
+    def to_native(self, bias: Tensor | None) -> Any | None:  # noqa: ARG002
+        """See `Weight`: the native library has formats of its own."""
+        return None

@@ -1,0 +1,132 @@
+"""A checkpoint whose matrices are quantised for GPUs, seen as one of plain matrices, or of packed ones."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from infinilm.distributed.grouped import GroupedFormat
+from infinilm.errors import CheckpointError
+from infinilm.loading.checkpoint import Checkpoint, locate_part
+from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.loading.quantized_config import read_schemes
+from infinilm.loading.quantized_layouts import FP8_TYPE, Fp8Matrix, Int4Matrix, QuantizedMatrix
+from infinilm.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_ACTIVATION_PARTS = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
+"""Scales of activations, which stay in the type that is computed in."""
+_CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Scales of a KV cache, which has a type of its own."""
+_SLICE_ELEMENTS = 2**21
+
+
+class QuantizedCheckpoint:
+    """See `Checkpoint`. A matrix is called `layer.weight`, whatever its tensors are called."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+        self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
+        self.num_bytes = stored.num_bytes
+        try:
+            self._matrices = _find_matrices(stored)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+        parts = {part: name for name, matrix in self._matrices.items() for part in matrix.parts}
+        self._names: dict[str, None] = {}  # of all tensors, in the order of the file
+        unused = []
+        for name in stored.shapes():
+            if name in parts:
+                self._names.setdefault(parts[name])
+            elif name.endswith((*_ACTIVATION_PARTS, *_CACHE_PARTS)):
+                unused.append(name)
+            else:
+                self._names.setdefault(name)
+        if unused:
+            logger.info(
+                "%s: activations and the cache are not quantised, so %d scales of theirs are not used: %s, …",
+                self.path,
+                len(unused),
+                unused[0],
+            )
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        stored = self._stored.shapes()
+        return {name: self._matrices[name].shape if name in self._matrices else stored[name] for name in self._names}
+
+    def formats(self) -> Mapping[str, str]:
+        stored = self._stored.formats()
+        return {name: self._matrices[name].kind if name in self._matrices else stored[name] for name in self._names}
+
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:
+        if name not in self._matrices:
+            return None
+        if is_native:
+            return self._matrices[name].native_format()
+        format = self._matrices[name].device_format()
+        return None if format is None else format.name
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._matrices:
+            return self._stored.read(name)
+        target = torch.empty(self._matrices[name].shape)
+        self.read_into(name, target)
+        return target
+
+    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+        if name not in self._matrices:
+            self._stored.read_into(name, target, starts)
+            return
+        matrix = self._matrices[name]
+        first, column = locate_part(self.path, name, matrix.shape, target.shape, starts)
+        if not target.numel():
+            return
+        for offset, count in _slices(*target.shape):
+            piece = matrix.read((first + offset, count), (column, target.shape[1]))
+            target[offset : offset + count].copy_(piece.values())
+
+    def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
+        matrix = self._matrices.get(name)
+        grouped = GroupedFormat.parse(format)
+        if matrix is None or (grouped is None and matrix.native_format() != format):
+            yield from quantize_rows(self, name, format, starts, shape)
+            return
+        first, column = locate_part(self.path, name, matrix.shape, shape, starts)
+        for offset, count in _slices(*shape):
+            piece = matrix.read((first + offset, count), (column, shape[1]))
+            if grouped is None:
+                blocks = piece.to_blocks(format)
+            else:
+                blocks = grouped.pack(piece.codes, piece.scales, piece.zeros)
+            yield blocks, torch.arange(offset, offset + count)
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._stored.tokenizer()
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+def _slices(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of a moderate size: their starts and lengths."""
+    step = max(8, _SLICE_ELEMENTS // max(1, num_columns) // 8 * 8)  # eight outputs may share an int32
+    for offset in range(0, num_rows, step):
+        yield offset, min(step, num_rows - offset)
+
+
+def _find_matrices(stored: Checkpoint) -> dict[str, QuantizedMatrix]:
+    """The quantised matrices, by the names of the plain ones."""
+    schemes = read_schemes(stored.config)
+    formats = stored.formats()
+    found: dict[str, QuantizedMatrix] = {}
+    for name, format in formats.items():
+        if format == FP8_TYPE and name.endswith(".weight"):
+            found[name] = Fp8Matrix(name, stored, schemes.fp8)
+        elif schemes.int4 is not None and name.endswith(schemes.int4.codes):
+            layer = name.removesuffix(schemes.int4.codes)
+            if f"{layer}.weight" in formats:
+                raise CheckpointError(f"{name!r} and '{layer}.weight' are the same matrix")
+            found[f"{layer}.weight"] = Int4Matrix(layer, stored, schemes.int4)
+    return found

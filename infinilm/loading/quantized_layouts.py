@@ -1,0 +1,286 @@
+"""Reads parts of quantised matrices, as different tools store them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infinilm.distributed.grouped import CHUNK, SCALE_TYPES, GroupedFormat
+from infinilm.errors import CheckpointError
+from infinilm.loading.quantized_config import WHOLE_ROW, Fp8Scheme, Int4Scheme
+
+FP8_TYPE = "F8_E4M3"
+MIDDLE = 8
+"""The code of 0 without zeros."""
+_PER_WORD = 8
+_BLOCK = 32  # of GGML's formats
+Span = tuple[int, int]
+"""Where rows or columns start, and how many there are."""
+
+
+class Tensors(Protocol):
+    """The part of a checkpoint that is needed here."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def formats(self) -> Mapping[str, str]: ...
+    def read(self, name: str) -> Tensor: ...
+    def read_into(self, name: str, target: Tensor, starts: tuple[int, ...] | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a matrix: `value = scale * (code - zero)`, each column with the scale and zero of its group."""
+
+    codes: Tensor
+    """8-bit floats, or uint8 from 0 to 15: `[rows, columns]`."""
+    scales: Tensor
+    """`[rows, groups]`."""
+    zeros: Tensor | None
+    """uint8 `[rows, groups]`; None: `MIDDLE`, or 0 for floats."""
+    groups: Tensor
+    """int64 `[columns]`."""
+
+    def values(self) -> Tensor:
+        """float32 `[rows, columns]`."""
+        codes = self.codes.float()
+        if self.zeros is not None:
+            codes -= self.zeros.float()[:, self.groups]
+        elif self.codes.dtype == torch.uint8:
+            codes -= MIDDLE
+        return codes.mul_(self.scales.float()[:, self.groups])
+
+    def to_blocks(self, format: str) -> Tensor:
+        """Rows in GGML's blocks, `Q4_0` or `Q5_0`, which hold 4-bit codes exactly: uint8 `[rows, bytes of a row]`."""
+        scales = self.scales[:, self.groups[::_BLOCK]].half().unsqueeze(2)  # [rows, blocks, 1]
+        codes = self.codes
+        if format == "Q5_0":
+            zeros = MIDDLE if self.zeros is None else self.zeros[:, self.groups]
+            codes = codes + 16 - zeros  # 1 to 31, where 16 is 0
+        codes = codes.reshape(len(codes), -1, _BLOCK)
+        low, high = (codes & 0x0F).chunk(2, dim=2)
+        parts = [scales.view(torch.uint8), low | (high << 4)]
+        if format == "Q5_0":
+            shifts = torch.arange(8, dtype=torch.uint8)
+            parts.insert(1, ((codes >> 4).view(*codes.shape[:2], 4, 8) << shifts).sum(3, dtype=torch.uint8))
+        return torch.cat(parts, dim=2).flatten(1)
+
+
+class QuantizedMatrix(ABC):
+    """A matrix `[rows, columns]` and the stored tensors of which it is made."""
+
+    kind: str
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+    """The names of its tensors."""
+
+    @abstractmethod
+    def read(self, rows: Span, columns: Span) -> Piece: ...
+
+    @abstractmethod
+    def device_format(self) -> GroupedFormat | None:
+        """The format in which a device can keep the matrix; None if there is none."""
+
+    def native_format(self) -> str | None:
+        """The format in which the native library keeps exactly the same values; None if there is none."""
+        return None
+
+
+class Fp8Matrix(QuantizedMatrix):
+    kind = "FP8"
+
+    def __init__(self, name: str, tensors: Tensors, scheme: Fp8Scheme | None) -> None:
+        self._name, self._tensors = name, tensors
+        shapes = tensors.shapes()
+        if scheme is None or len(shapes[name]) != 2:
+            raise CheckpointError(
+                f"{name!r}, {FP8_TYPE} {list(shapes[name])}: the quantization_config has no FP8 matrix"
+            )
+        self.shape = num_rows, num_columns = shapes[name][0], shapes[name][1]
+        scales = [name + end for end in scheme.scale_names if name + end in shapes]
+        if not scales:
+            expected = " or ".join(repr(name + end) for end in scheme.scale_names)
+            raise CheckpointError(f"{name!r}, {FP8_TYPE} {list(self.shape)}, has no scales: there is no {expected}")
+        self._scales = scales[0]
+        found = shapes[self._scales]
+        known = {(num_rows, 1): (1, num_columns), (num_rows,): (1, num_columns)} if scheme.whole else {}
+        known |= dict.fromkeys(((), (1,), (1, 1)), self.shape) if scheme.whole else {}
+        if scheme.block is not None:
+            known[-(-num_rows // scheme.block[0]), -(-num_columns // scheme.block[1])] = scheme.block
+        if found not in known:
+            kinds = [f"{list(shape)}" for shape in known]
+            raise CheckpointError(
+                f"{self._scales!r} has shape {list(found)}; for {name!r} of shape {list(self.shape)} it must be "
+                f"{' or '.join(kinds)}"
+            )
+        self._block = known[found]
+        self.parts = (name, self._scales)
+        _check_types(tensors, self._scales, SCALE_TYPES)
+
+    def read(self, rows: Span, columns: Span) -> Piece:
+        codes = torch.empty(rows[1], columns[1], dtype=torch.float8_e4m3fn)
+        self._tensors.read_into(self._name, codes, (rows[0], columns[0]))
+        height, width = self._block
+        grid = -(-self.shape[0] // height), -(-self.shape[1] // width)
+        scales = self._tensors.read(self._scales).reshape(grid)
+        lines = torch.arange(rows[0], rows[0] + rows[1]) // height
+        first, groups = _groups_of(columns, width)
+        return Piece(codes, scales[lines, first : first + int(groups[-1]) + 1], None, groups)
+
+    def device_format(self) -> GroupedFormat | None:
+        width = self._block[1]
+        if width < self.shape[1] and self.shape[1] % width:
+            return None  # a kernel's groups are whole
+        group = None if width >= self.shape[1] else width
+        return GroupedFormat(8, group, self._tensors.formats()[self._scales])
+
+
+class Int4Matrix(QuantizedMatrix):
+    kind = "INT4"
+
+    def __init__(self, layer: str, tensors: Tensors, scheme: Int4Scheme) -> None:
+        self._tensors, self._scheme = tensors, scheme
+        shapes = tensors.shapes()
+        self._codes, self._scales, self._zeros, self._index = (
+            layer + end for end in (scheme.codes, scheme.scales, scheme.zeros, scheme.index)
+        )
+        if self._scales not in shapes:
+            raise CheckpointError(
+                f"{self._codes!r} {list(shapes[self._codes])} has no scales: there is no {self._scales!r}"
+            )
+        scales = shapes[self._scales]
+        if len(scales) != 2 or len(shapes[self._codes]) != 2:
+            raise CheckpointError(
+                f"{self._codes!r} {list(shapes[self._codes])} and {self._scales!r} {list(scales)} must be matrices"
+            )
+        num_rows, num_groups = scales[::-1] if scheme.is_input_first else scales
+        packed = shapes[self._codes][::-1] if scheme.is_input_first else shapes[self._codes]
+        num_columns = packed[1] * (_PER_WORD if scheme.packs_inputs else 1)
+        self.shape = num_rows, num_columns
+        self._has_zeros, self._has_index = self._zeros in shapes, self._index in shapes
+        sizes = {size if size != WHOLE_ROW else num_columns for size in scheme.group_sizes}
+        fitting = [size for size in sizes if size * num_groups == num_columns]
+        if not fitting:
+            raise CheckpointError(
+                f"{self._scales!r} has shape {list(scales)}, {num_groups} groups; for {num_columns} inputs in groups "
+                f"of {' or '.join(map(str, sorted(sizes)))} there must be "
+                f"{' or '.join(f'{num_columns / size:g}' for size in sorted(sizes))}"
+            )
+        self._group, self._num_groups = fitting[0], num_groups
+        optional = [(self._zeros, self._has_zeros), (self._index, self._has_index)]
+        self.parts = (self._codes, self._scales, *(name for name, is_there in optional if is_there))
+        self.parts += (f"{layer}.weight_shape",) if f"{layer}.weight_shape" in shapes else ()
+        self._check(shapes)
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse tensors that are missing or do not fit, by their headers."""
+        for name, is_needed, is_there in (
+            (self._zeros, self._scheme.needs_zeros, self._has_zeros),
+            (self._index, self._scheme.needs_index, self._has_index),
+        ):
+            if is_needed and not is_there:
+                raise CheckpointError(f"there is no {name!r}, which the quantization_config says {self._codes!r} has")
+        num_rows, num_columns = self.shape
+        words = (num_rows, num_columns // 8) if self._scheme.packs_inputs else (num_rows // 8, num_columns)
+        zeros = (-(-num_rows // _PER_WORD), self._num_groups)
+        if self._scheme.is_input_first:
+            words, zeros = words[::-1], zeros[::-1]
+        expected: dict[str, tuple[int, ...]] = {self._codes: words}
+        if self._has_zeros:
+            expected[self._zeros] = zeros
+        if self._has_index:
+            expected[self._index] = (num_columns,)
+        for name, shape in expected.items():
+            if shapes[name] != shape:
+                raise CheckpointError(
+                    f"{name!r} has shape {list(shapes[name])}; for a matrix of {num_rows} outputs and {num_columns} "
+                    f"inputs in groups of {self._group} it must be {list(shape)}"
+                )
+            _check_types(self._tensors, name, ("I32", "I64") if name == self._index else ("I32",))
+        _check_types(self._tensors, self._scales, SCALE_TYPES)
+        if self._group % _PER_WORD or num_columns % _PER_WORD:
+            raise CheckpointError(
+                f"{self._codes!r}: {num_columns} inputs in groups of {self._group} are not whole int32s"
+            )
+
+    @cached_property
+    def _groups(self) -> Tensor | None:
+        """The group of each input; None if groups follow each other."""
+        if not self._has_index:
+            return None
+        groups = self._tensors.read(self._index).long()
+        if int(groups.min()) < 0 or int(groups.max()) >= self._num_groups:
+            raise CheckpointError(
+                f"{self._index!r} has groups from {int(groups.min())} to {int(groups.max())}, and there are "
+                f"{self._num_groups}, from 0 on"
+            )
+        in_order = torch.arange(self.shape[1]) // self._group
+        return None if groups.equal(in_order) else groups
+
+    def read(self, rows: Span, columns: Span) -> Piece:
+        codes = self._read_codes(self._codes, rows, columns, packs_inputs=self._scheme.packs_inputs)
+        if self._groups is None:
+            first, groups = _groups_of(columns, self._group)
+            span = (first, int(groups[-1]) + 1)
+        else:
+            groups, span = self._groups[columns[0] : columns[0] + columns[1]], (0, self._num_groups)
+        scales = self._read_part(self._scales, rows, span)
+        zeros = None
+        if self._has_zeros:
+            zeros = self._read_codes(self._zeros, rows, span, packs_inputs=False)
+            zeros = (zeros + self._scheme.zero_shift) & 0x0F
+        return Piece(codes, scales, zeros, groups)
+
+    def _read_part(self, name: str, rows: Span, columns: Span) -> Tensor:
+        """A part of a tensor, `[rows, columns]` however it is stored."""
+        spans = (columns, rows) if self._scheme.is_input_first else (rows, columns)
+        dtype = {**SCALE_TYPES, "I32": torch.int32}[self._tensors.formats()[name]]
+        part = torch.empty([length for _, length in spans], dtype=dtype)
+        self._tensors.read_into(name, part, tuple(start for start, _ in spans))
+        return part.t() if self._scheme.is_input_first else part
+
+    def _read_codes(self, name: str, rows: Span, columns: Span, *, packs_inputs: bool) -> Tensor:
+        """4-bit codes, uint8 `[rows, columns]`."""
+        start, length = columns if packs_inputs else rows
+        first = start // _PER_WORD
+        words = (first, -(-(start + length) // _PER_WORD) - first)
+        packed = self._read_part(name, rows if packs_inputs else words, words if packs_inputs else columns)
+        shifts = torch.empty(_PER_WORD, dtype=torch.int32)
+        shifts[list(self._scheme.order)] = torch.arange(0, 32, 4, dtype=torch.int32)
+        dim = 2 if packs_inputs else 1
+        codes = packed.unsqueeze(dim) >> (shifts if packs_inputs else shifts.unsqueeze(1))
+        codes = (codes & 0x0F).to(torch.uint8).flatten(dim - 1, dim)
+        return codes.narrow(dim - 1, start - first * _PER_WORD, length)
+
+    def device_format(self) -> GroupedFormat | None:
+        if self._groups is not None or self.shape[1] % CHUNK or self._group % CHUNK:
+            return None
+        group = None if self._group == self.shape[1] else self._group
+        return GroupedFormat(4, group, self._tensors.formats()[self._scales], self._has_zeros)
+
+    def native_format(self) -> str | None:
+        if self._groups is not None or self.shape[1] % _BLOCK or self._group % _BLOCK:
+            return None
+        scales = self._tensors.read(self._scales)
+        if scales.dtype != torch.float16 and not scales.half().to(scales.dtype).equal(scales):
+            return None
+        everything = (0, self.shape[0]), (0, self._num_groups)
+        if not self._has_zeros:
+            return "Q4_0"
+        zeros = self._read_codes(self._zeros, *everything, packs_inputs=False)
+        return "Q4_0" if bool(((zeros + self._scheme.zero_shift) & 0x0F == MIDDLE).all()) else "Q5_0"
+
+
+def _groups_of(columns: Span, size: int) -> tuple[int, Tensor]:
+    """The first group of these columns, and the group of each, counted from the first."""
+    first = columns[0] // size
+    return first, torch.arange(columns[0], columns[0] + columns[1]) // size - first
+
+
+def _check_types(tensors: Tensors, name: str, known: object) -> None:
+    found, names = tensors.formats()[name], list(known)  # type: ignore[call-overload]
+    if found not in names:
+        raise CheckpointError(f"{name!r} has type {found}; it must be {' or '.join(names)}")
