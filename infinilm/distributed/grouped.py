@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 32
-"""Columns whose 4-bit codes share 16 bytes: byte i has those of column i in its lower half and of i + 16 above."""
+GROUP_STEP = 16
+"""Groups have a multiple of so many columns."""
 SCALE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WHOLE = "row"
 
@@ -41,7 +41,7 @@ class GroupedFormat:
     @property
     def block_columns(self) -> int:
         """A rank's piece of a row must be whole blocks of so many columns."""
-        return self.group or (CHUNK if self.bits == 4 else 1)
+        return self.group or 8 // self.bits
 
     def sizes(self, columns: int) -> tuple[int, int, int]:
         """The bytes of a row's codes, scales and zeros."""
@@ -55,8 +55,7 @@ class GroupedFormat:
     def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Rows as bytes, uint8 `[n, sum of sizes]`, of codes `[n, columns]`, scales and zeros `[n, groups]`."""
         if self.bits == 4:
-            low, high = codes.reshape(len(codes), -1, 2, CHUNK // 2).unbind(2)
-            codes = (low | (high << 4)).flatten(1)
+            codes = codes[:, ::2] | (codes[:, 1::2] << 4)
         parts = [codes, scales.to(self.scale_dtype)]
         if self.has_zeros and zeros is not None:
             parts.append(zeros)
@@ -64,6 +63,5 @@ class GroupedFormat:
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-    """4-bit codes, uint8 `[n, columns]`, of bytes `[n, columns / 2]`."""
-    halves = packed.reshape(len(packed), -1, 1, CHUNK // 2)
-    return torch.cat((halves & 0x0F, halves >> 4), dim=2).flatten(1)
+    """4-bit codes, uint8 `[n, columns]`, of bytes `[n, columns / 2]`: the lower half is that of the first column."""
+    return torch.stack((packed & 0x0F, packed >> 4), dim=2).flatten(1)

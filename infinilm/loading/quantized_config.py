@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from infinilm.distributed.grouped import GROUP_STEP
 from infinilm.errors import CheckpointError
 
 MXFP4 = "mxfp4"
@@ -12,7 +13,6 @@ METHODS = ("fp8", "awq", "gptq", "compressed-tensors")
 """Each `quant_method` whose matrices `quantized_checkpoint` reads."""
 WHOLE_ROW = -1
 """The group size of a matrix with one scale for each row."""
-_GROUP_STEP = 16
 _ADVICE = "take another checkpoint of the model, or a GGUF file"
 
 
@@ -204,9 +204,9 @@ def _read_block(name: str, value: Any) -> tuple[int, int] | None:
 
 
 def _read_group_size(value: Any) -> int:
-    if type(value) is not int or (value != WHOLE_ROW and (value <= 0 or value % _GROUP_STEP)):
+    if type(value) is not int or (value != WHOLE_ROW and (value <= 0 or value % GROUP_STEP)):
         raise CheckpointError(
-            f"quantization_config: group_size={value!r} can't be read; known are multiples of {_GROUP_STEP}, and "
+            f"quantization_config: group_size={value!r} can't be read; known are multiples of {GROUP_STEP}, and "
             f"{WHOLE_ROW} for whole rows; {_ADVICE}"
         )
     return value

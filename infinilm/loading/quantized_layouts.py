@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infinilm.distributed.grouped import CHUNK, SCALE_TYPES, GroupedFormat
+from infinilm.distributed.grouped import GROUP_STEP, SCALE_TYPES, GroupedFormat
 from infinilm.errors import CheckpointError
 from infinilm.loading.quantized_config import WHOLE_ROW, Fp8Scheme, Int4Scheme
 
@@ -132,7 +132,7 @@ class Fp8Matrix(QuantizedMatrix):
 
     def device_format(self) -> GroupedFormat | None:
         width = self._block[1]
-        if width < self.shape[1] and self.shape[1] % width:
+        if width < self.shape[1] and (self.shape[1] % width or width % GROUP_STEP):
             return None  # a kernel's groups are whole
         group = None if width >= self.shape[1] else width
         return GroupedFormat(8, group, self._tensors.formats()[self._scales])
@@ -256,7 +256,7 @@ class Int4Matrix(QuantizedMatrix):
         return codes.narrow(dim - 1, start - first * _PER_WORD, length)
 
     def device_format(self) -> GroupedFormat | None:
-        if self._groups is not None or self.shape[1] % CHUNK or self._group % CHUNK:
+        if self._groups is not None:
             return None
         group = None if self._group == self.shape[1] else self._group
         return GroupedFormat(4, group, self._tensors.formats()[self._scales], self._has_zeros)

@@ -28,12 +28,14 @@ def check_shapes(
 ) -> None:
     """Raise one error with every missing, unexpected and misshapen tensor, from the headers alone.
 
-    Unexpected tensors are ignored where `is_ignorable(name)`.
+    Unexpected tensors are ignored where `is_ignorable(name)`, and biases that are all 0, which tools for GPTQ add.
     """
     found = checkpoint.shapes()
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
     unexpected = [
-        f"{name} {list(shape)}" for name, shape in found.items() if name not in expected and not is_ignorable(name)
+        f"{name} {list(shape)}"
+        for name, shape in found.items()
+        if name not in expected and not is_ignorable(name) and not _is_zero_bias(name, checkpoint)
     ]
     misshapen = [
         f"{name}: {list(found[name])} in the checkpoint, {list(shape)} in the model"
@@ -50,6 +52,10 @@ def check_shapes(
         raise CheckpointError(
             f"{checkpoint.path}: the tensors do not fit the model its config describes; " + "\n".join(lines)
         )
+
+
+def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
+    return name.endswith(".bias") and not checkpoint.read(name).any()
 
 
 def load_weights(

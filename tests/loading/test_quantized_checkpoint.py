@@ -193,3 +193,19 @@ def test_unknown_groups_are_refused(written: Written, tmp_path: Path, weights: d
     change_config(tmp_path, quantization_config=changed)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_0_are_ignored(written: Written, tmp_path: Path, value: float) -> None:
+    """Tools for GPTQ give every layer a bias."""
+    path, reference = written["gptq"]
+    weights = altered(path, tmp_path) | {"model.layers.0.mlp.up_proj.bias": torch.full((128,), value)}
+    save_file(weights, tmp_path / "model.safetensors")
+    if value:
+        with pytest.raises(CheckpointError, match=r"1 unexpected:\n  model.layers.0.mlp.up_proj.bias \[128\]"):
+            InferEngine(tmp_path, device_type="cpu")
+        return
+    with InferEngine(tmp_path, device_type="cpu", quantization="none") as engine:
+        found = engine.forward(input_ids=[TOKENS], return_logits=True).logits
+    assert found is not None
+    torch.testing.assert_close(found[0], reference_logits(reference, TOKENS), atol=1e-4, rtol=0)

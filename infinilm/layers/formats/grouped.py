@@ -38,7 +38,8 @@ class GroupedMatrix:
 class GroupedWeight(nn.Module):
     """See `Weight`. All matrices have one format. Activations are in the type that is computed in.
 
-    The matrix is unpacked for each product: the bits are those of a product with the dense matrix of the same values.
+    For few rows a kernel unpacks the matrix while it multiplies. For more it is unpacked before each product. The bits
+    are those of a product with the dense matrix of the same values either way.
     """
 
     def __init__(
@@ -60,12 +61,13 @@ class GroupedWeight(nn.Module):
         self.scales = kept(scale_bytes // parsed.scale_dtype.itemsize, parsed.scale_dtype)
         self.zeros = kept(zero_bytes, torch.uint8) if zero_bytes else None
         self._activation = SiluAndMul(device)
-        self._max_kernel_rows = 0
+        self._max_kernel_rows, self._unpacks_in_kernel = 0, False
         if has_kernels(device):
-            from infinilm.kernels.ordered_product import MAX_ROWS, keep_order
+            from infinilm.kernels import grouped_product, ordered_product
 
-            self._max_kernel_rows = MAX_ROWS
-            keep_order()
+            self._unpacks_in_kernel = grouped_product.can_unpack(self.codes.device, parsed.bits)
+            self._max_kernel_rows = (grouped_product if self._unpacks_in_kernel else ordered_product).MAX_ROWS
+            ordered_product.keep_order()
 
     @property
     def num_bytes(self) -> int:
@@ -100,9 +102,12 @@ class GroupedWeight(nn.Module):
         return product if residual is None else residual.add_(product)
 
     def _few_rows(self, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
+        from infinilm.kernels.grouped_product import grouped_product
         from infinilm.kernels.ordered_product import ordered_product
 
         fused = None if norm is None else (norm.weight, norm.eps)
+        if self._unpacks_in_kernel:
+            return grouped_product(x, self.codes, self.scales, self.zeros, norm=fused, **options)
         return ordered_product(x, self.dequantized(), norm=fused, **options)
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
