@@ -184,8 +184,8 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
     kinds = {name: (dtype := getattr(torch, name), dtype, num_parameters * dtype.itemsize) for name in DTYPES}
     formats = choose_formats(checkpoint, model_config.model_type, quantization=None, dtype="auto", device=device)
     if formats.by_name:
-        weight_bytes = outline_model(model_config, torch.float32, formats=formats).num_bytes()
-        kinds[QUANTIZED] = (torch.float32, torch.float16, weight_bytes)
+        types = (torch.float32, torch.float16) if device.type == "cpu" else (torch.bfloat16, torch.bfloat16)
+        kinds[QUANTIZED] = (*types, outline_model(model_config, types[0], formats=formats).num_bytes())
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
         token_bytes = context_bytes(model_config, 2, kv_dtype) - context_bytes(model_config, 1, kv_dtype)
         workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)

@@ -73,8 +73,8 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
         listed = ", ".join(dense[:_MAX_LISTED]) + (", …" if len(dense) > _MAX_LISTED else "")
         logger.warning(
             "%d of %d quantised matrices are computed dense, because they are experts on a GPU, or their columns, or "
-            "those of matrices that they are multiplied with, can't be cut into whole blocks, or for want of an activation "
-            "in the native library: %s",
+            "those of matrices that they are multiplied with, can't be cut into whole blocks, or for want of an "
+            "activation in the native library: %s",
             len(dense),
             len(formats.by_name),
             listed,
