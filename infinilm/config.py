@@ -60,10 +60,10 @@ class Config:
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU. Others by name, see `docs/devices.md`."""
     dtype: str = "auto"
-    """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: quantised weights are converted to it."""
+    """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: a CPU converts quantised weights to it."""
     quantization: str | None = None
-    """How matrices are stored on a CPU. None: as in the checkpoint; those of a GGUF file stay quantised if `dtype` is
-    auto. q8, q4: dense matrices are quantised to 8 or 4 bits. none: all are dense.
+    """How matrices are stored. None: as in the checkpoint, see `docs/quantization.md`; on a CPU quantised ones stay so
+    if `dtype` is auto. q8, q4: dense matrices are quantised to 8 or 4 bits, on a CPU. none: all are dense.
     """
     kv_cache_dtype: str = "auto"
     """auto: `dtype`; float16 on a CPU whose weights are quantised."""

@@ -44,7 +44,8 @@ _ENGINE_OPTIONS = {
     "preset": _engine_option(str, f"Ready-made settings: {', '.join(PRESETS)}."),
     "dtype": _engine_option(str, "The type to compute in: auto, float32, float16, bfloat16. auto: float32 on a CPU."),
     "quantization": _engine_option(
-        str, f"How weights are kept on a CPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them."
+        str,
+        f"How weights are kept, q8 and q4 on a CPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them.",
     ),
     "kv_cache_dtype": _engine_option(
         str, "The type of the KV cache: auto, float32, float16, bfloat16. auto: float16 with quantised weights."

@@ -41,7 +41,7 @@ class GroupedFormat:
     @property
     def block_columns(self) -> int:
         """A rank's piece of a row must be whole blocks of so many columns."""
-        return self.group or 8 // self.bits
+        return self.group or (GROUP_STEP if self.bits == 4 else 1)
 
     def sizes(self, columns: int) -> tuple[int, int, int]:
         """The bytes of a row's codes, scales and zeros."""

@@ -20,7 +20,7 @@ MAX_ROWS = 256
 # Rows that a program computes at once, whichever of these is enough, or several programs the last.
 ROW_TILES = (FEW_ROWS, 32, 64, 128)
 # The upper bits of a float32 whose lowest bits count from 2^23 on, and that number.
-MAGIC_BITS = tl.constexpr(0x4B000000)
+MAGIC_BITS = 0x4B000000
 MAGIC = tl.constexpr(8388608.0)
 MIDDLE = tl.constexpr(8)
 # Where 8-bit floats are converted by instructions.
@@ -46,7 +46,8 @@ def grouped_product(
 ) -> Tensor:
     """`ordered_product` of `x` `[M, in]`, M at most `MAX_ROWS`, with the matrix of these codes, scales and zeros.
 
-    Codes are 8-bit floats `[out, in]`, or uint8 `[out, in / 2]` with two 4-bit codes each, the first in the lower half.
+    Codes are 8-bit floats `[out, in]`, or uint8 `[out, in / 2]` with two 4-bit codes each, the first in the lower half;
+    of those a line has a multiple of eight.
     Scales, and zeros for 4-bit codes, are `[out, groups]`; without zeros a code of 8 is 0.
     """
     num_rows, in_size = x.shape
@@ -59,7 +60,9 @@ def grouped_product(
     if num_rows == 0:
         return out
     bits = 4 if codes.dtype == torch.uint8 else 8
-    tile = tile or choose_tile(num_rows, len(codes), bits)
+    if bits == 4:
+        codes = codes.view(torch.int32)
+    tile = tile or choose_tile(num_rows, len(codes))
     group = in_size // scales.shape[1]
     # A tile's inputs have one scale for each output.
     inputs = triton.next_power_of_2(max(16, in_size)) if group == in_size else group & -group
@@ -77,6 +80,7 @@ def grouped_product(
         out_size,
         x.stride(0),
         0 if residual is None else residual.stride(0),
+        MAGIC_BITS,  # not known to the compiler, which would need two instructions where one will do
         IN=in_size,
         GROUP=group,
         BITS=bits,
@@ -95,16 +99,16 @@ def grouped_product(
     return out
 
 
-def choose_tile(num_rows: int, num_lines: int, bits: int) -> Tile:
+def choose_tile(num_rows: int, num_lines: int) -> Tile:
     """The tile for a number of rows and a matrix of so many lines, which leaves no registers on the stack."""
     if num_rows <= FEW_ROWS:
-        return Tile(16, 4096 // bits, 1, 6)
+        return Tile(16, 512, 1, 6)
     if num_rows <= ROW_TILES[1] and num_lines <= 2048:
         return Tile(16, 256, 2, 4)
     return Tile(64, 128, 4, 6 if num_rows <= ROW_TILES[1] else 3)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "magic_bits"])
 def _grouped_kernel(
     x,
     codes,
@@ -117,6 +121,7 @@ def _grouped_kernel(
     out_size,
     x_stride,
     residual_stride,
+    magic_bits,
     IN: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -140,7 +145,7 @@ def _grouped_kernel(
     lines = tl.arange(0, LINES)
     numbers = (first + lines // MATRICES) + lines % MATRICES * out_size
     has_line = first + lines // MATRICES < out_size
-    codes += numbers.to(tl.int64)[:, None] * (IN * BITS // 8)
+    codes += numbers.to(tl.int64)[:, None] * (IN // (8 if BITS == 4 else 1))
     wait_for_inputs(EARLY)
     inputs = tl.arange(0, BLOCK_IN)
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[None, :]
@@ -150,7 +155,17 @@ def _grouped_kernel(
         places = start + inputs
         is_input = places < IN
         tile = _unpack(
-            codes, scales, zeros, numbers * GROUPS + start // GROUP, has_line, start, IN, BITS, LINES, BLOCK_IN
+            codes,
+            scales,
+            zeros,
+            numbers * GROUPS + start // GROUP,
+            has_line,
+            start,
+            magic_bits,
+            IN,
+            BITS,
+            LINES,
+            BLOCK_IN,
         ).to(x.dtype.element_ty)
         if IS_ONE:  # all rows of the tile are the only one
             values = tl.load(x + places, mask=is_input, other=0.0)
@@ -186,31 +201,49 @@ def _unpack(
     groups,
     has_line,
     start,
+    magic_bits,
     IN: tl.constexpr,
     BITS: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
     """Inputs `start` to `start + BLOCK_IN` of the lines that begin at `codes` `[LINES, 1]`, as float32."""
-    BYTES: tl.constexpr = BLOCK_IN * BITS // 8
-    places = start * BITS // 8 + tl.arange(0, BYTES)
+    IN_WORD: tl.constexpr = 8 if BITS == 4 else 1
+    places = start // IN_WORD + tl.arange(0, BLOCK_IN // IN_WORD)
     is_inside = has_line[:, None]
     if IN % BLOCK_IN != 0:
-        is_inside = is_inside & (places < IN * BITS // 8)[None, :]
+        is_inside = is_inside & (places < IN // IN_WORD)[None, :]
     # They are evicted first: a matrix is not read again soon.
+    loaded = tl.load(codes + places[None, :], mask=is_inside, other=0.0, eviction_policy="evict_first")
+    scale = tl.load(scales + groups, mask=has_line, other=0.0).to(tl.float32)[:, None]
     if BITS == 8:
-        values = tl.load(codes + places[None, :], mask=is_inside, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+        values = loaded.to(tl.float32) * scale
     else:
-        pairs = tl.load(codes + places[None, :], mask=is_inside, other=0, eviction_policy="evict_first").to(tl.int32)
-        integers = tl.reshape(tl.join(pairs & 0x0F, pairs >> 4), (LINES, BLOCK_IN))
-        # Numbers below 2^23 become floats by their bits, which is faster than a conversion.
-        values = (integers | MAGIC_BITS).to(tl.float32, bitcast=True)
         if zeros is None:
-            values -= MAGIC + MIDDLE
+            zero = tl.full([LINES, 1], MIDDLE, tl.float32)
         else:
-            zero = tl.load(zeros + groups, mask=has_line, other=0).to(tl.float32)
-            values -= (zero + MAGIC)[:, None]
-    scale = tl.load(scales + groups, mask=has_line, other=0.0).to(tl.float32)
-    return values * scale[:, None]
+            zero = tl.load(zeros + groups, mask=has_line, other=0).to(tl.float32)[:, None]
+        upper = loaded >> 16
+        # By the bits of a code's place in its word: the highest is the first dimension after the words'.
+        evens = tl.join(
+            tl.join(_take(loaded, magic_bits, zero, scale, 0), _take(upper, magic_bits, zero, scale, 0)),
+            tl.join(_take(loaded, magic_bits, zero, scale, 2), _take(upper, magic_bits, zero, scale, 2)),
+        )
+        odds = tl.join(
+            tl.join(_take(loaded, magic_bits, zero, scale, 1), _take(upper, magic_bits, zero, scale, 1)),
+            tl.join(_take(loaded, magic_bits, zero, scale, 3), _take(upper, magic_bits, zero, scale, 3)),
+        )
+        values = tl.reshape(tl.join(evens, odds), (LINES, BLOCK_IN))
+    return values
+
+
+@triton.jit
+def _take(words, magic_bits, zero, scale, PLACE: tl.constexpr):
+    """The values of the 4-bit codes at a place, 0 to 3, of int32s.
+
+    A code is not moved: it becomes the lower bits of a float as it is, 16^PLACE times as large, and the scale that much
+    smaller. All of it is exact but the last product, as without the factor.
+    """
+    FACTOR: tl.constexpr = 16**PLACE
+    floats = ((words & (15 * FACTOR)) | magic_bits).to(tl.float32, bitcast=True)
+    return (floats - (zero * FACTOR + MAGIC)) * (scale / FACTOR)

@@ -1,3 +1,8 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -109,3 +114,28 @@ def test_layers_get_the_same_from_the_kernel(format: GroupedFormat) -> None:
     weight._max_kernel_rows, weight._unpacks_in_kernel = MAX_ROWS, True
     for found, expected in zip(products(), unpacked, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+COMPILING = """
+import torch
+from offline_triton import launched
+from infinilm.kernels.grouped_product import grouped_product
+
+x = torch.zeros(2, 128, dtype=torch.float16)
+scales, zeros = torch.zeros(16, 2), torch.zeros(16, 2, dtype=torch.uint8)
+grouped_product(x, torch.zeros(16, 128, dtype=torch.float8_e4m3fn), scales, None)
+grouped_product(x, torch.zeros(16, 64, dtype=torch.uint8), scales, zeros)
+print(launched)
+"""
+
+
+def test_it_compiles_for_hopper() -> None:
+    """The interpreter takes more than the compiler does."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILING], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[0] == "['_grouped_kernel', '_grouped_kernel']"
