@@ -262,6 +262,10 @@ class Int4Matrix(QuantizedMatrix):
         return GroupedFormat(4, group, self._tensors.formats()[self._scales], self._has_zeros)
 
     def native_format(self) -> str | None:
+        return self._native_format
+
+    @cached_property
+    def _native_format(self) -> str | None:
         if self._groups is not None or self.shape[1] % _BLOCK or self._group % _BLOCK:
             return None
         scales = self._tensors.read(self._scales)

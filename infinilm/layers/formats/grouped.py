@@ -30,8 +30,7 @@ class GroupedMatrix:
         """See `PackedMatrix`. A row's bytes are its codes, its scales and its zeros."""
         start = 0
         for part, size in zip(self._parts, self._sizes, strict=False):  # there may be no zeros
-            stored = blocks[:, start : start + size].contiguous()
-            part[rows.to(part.device)] = stored.view(part.dtype).to(part.device)
+            part.view(torch.uint8)[rows.to(part.device)] = blocks[:, start : start + size].to(part.device)
             start += size
 
 
