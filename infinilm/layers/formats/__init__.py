@@ -79,7 +79,8 @@ class WeightFormats:
         if found := self.find(names, columns):
             return GGUFWeight(found, rows, columns.length, device)
         if not is_table and (grouped := self.find_grouped(names, columns)):
-            return GroupedWeight(grouped, rows, columns.length, dtype=dtype, device=device)
+            ordered = {"is_ordered": self.is_ordered}
+            return GroupedWeight(grouped, rows, columns.length, dtype=dtype, device=device, **ordered)
         options = {"is_table": is_table, "is_ordered": self.is_ordered}
         return DenseWeight(rows, columns.length, dtype=dtype, device=device, **options)
 

@@ -38,11 +38,18 @@ class GroupedWeight(nn.Module):
     """See `Weight`. All matrices have one format. Activations are in the type that is computed in.
 
     For few rows a kernel unpacks the matrix while it multiplies. For more it is unpacked before each product. The bits
-    are those of a product with the dense matrix of the same values either way.
+    are those of a product with the dense matrix of the same values either way, if it `is_ordered`: see `WeightFormats`.
     """
 
     def __init__(
-        self, format: str, rows: Sequence[int], columns: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        format: str,
+        rows: Sequence[int],
+        columns: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        is_ordered: bool = False,
     ) -> None:
         super().__init__()
         parsed = GroupedFormat.parse(format)
@@ -66,7 +73,8 @@ class GroupedWeight(nn.Module):
 
             self._unpacks_in_kernel = grouped_product.can_unpack(self.codes.device, parsed.bits)
             self._max_kernel_rows = (grouped_product if self._unpacks_in_kernel else ordered_product).MAX_ROWS
-            ordered_product.keep_order()
+            if is_ordered:
+                ordered_product.keep_order()
 
     @property
     def num_bytes(self) -> int:
