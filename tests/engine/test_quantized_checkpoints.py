@@ -53,7 +53,7 @@ def logits(path: Path, tp_size: int = 1, **settings: Any) -> torch.Tensor:
 @needs_native
 @pytest.mark.parametrize(("name", "format"), [("gptq", "Q4_0"), ("awq", "Q5_0"), ("compressed-int4-zeros", "Q5_0")])
 def test_a_cpu_repacks_what_it_can_keep_exactly(written: Written, name: str, format: str) -> None:
-    """The native library rounds activations to 8 bits, hence the tolerance."""
+    """Activations are rounded to 16 bits, and the cache is float16, hence the tolerance."""
     path, reference = written[name]
     with LLM(path, **SMALL) as llm:
         targets = worker_of(llm.executor).model.weight_targets()
@@ -67,7 +67,7 @@ def test_a_cpu_repacks_what_it_can_keep_exactly(written: Written, name: str, for
         reference_logits(reference, TOKENS).log_softmax(-1)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     )
     found = torch.tensor([entry.logprob for entry in present(output.prompt_logprobs) if entry is not None])
-    assert (found - expected).abs().mean() < 0.03
+    assert (found - expected).abs().max() < 4e-3
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-order"])
