@@ -100,7 +100,7 @@ def test_facts_are_readable(cli: Cli, tmp_path: Path, kind: str, settings: dict[
     ("edit", "reason"),
     [
         ({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}, "model_type='mamba2'"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "weights quantised with 'awq' are not supported"),
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, "weights quantised by 'hqq' can't be read"),
         ({"num_hidden_layers": 3}, "9 missing:"),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "code from a model directory is never run"),
     ],

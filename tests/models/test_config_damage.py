@@ -82,8 +82,8 @@ def test_damage_to_experts_is_an_error_of_ours(model_type: str, damage: dict) ->
 
 
 def test_quantised_weights_are_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="quantised by 'gptq'"):
-        LlamaConfig.from_dict({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    with pytest.raises(CheckpointError, match="quantised by 'hqq'"):
+        LlamaConfig.from_dict({"model_type": "llama", "quantization_config": {"quant_method": "hqq", "bits": 4}})
 
 
 def test_rope_settings_that_differ_between_layers_are_refused() -> None:
