@@ -186,7 +186,8 @@ def _served(session: Session) -> Answers | str:
     from infinilm.server.messages import params_to_wire
 
     async def ask(service: DirectService, index: int) -> Answer:
-        settings = params_to_wire(session.work.params[index])
+        params = session.work.params[index]
+        settings = params_to_wire(params) | params.model_defaults()  # or the checkpoint's own would be used
         settings.pop("prompt_logprobs", None)
         body = {"prompt": session.work.prompts[index], **settings}
         reply = await service.post("/v1/completions", json.dumps(body).encode())
