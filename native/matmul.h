@@ -31,7 +31,7 @@ inline Bytes unpack(const uint8_t* group, int quad, int part) {
     if constexpr (kBits == 8) {
         return load(place + quad * kVectorBytes);
     } else {
-        // Shifts are of 32 bits at a time; what comes in from a neighbour is masked out.
+        // A shift moves 32 bits, so bits of the next byte come in. The mask removes them.
         const auto shifted = [&](const uint8_t* from, int right) { return (Bytes)((Ints)load(from) >> right); };
         Bytes q = shifted(place + quad / 2 * kVectorBytes, 4 * (quad % 2)) & 0x0f;
         const uint8_t* high = place + 4 * kVectorBytes;
@@ -45,7 +45,7 @@ inline Bytes unpack(const uint8_t* group, int quad, int part) {
     }
 }
 
-// Up to kMaxRows rows times kLanes rows of a panel. The first to read a panel asks for what comes after it.
+// Multiplies up to kMaxRows rows of x with the kLanes rows of a panel. With is_first it prefetches weights ahead.
 template <int kFormat, int kRows>
 inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, int panel, int part, bool is_first,
                           Floats (&sums)[kRows]) {

@@ -1,4 +1,4 @@
-// The Python module infinilm._native: checks what comes in, and calls the rest without the GIL.
+// The Python module infinilm._native. It checks arguments and releases the GIL while the kernels run.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -1,6 +1,6 @@
 """Paged decode attention against its torch twin.
 
-Every slot of the cache that no row uses holds NaN, and so does the workspace: whoever reads it shows it.
+Unused cache slots and the workspace hold NaN, so a kernel that reads them returns NaN.
 """
 
 from collections.abc import Iterator

@@ -89,12 +89,12 @@ class DenseWeight(nn.Module):
             return self._few_rows(x, bias=bias, residual=residual, norm=norm)
         if norm is not None:
             x = norm(x)
-        if residual is not None and self._is_ordered and not self._pads_rows:
-            return residual.add_(self.multiply(x, bias))  # some of the libraries' products add it before rounding
-        if not self._pads_rows:
-            return self._product(x, bias, residual)
-        rest = None if residual is None else pad_rows(residual)
-        return self._product(pad_rows(x), bias, rest)[: len(x)]
+        if self._pads_rows:
+            rest = None if residual is None else pad_rows(residual)
+            return self._product(pad_rows(x), bias, rest)[: len(x)]
+        if residual is not None and self._is_ordered:
+            return residual.add_(self._product(x, bias, None))  # some library kernels add it before they round
+        return self._product(x, bias, residual)
 
     def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if residual is not None:
