@@ -224,7 +224,9 @@ class Gemma4Experts(SparseMLP):
         if taps is not None:
             taps.see("expert_ids", ids, self.layer)
             self._check_ids(ids)
-        mixed: Tensor = self.after_norm(self.experts(self.before_norm(x), ids, weights * self.factors[ids].float()))
+        # While kernels are compiled, ids may be memory that no kernel has written yet.
+        factors = self.factors[ids.clamp(0, len(self.factors) - 1)].float()
+        mixed: Tensor = self.after_norm(self.experts(self.before_norm(x), ids, weights * factors))
         return mixed
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
