@@ -2,8 +2,12 @@
 
     python -m benchmarks.random_checkpoint qwen3-moe-24l DIRECTORY      # 31 GB
     python -m benchmarks.random_checkpoint qwen3.5-4b DIRECTORY         # 8 GB
+    python -m benchmarks.random_checkpoint llama-3.1-8b DIRECTORY --quantization fp8     # 9 GB
+    python -m benchmarks.random_checkpoint llama-3.1-8b DIRECTORY --quantization q4_k    # 5 GB, DIRECTORY/model.gguf
 
-Weights are drawn on a GPU if there is one. There is no tokenizer: requests are token ids.
+`--quantization`: fp8 (compressed-tensors, a scale for each row), fp8-block (blocks of 128 x 128), awq, gptq, int4
+(compressed-tensors, groups of 128), q4_k (GGUF). Embedding and head stay dense, except in GGUF files. Weights are drawn
+on a GPU if there is one. There is no tokenizer: requests are token ids.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.random_quantized import DEVIATION, QUANTIZATIONS, Draw, write_q4_k
 from infinilm.models import ModelConfig
 from infinilm.models.auto import outline_model
 
@@ -54,34 +59,59 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "tie_word_embeddings": False,
+    },
 }
-DEVIATION = 0.02
+Q4_K = "q4_k"
+OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def write(config: dict[str, Any], directory: Path) -> int:
+def write(config: dict[str, Any], directory: Path, quantization: str | None = None) -> int:
     """Write the checkpoint, a file for each layer; returns the bytes of its weights."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", **config}
+    targets = outline_model(ModelConfig.from_dict(settings), torch.bfloat16).weight_targets()
+    shapes = {name: shard.full_shape for name, shard in targets.items()}
+    if quantization == Q4_K:
+        return write_q4_k(settings, shapes, directory / "model.gguf")
+    if quantization is not None:
+        settings["quantization_config"] = {**QUANTIZATIONS[quantization].config, "ignore": ["lm_head"]}
     (directory / "config.json").write_text(json.dumps(settings, indent=1))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
+    draw = Draw()
 
-    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensors(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=torch.bfloat16)
-        return (torch.randn(shape, generator=generator, device=device) * DEVIATION).to("cpu", torch.bfloat16)
+            return {name: torch.ones(shape, dtype=torch.bfloat16)}
+        if quantization is None or name in OUTER_NAMES or len(shape) != 2:
+            return {name: draw.normal(shape, DEVIATION, torch.bfloat16)}
+        drawn = QUANTIZATIONS[quantization].draw(draw, *shape)
+        return {name.removesuffix("weight") + end: tensor for end, tensor in drawn.items()}
 
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shard in outline_model(ModelConfig.from_dict(settings), torch.bfloat16).weight_targets().items():
+    files: dict[str, list[str]] = {}
+    for name in shapes:
         _, is_layer, rest = name.partition("layers.")
         part = f"layer{rest.partition('.')[0]}" if is_layer else "rest"
-        files.setdefault(f"{part}.safetensors", {})[name] = shard.full_shape
+        files.setdefault(f"{part}.safetensors", []).append(name)
     num_bytes = 0
-    for file, shapes in files.items():
-        weights = {name: draw(name, shape) for name, shape in shapes.items()}
+    index: dict[str, str] = {}
+    for file, names in files.items():
+        weights = {key: tensor for name in names for key, tensor in tensors(name, shapes[name]).items()}
         save_file(weights, directory / file, metadata={"format": "pt"})
         num_bytes += sum(weight.nbytes for weight in weights.values())
-    index = {name: file for file, shapes in files.items() for name in shapes}
+        index |= dict.fromkeys(weights, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return num_bytes
 
@@ -90,8 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--quantization", choices=[*QUANTIZATIONS, Q4_K])
     arguments = parser.parse_args()
-    print(f"{write(SHAPES[arguments.shape], arguments.directory) / 1e9:.1f} GB")
+    if arguments.quantization == Q4_K and SHAPES[arguments.shape]["model_type"] != "llama":
+        parser.error(f"--quantization {Q4_K} writes Llamas only, and {arguments.shape} is none")
+    num_bytes = write(SHAPES[arguments.shape], arguments.directory, arguments.quantization)
+    print(f"{num_bytes / 1e9:.1f} GB")
 
 
 if __name__ == "__main__":
