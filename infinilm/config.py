@@ -11,7 +11,7 @@ from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.platforms import check_device
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "native")
-QUANTIZATIONS = ("none", "q8", "q4")
+QUANTIZATIONS = ("none", "fp8", "int4", "q8", "q4")
 EXECUTORS = ("auto", "local", "processes", "ray", "ray-spread")
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,8 @@ class Config:
     """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: a CPU converts quantised weights to it."""
     quantization: str | None = None
     """How matrices are stored. None: as in the checkpoint, see `docs/quantization.md`; on a CPU quantised ones stay so
-    if `dtype` is auto. q8, q4: dense matrices are quantised to 8 or 4 bits, on a CPU. none: all are dense.
+    if `dtype` is auto. fp8 (on a GPU), int4, q8, q4: dense matrices are quantised while they are read. none: all are
+    dense.
     """
     kv_cache_dtype: str = "auto"
     """auto: `dtype`; float16 on a CPU whose weights are quantised."""

@@ -45,7 +45,7 @@ _ENGINE_OPTIONS = {
     "dtype": _engine_option(str, "The type to compute in: auto, float32, float16, bfloat16. auto: float32 on a CPU."),
     "quantization": _engine_option(
         str,
-        f"How weights are kept, q8 and q4 on a CPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them.",
+        f"How weights are kept, fp8 on a GPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them.",
     ),
     "kv_cache_dtype": _engine_option(
         str, "The type of the KV cache: auto, float32, float16, bfloat16. auto: float16 with quantised weights."

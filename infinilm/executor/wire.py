@@ -76,7 +76,7 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
                 ModelConfig.from_dict(values["config"]),
                 values["max_len"],
                 source if isinstance(source, int) else Path(source),
-                WeightFormats(values["formats"], is_ordered=values["is_ordered"]),
+                WeightFormats(values["formats"], is_ordered=values["is_ordered"], is_native=values["is_native"]),
             )
         case Command.LOAD_SHARDS:
             worker.load_shards({worker.rank: message.tensors})
@@ -112,6 +112,7 @@ def _write_load(config: ModelConfig, max_len: int, source: Path | int, formats: 
             "source": source if isinstance(source, int) else str(source.absolute()),
             "formats": dict(formats.by_name),
             "is_ordered": formats.is_ordered,
+            "is_native": formats.is_native,
             "registration": describe_registration(config.model_type),
         }
     )

@@ -57,7 +57,8 @@ class Experts(nn.Module):
             for names in self._tensor_names()
         ]
         self.matrix: ExpertWeights
-        if not names.is_stacked and gate is None and all(None not in own for own in found):
+        is_packed = formats.is_native and all(None not in own for own in found)
+        if not names.is_stacked and gate is None and is_packed:
             packed = [[each for part in own for each in part or ()] for own in found]
             self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"])
         else:

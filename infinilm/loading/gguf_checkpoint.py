@@ -63,8 +63,8 @@ class GGUFCheckpoint:
     def formats(self) -> Mapping[str, str]:
         return {name: tensor.ggml_type.name for name, tensor in self._tensors.items()}
 
-    def packed_format(self, name: str, *, is_native: bool) -> str | None:
-        return self._tensor(name).ggml_type.name if is_native else None
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
+        return self._tensor(name).ggml_type.name
 
     def read(self, name: str) -> Tensor:
         tensor = self._tensor(name)

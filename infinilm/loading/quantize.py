@@ -1,13 +1,11 @@
 """Converts matrices from and to GGUF's block formats.
 
-A quantised row is a run of blocks, each a few small integers with one or two float16 scales.
-
 Decoding equals the `gguf` package bit for bit: products and sums are rounded separately, never fused, so results do not
 depend on the machine. Every decoder takes `blocks` (uint8 `[n, block_bytes]`) and fills `out` (float32
 `[n, block_elements]`).
 
-Matrices can also be quantised while they are read: to `Q8_0`, 32 numbers as 8-bit multiples of a scale, or `Q4_1`, 32
-numbers as 4-bit steps from a minimum.
+Matrices can also be quantised while they are read: to `Q8_0`, 32 numbers as 8-bit multiples of a scale, `Q4_0`, with 4
+bits likewise, `Q4_1`, 32 numbers as 4-bit steps from a minimum, or a `GroupedFormat`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
+from infinilm.distributed.grouped import GroupedFormat
 from infinilm.errors import InvalidValueError
 from infinilm.loading.gguf import GGMLType
 
@@ -52,114 +52,20 @@ def dequantize(raw: Tensor, ggml_type: GGMLType, shape: tuple[int, ...], out: Te
     return out
 
 
-def _float16(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at byte `start` of every block, as float32 `[n, 1]`."""
-    return blocks[:, start : start + 2].clone().view(torch.float16).float()
-
-
-def _halves(quants: Tensor) -> Tensor:
-    """Split bytes `[..., m]` into `[..., 2, m]`: all low four bits, then all high four bits."""
-    return torch.stack((quants & 0x0F, quants >> 4), dim=-2)
-
-
-def _fifth_bits(high: Tensor) -> Tensor:
-    """Spread 4 bytes `[n, 4]` into 32 values 0 or 16 `[n, 32]`; bit i of the 32 belongs to element i."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return (((high.unsqueeze(-1) >> shifts) & 1) << 4).flatten(1)
-
-
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    """Scale f16, 16 bytes of quants; value = scale · (q − 8)."""
-    quants = _halves(blocks[:, 2:]).flatten(1)
-    torch.mul(quants.to(torch.int8).sub_(8), _float16(blocks, 0), out=out)
-
-
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    """Scale f16, minimum f16, 16 bytes of quants; value = scale · q + minimum."""
-    quants = _halves(blocks[:, 4:]).flatten(1)
-    torch.mul(quants, _float16(blocks, 0), out=out).add_(_float16(blocks, 2))
-
-
-def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    """Scale f16, 4 bytes of fifth bits, 16 bytes of low bits; value = scale · (q − 16)."""
-    quants = _halves(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks[:, 2:6])
-    torch.mul(quants.to(torch.int8).sub_(16), _float16(blocks, 0), out=out)
-
-
-def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    """Scale f16, minimum f16, 4 bytes of fifth bits, 16 bytes of low bits; value = scale · q + minimum."""
-    quants = _halves(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks[:, 4:8])
-    torch.mul(quants, _float16(blocks, 0), out=out).add_(_float16(blocks, 2))
-
-
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    """Scale f16, 32 signed bytes; value = scale · q."""
-    torch.mul(blocks[:, 2:].view(torch.int8), _float16(blocks, 0), out=out)
-
-
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums of a Q4_K or Q5_K block's 8 groups of 32, float32 `[n, 8, 1]` each.
-
-    A block opens with a float16 scale and a float16 minimum scale, then 12 bytes hold 8 + 8 numbers of
-    six bits: bytes 0–3 the first four scales and, in their top two bits, the upper bits of the last four;
-    bytes 4–7 likewise for the minimums; bytes 8–11 the lower four bits of the last four of both.
-    """
-    scales, minimums, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat((scales & 0x3F, (low & 0x0F) | ((scales >> 2) & 0x30)), dim=1)
-    minimums = torch.cat((minimums & 0x3F, (low >> 4) | ((minimums >> 2) & 0x30)), dim=1)
-    return (scales * _float16(blocks, 0)).unsqueeze(-1), (minimums * _float16(blocks, 2)).unsqueeze(-1)
-
-
-def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    """16 bytes of scales, 4 × 32 bytes of quants; value = scale · q − minimum, by groups of 32."""
-    scales, minimums = _k_scales(blocks)
-    quants = _halves(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2)
-    torch.mul(quants, scales, out=out.view(-1, 8, 32)).sub_(minimums)
-
-
-def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    """16 bytes of scales, 32 bytes of fifth bits (bit g for group g), 4 × 32 bytes of low bits."""
-    scales, minimums = _k_scales(blocks)
-    groups = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
-    fifth_bits = ((blocks[:, None, 16:48] >> groups) & 1) << 4
-    quants = _halves(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2) | fifth_bits
-    torch.mul(quants, scales, out=out.view(-1, 8, 32)).sub_(minimums)
-
-
-def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    """2 × 64 bytes of low bits, 2 × 32 bytes of upper bits, 16 signed scales, scale f16.
-
-    value = scale · group scale · (q − 32), by groups of 16.
-    """
-    low = _halves(blocks[:, :128].reshape(-1, 2, 64)).flatten(2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).unsqueeze(-1)
-    upper = (((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4).flatten(2)
-    quants = (low | upper).to(torch.int8).sub_(32).view(-1, 16, 16)
-    scales = (blocks[:, 192:208].view(torch.int8) * _float16(blocks, 208)).unsqueeze(-1)
-    torch.mul(quants, scales, out=out.view(-1, 16, 16))
-
-
 _DOUBLED_FLOATS4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
 
 
 def _mxfp4(blocks: Tensor, out: Tensor) -> None:
     """An exponent of 2 plus 127, 16 bytes of 4-bit floats (E2M1); value = 2^exponent · float."""
     scales = torch.exp2(blocks[:, :1].float() - 128)
-    torch.mul(_DOUBLED_FLOATS4[_halves(blocks[:, 1:]).flatten(1).int()], scales, out=out)
+    codes = torch.cat((blocks[:, 1:] & 0x0F, blocks[:, 1:] >> 4), dim=1)
+    torch.mul(_DOUBLED_FLOATS4[codes.int()], scales, out=out)
 
 
 _DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
+    **{name: format.decode for name, format in BLOCK_FORMATS.items()},
 }
-
 
 BLOCK = 32
 PackedRows = tuple[Tensor, Tensor]
@@ -167,6 +73,7 @@ PackedRows = tuple[Tensor, Tensor]
 
 _SLICE_ELEMENTS = 2**18  # quantised at a time: few enough for the caches
 _FIT_ROUNDS = 4
+LARGEST_FP8 = 448.0
 
 
 class _Reader(Protocol):
@@ -187,13 +94,45 @@ def quantize_rows(
 
 
 def quantize(values: Tensor, format: str) -> Tensor:
-    """Rows `[n, columns]` float32 in GGML blocks of `format`: uint8 `[n, bytes of a row]`."""
+    """Rows `[n, columns]` float32 in a `GroupedFormat`, or in GGML blocks of `format`: uint8 `[n, bytes of a row]`."""
+    if (grouped := GroupedFormat.parse(format)) is not None:
+        return _to_groups(values, grouped)
     if format not in QUANTIZERS:
         raise InvalidValueError(f"format={format!r} can't be made of floats; use one of {', '.join(QUANTIZERS)}")
     num_rows, num_columns = values.shape
     if num_columns % BLOCK:
         raise InvalidValueError(f"rows of {num_columns} numbers are not whole blocks of {BLOCK}")
     return QUANTIZERS[format](values.reshape(-1, BLOCK)).view(num_rows, -1)
+
+
+def _to_groups(values: Tensor, format: GroupedFormat) -> Tensor:
+    """Codes without zeros. The largest number of a group is a code's largest."""
+    if format.has_zeros:
+        raise InvalidValueError(f"format={format.name!r} can't be made of floats; use one without zeros")
+    num_rows = len(values)
+    x = values.reshape(-1, format.group or values.shape[1])
+    if format.bits == 4:
+        codes, scale = _to_int4(x, format.scale_dtype)
+    else:
+        scale = (x.abs().amax(1, keepdim=True) / LARGEST_FP8).to(format.scale_dtype)
+        codes = (x * _inverse(scale)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+    return format.pack(codes.view(values.shape), scale.view(num_rows, -1), None)
+
+
+def _to_int4(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Groups `[n, m]` as codes uint8 of 0 to 15, of which 8 is 0, and scales `[n, 1]`.
+
+    The largest number, which may make the scale negative, has the code 0: there are more below 8 than above.
+    """
+    largest = x.gather(1, x.abs().argmax(1, keepdim=True))
+    scale = (largest / -8).to(scale_dtype)
+    return (x * _inverse(scale)).round_().add_(8).clamp_(0, 15).to(torch.uint8), scale
+
+
+def _to_q4_0(x: Tensor) -> Tensor:
+    """Blocks `[n, 32]` as scale f16 and 16 bytes of quants; value = scale · (q - 8)."""
+    quants, scale = _to_int4(x, torch.float16)
+    return torch.cat((scale.view(torch.uint8), quants[:, : BLOCK // 2] | (quants[:, BLOCK // 2 :] << 4)), dim=1)
 
 
 def _to_q8_0(x: Tensor) -> Tensor:
@@ -249,4 +188,4 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(wide == 0, 0.0, 1 / wide)
 
 
-QUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _to_q8_0, "Q4_1": _to_q4_1}
+QUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _to_q8_0, "Q4_1": _to_q4_1, "Q4_0": _to_q4_0}

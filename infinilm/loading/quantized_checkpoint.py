@@ -90,7 +90,7 @@ class QuantizedCheckpoint:
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         matrix = self._matrices.get(name)
         grouped = GroupedFormat.parse(format)
-        if matrix is None or (grouped is None and matrix.native_format() != format):
+        if matrix is None or format != self.packed_format(name, is_native=grouped is None):
             yield from quantize_rows(self, name, format, starts, shape)
             return
         first, column = locate_part(self.path, name, matrix.shape, shape, starts)

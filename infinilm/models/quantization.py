@@ -2,11 +2,13 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
 
 from infinilm.checks import check_choice
+from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Weights
 from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
@@ -16,10 +18,12 @@ from infinilm.models.registry import keeps_quantized
 
 logger = logging.getLogger(__name__)
 
-QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1"}
-"""The format of each setting, except for the embedding and the head."""
+QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1", "int4": "Q4_0"}
+"""The format of each setting, except for the embedding and the head, and for `_DEVICE_FORMATS`."""
+_DEVICE_FORMATS = {"fp8": GroupedFormat(8, None, "F32"), "int4": GroupedFormat(4, 128, "F16")}
+"""On a GPU. Rows that are not whole groups have smaller ones."""
 OUTER_FORMAT = "Q8_0"
-"""Of the embedding and the head, where rounding errors cost most."""
+"""Of the embedding and the head, where rounding errors cost most. With fp8 they are 8-bit floats."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTERS = (
     *("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight", "*.mlp.router.weight", "*.router.proj.weight"),
@@ -36,8 +40,8 @@ def choose_formats(
 ) -> WeightFormats:
     """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
     if quantization is not None:
-        check_choice("quantization", quantization, ("none", *QUANTIZED_TO))
-    if quantization in QUANTIZED_TO:
+        check_choice("quantization", quantization, ("none", *{**_DEVICE_FORMATS, **QUANTIZED_TO}))
+    if quantization not in (None, "none"):
         _check_quantization(model_type, quantization, dtype, device)
     elif quantization == "none" or not keeps_quantized(model_type) or (device.type == "cpu" and dtype != "auto"):
         return DENSE
@@ -45,13 +49,14 @@ def choose_formats(
     inexact: Counter[str] = Counter()
     shapes, is_native = checkpoint.shapes(), device.type == "cpu"
     for name, stored in checkpoint.formats().items():
-        if len(shapes[name]) != 2 or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
+        is_table = name == OUTER_NAMES[0] and not is_native  # which a GPU looks up dense
+        if len(shapes[name]) != 2 or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
             continue
         packed = checkpoint.packed_format(name, is_native=is_native)
-        if packed is not None and (packed in FORMATS or not is_native):
+        if packed in FORMATS or (packed is not None and GroupedFormat.parse(packed)):
             found[name] = packed
         elif quantization is not None:
-            found[name] = OUTER_FORMAT if name in OUTER_NAMES else QUANTIZED_TO[quantization]
+            found[name] = _format_of(name, shapes[name][1], quantization, is_native=is_native)
         elif stored in QUANTIZED_KINDS:
             inexact[stored] += 1
     for stored, count in inexact.items():
@@ -63,7 +68,20 @@ def choose_formats(
         )
     if found and is_native and native.load() is None:  # `load` has logged why
         return DENSE
-    return WeightFormats(found)
+    return WeightFormats(found, is_native=is_native)
+
+
+def _format_of(name: str, columns: int, quantization: str, *, is_native: bool) -> str:
+    """The format that a dense matrix is quantised to."""
+    device = None if is_native else _DEVICE_FORMATS.get(quantization)
+    if name in OUTER_NAMES and quantization != "fp8":
+        return OUTER_FORMAT
+    if device is None:
+        return QUANTIZED_TO[quantization]
+    if device.group is None:
+        return device.name
+    whole = [size for size in (device.group, device.group // 2) if columns % size == 0]
+    return replace(device, group=whole[0] if whole else device.group // 4).name
 
 
 def note_dense(weights: Weights, formats: WeightFormats) -> None:
@@ -84,16 +102,16 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
 def _check_quantization(model_type: str, quantization: str, dtype: str, device: torch.device) -> None:
     """Refuse settings under which nothing can be quantised."""
     asked = f"quantization={quantization!r}"
-    if device.type != "cpu":
-        raise InvalidValueError(f"{asked} is for CPUs, and the device is {device}; use quantization='none'")
-    if dtype not in ("auto", "float32"):
+    if device.type == "cpu" and quantization not in QUANTIZED_TO:
+        raise InvalidValueError(f"{asked} is for GPUs: the native library has no 8-bit floats; use quantization='q8'")
+    if device.type == "cpu" and dtype not in ("auto", "float32"):
         raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")
     if not keeps_quantized(model_type):
         raise InvalidValueError(
             f"{asked}: the builder of model_type={model_type!r} has no parameter `formats`, or can't keep matrices "
             "quantised; use quantization='none'"
         )
-    if native.load() is None:
+    if device.type == "cpu" and native.load() is None:
         raise InvalidValueError(
             f"{asked} needs the native library, which was not built with the package; install a C++ compiler and then "
             "InfiniLM again, or use quantization='none'"

@@ -19,7 +19,7 @@ from infinilm.models.auto import check_fits, outline_model
 from infinilm.models.quantization import choose_formats, note_dense
 from infinilm.models.registry import FAMILIES, ModelFamily
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SETTINGS: dict[str, Any] = {"quantization": None, "dtype": "auto", "device": CPU}
 
 
@@ -44,10 +44,28 @@ def test_a_gguf_file_stays_as_it_is(quantized: Checkpoint) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"quantization": "none"}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"device": torch.device("cuda")}],
+    [{"quantization": "none"}, {"dtype": "float32"}, {"dtype": "bfloat16"}],
 )
 def test_what_makes_it_dense(settings: dict[str, Any], quantized: Checkpoint) -> None:
     assert choose_formats(quantized, "llama", **{**SETTINGS, **settings}) == DENSE
+
+
+def test_a_gguf_file_stays_as_it_is_on_a_gpu(quantized: Checkpoint) -> None:
+    for settings in ({"device": GPU}, {"device": GPU, "dtype": "bfloat16"}):
+        formats = choose_formats(quantized, "llama", **{**SETTINGS, **settings})
+        assert not formats.is_native
+        assert len(formats.by_name) == 210  # all but the embedding
+        assert formats.by_name["model.layers.3.mlp.down_proj.weight"] == "Q4_1"
+
+
+def test_plain_matrices_are_quantised_on_a_gpu(plain: Checkpoint) -> None:
+    formats = {"fp8": "FP8 row F32", "int4": "INT4 64 F16", "q8": "Q8_0", "q4": "Q4_1"}
+    for quantization, format in formats.items():
+        by_name = choose_formats(plain, "llama", **{**SETTINGS, "device": GPU, "quantization": quantization}).by_name
+        assert by_name["model.layers.0.self_attn.q_proj.weight"] == format
+        assert by_name["lm_head.weight"] == (format if quantization == "fp8" else "Q8_0")
+    matrices = {name for name, shape in plain.shapes().items() if len(shape) == 2}
+    assert by_name.keys() == matrices - {"model.embed_tokens.weight"}
 
 
 def test_plain_matrices_stay_plain(plain: Checkpoint) -> None:
@@ -66,7 +84,7 @@ def test_plain_matrices_are_quantised_if_asked_for(plain: Checkpoint) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": torch.device("cuda")}, "quantization='q8' is for CPUs, and the device is cuda; use .*'none'"),
+        ({"quantization": "fp8"}, "quantization='fp8' is for GPUs: .* no 8-bit floats; use quantization='q8'"),
         ({"dtype": "bfloat16"}, "quantization='q8' computes in float32, and dtype='bfloat16'; use dtype='auto'"),
     ],
 )

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
 import torch
 
 from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
+from infinilm.layers.formats.blocks import BlockMatrix, BlockWeight
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline, PackedFormat
 from infinilm.layers.formats.grouped import GroupedWeight
@@ -17,6 +18,7 @@ from infinilm.layers.formats.weight import Weight
 __all__ = [
     "DENSE",
     "FORMATS",
+    "BlockWeight",
     "DenseWeight",
     "GGUFWeight",
     "GroupedWeight",
@@ -34,7 +36,7 @@ __all__ = [
 class WeightFormats:
     """In which formats matrices are to stay quantised, by their names in a checkpoint.
 
-    They are `FORMATS` on a CPU, and those that `GroupedFormat` names on a GPU.
+    They are `FORMATS`, and on a GPU those that `GroupedFormat` names.
     """
 
     by_name: Mapping[str, str] = field(default_factory=dict)
@@ -42,6 +44,8 @@ class WeightFormats:
     """Of the names that are asked for."""
     is_ordered: bool = False
     """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
+    is_native: bool = True
+    """Whether the native library keeps matrices in `FORMATS`, or a device does."""
 
     def below(self, prefix: str) -> "WeightFormats":
         """The same for a part of the model, whose names go on after `prefix`."""
@@ -76,13 +80,15 @@ class WeightFormats:
 
         If all can stay quantised they do; otherwise all are dense. This is where a format is chosen.
         """
-        if found := self.find(names, columns):
+        found, grouped = self.find(names, columns), self.find_grouped(names, columns)
+        if found and self.is_native:
             return GGUFWeight(found, rows, columns.length, device)
-        if not is_table and (grouped := self.find_grouped(names, columns)):
-            ordered = {"is_ordered": self.is_ordered}
-            return GroupedWeight(grouped, rows, columns.length, dtype=dtype, device=device, **ordered)
-        options = {"is_table": is_table, "is_ordered": self.is_ordered}
-        return DenseWeight(rows, columns.length, dtype=dtype, device=device, **options)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "is_ordered": self.is_ordered}
+        if found and not is_table:
+            return BlockWeight(found, rows, columns.length, **options)
+        if grouped and not is_table:
+            return GroupedWeight(grouped, rows, columns.length, **options)
+        return DenseWeight(rows, columns.length, is_table=is_table, **options)
 
 
 DENSE = WeightFormats()
@@ -91,7 +97,9 @@ DENSE = WeightFormats()
 
 def is_native(shard: Shard) -> bool:
     """Whether the native library keeps and multiplies this matrix."""
-    return isinstance(shard, PackedShard) and shard.matrix.format in FORMATS
+    return (
+        isinstance(shard, PackedShard) and shard.matrix.format in FORMATS and not isinstance(shard.matrix, BlockMatrix)
+    )
 
 
 def _has_whole_blocks(columns: ShardRange, format: PackedFormat | GroupedFormat) -> bool:

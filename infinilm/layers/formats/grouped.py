@@ -5,13 +5,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.grouped import GroupedFormat, unpack_codes
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.activation import SiluAndMul
+from infinilm.layers.formats.unpacked import UnpackedWeight
 from infinilm.layers.norm import RMSNorm
 
 
@@ -34,12 +33,8 @@ class GroupedMatrix:
             start += size
 
 
-class GroupedWeight(nn.Module):
-    """See `Weight`. All matrices have one format. Activations are in the type that is computed in.
-
-    For few rows a kernel unpacks the matrix while it multiplies. For more it is unpacked before each product. The bits
-    are those of a product with the dense matrix of the same values either way, if it `is_ordered`: see `WeightFormats`.
-    """
+class GroupedWeight(UnpackedWeight):
+    """See `Weight` and `UnpackedWeight`. All matrices have one format."""
 
     def __init__(
         self,
@@ -51,10 +46,10 @@ class GroupedWeight(nn.Module):
         device: torch.device | str,
         is_ordered: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(dtype, device)
         parsed = GroupedFormat.parse(format)
         assert parsed is not None
-        self.format, self._dtype, self._num_columns = parsed, dtype, columns
+        self.format, self._num_columns = parsed, columns
         self._firsts = [0, *accumulate(rows)]
         num_rows = self._firsts.pop()
         code_bytes, scale_bytes, zero_bytes = parsed.sizes(columns)
@@ -66,8 +61,7 @@ class GroupedWeight(nn.Module):
         self.codes = kept(code_bytes, code_dtype)
         self.scales = kept(scale_bytes // parsed.scale_dtype.itemsize, parsed.scale_dtype)
         self.zeros = kept(zero_bytes, torch.uint8) if zero_bytes else None
-        self._activation = SiluAndMul(device)
-        self._max_kernel_rows, self._unpacks_in_kernel = 0, False
+        self._unpacks_in_kernel = False
         if has_kernels(device):
             from infinilm.kernels import grouped_product, ordered_product
 
@@ -75,11 +69,6 @@ class GroupedWeight(nn.Module):
             self._max_kernel_rows = (grouped_product if self._unpacks_in_kernel else ordered_product).MAX_ROWS
             if is_ordered:
                 ordered_product.keep_order()
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Weight`."""
-        return sum(part.nbytes for part in self.parameters())
 
     def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
         """See `Weight`."""
@@ -90,25 +79,15 @@ class GroupedWeight(nn.Module):
         return found
 
     def dequantized(self) -> Tensor:
-        """All matrices in the type that is computed in, `[rows, columns]`: each product is rounded once."""
+        """See `UnpackedWeight`."""
         codes = self.codes if self.format.bits == 8 else unpack_codes(self.codes)
         exact = codes.to(self._dtype).view(*self.scales.shape, -1)
         if self.format.bits == 4:
             exact -= 8 if self.zeros is None else self.zeros.to(self._dtype).unsqueeze(2)
         return torch.mul(exact, self.scales.float().unsqueeze(2), out=torch.empty_like(exact)).flatten(1)
 
-    def multiply(
-        self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
-    ) -> Tensor:
-        """See `Weight`."""
-        if len(x) <= self._max_kernel_rows:
-            return self._few_rows(x, norm, bias=bias, residual=residual)
-        if norm is not None:
-            x = norm(x)
-        product = F.linear(x, self.dequantized(), bias)
-        return product if residual is None else residual.add_(product)
-
-    def _few_rows(self, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
+    def few_rows(self, x: Tensor, norm: RMSNorm | None, **options: Any) -> Tensor:
+        """See `UnpackedWeight`."""
         from infinilm.kernels.grouped_product import grouped_product
         from infinilm.kernels.ordered_product import ordered_product
 
@@ -116,18 +95,3 @@ class GroupedWeight(nn.Module):
         if self._unpacks_in_kernel:
             return grouped_product(x, self.codes, self.scales, self.zeros, norm=fused, **options)
         return ordered_product(x, self.dequantized(), norm=fused, **options)
-
-    def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
-        """See `Weight`."""
-        if len(x) <= self._max_kernel_rows and bias is None:
-            return self._few_rows(x, norm, is_gated=True)
-        activated: Tensor = self._activation(self.multiply(x, bias, norm=norm))
-        return activated
-
-    def look_up(self, rows: Tensor) -> Tensor:
-        """See `Weight`."""
-        return F.embedding(rows, self.dequantized())
-
-    def to_native(self, bias: Tensor | None) -> Any | None:  # noqa: ARG002
-        """See `Weight`: the native library has formats of its own."""
-        return None
