@@ -53,37 +53,22 @@ class BlockFormat:
         if parts.minimums is not None:
             values.add_(_scaled(parts.minimums, parts.minimum_factors))
 
-    def sizes(self, columns: int) -> tuple[int, int, int]:
-        """The bytes of a row's codes, scales (with minimums) and factors on a device."""
-        width = 2 if self.has_minimums else 1
-        scale_bytes = columns // self.group * width * (1 if self.has_factors else 2)
-        return columns * self.bits // 8, scale_bytes, columns // self.block_columns * width * 2 * self.has_factors
+    def take_apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows of blocks, uint8 `[n, bytes]`, as a device keeps them: codes uint8 `[n, columns]`, scales, factors.
 
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Of scales on a device, with minimums if there are any."""
-        plain, paired = (torch.int8, torch.int16) if self.has_factors else (torch.float16, torch.int32)
-        return paired if self.has_minimums else plain
-
-    @property
-    def factor_dtype(self) -> torch.dtype:
-        """Likewise."""
-        return torch.int32 if self.has_minimums else torch.float16
-
-    def rearrange(self, rows: Tensor) -> list[Tensor]:
-        """Rows of blocks, uint8 `[n, bytes]`, as bytes of codes, scales and, if there are any, factors.
-
-        Each scale and each factor has its minimum behind it. Of two 4-bit codes the first is in a byte's lower half.
+        See `TiledMatrix`: float32, or bytes or float16 in words of 32 bits, each minimum behind its scale.
         """
         num_rows = len(rows)
         parts = self.split(rows.reshape(-1, self.block_bytes))
         codes = parts.codes.reshape(num_rows, -1)
-        if self.bits == 4:
-            codes = codes[:, ::2] | (codes[:, 1::2] << 4)
-        scales = _paired(parts.scales, parts.minimums, num_rows)
+        if not self.has_factors and not self.has_minimums:
+            return codes, parts.scales.float().reshape(num_rows, -1), None
+        scales = _words(parts.scales, parts.minimums, num_rows)
         if parts.scale_factors is None:
-            return [codes, scales]
-        return [codes, scales, _paired(parts.scale_factors, parts.minimum_factors, num_rows)]
+            return codes, scales, None
+        if parts.minimum_factors is None:
+            return codes, scales, parts.scale_factors.float().reshape(num_rows, -1)
+        return codes, scales, _words(parts.scale_factors, parts.minimum_factors, num_rows)
 
 
 _BYTE_MIDDLE = 128
@@ -94,9 +79,10 @@ def _scaled(numbers: Tensor, factors: Tensor | None) -> Tensor:
     return (numbers.float() if factors is None else numbers * factors.float()).unsqueeze(2)
 
 
-def _paired(first: Tensor, second: Tensor | None, num_rows: int) -> Tensor:
+def _words(first: Tensor, second: Tensor | None, num_rows: int) -> Tensor:
+    """int32 `[n, words]`."""
     both = first if second is None else torch.stack((first, second), dim=2)
-    return both.reshape(num_rows, -1).view(torch.uint8)
+    return both.reshape(num_rows, -1).contiguous().view(torch.int32)
 
 
 def _float16(blocks: Tensor, start: int) -> Tensor:
@@ -190,4 +176,4 @@ BLOCK_FORMATS = {
     "Q5_K": BlockFormat(256, 176, 32, _q5_k, bits=8, has_minimums=True, has_factors=True),
     "Q6_K": BlockFormat(256, 210, 16, _q6_k, bits=8, middle=32, has_factors=True),
 }
-"""By GGML's name. A device takes 4.5 bits a weight for Q4_0, 5 for Q4_1, 4.63 for Q4_K, and 8.5 to 9 for the others."""
+"""By GGML's name. A device takes 5 bits a weight for Q4_0 and Q4_1, 4.63 for Q4_K, and 8.6 to 9 for the others."""

@@ -1,6 +1,7 @@
 """Formats of quantised matrices on a device: rows of codes, with a scale for every group of columns."""
 
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ class GroupedFormat:
     """One of `SCALE_TYPES`."""
     has_zeros: bool = False
     """Otherwise a 4-bit code of 8 is 0."""
+    rounds_inputs: bool = False
+    """Whether many inputs at a time are rounded to 8-bit floats, with a scale for each row."""
 
     @property
     def name(self) -> str:
         """`INT4 128 F16 zeros`: what `parse` reads."""
         words = ["INT4" if self.bits == 4 else "FP8", str(self.group or _WHOLE), self.scale_type]
-        return " ".join([*words, "zeros"] if self.has_zeros else words)
+        return " ".join([*words, *["zeros"] * self.has_zeros, *["rounded"] * self.rounds_inputs])
 
     @classmethod
     def parse(cls, name: str) -> "GroupedFormat | None":
@@ -36,12 +39,13 @@ class GroupedFormat:
         if kind not in ("INT4", "FP8"):
             return None
         group = None if rest[0] == _WHOLE else int(rest[0])
-        return cls(4 if kind == "INT4" else 8, group, rest[1], has_zeros="zeros" in rest)
+        bits = 4 if kind == "INT4" else 8
+        return cls(bits, group, rest[1], has_zeros="zeros" in rest, rounds_inputs="rounded" in rest)
 
     @property
     def block_columns(self) -> int:
-        """A rank's piece of a row must be whole blocks of so many columns."""
-        return self.group or (GROUP_STEP if self.bits == 4 else 1)
+        """A rank's piece of a row must be whole blocks of so many columns: groups, and what a kernel reads at once."""
+        return lcm(self.group or 1, 256 // self.bits)
 
     def sizes(self, columns: int) -> tuple[int, int, int]:
         """The bytes of a row's codes, scales and zeros."""
@@ -60,6 +64,14 @@ class GroupedFormat:
         if self.has_zeros and zeros is not None:
             parts.append(zeros)
         return torch.cat([part.reshape(-1).view(torch.uint8).view(len(part), -1) for part in parts], dim=1)
+
+    def take_apart(self, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes uint8 `[n, columns]`, scales float32 `[n, groups]`, and zeros, twice in an int32, of packed rows."""
+        codes, scales, zeros = rows.split(self.sizes(columns), dim=1)
+        if self.bits == 4:
+            codes = unpack_codes(codes)
+        floats = scales.contiguous().view(self.scale_dtype).float()
+        return codes, floats, zeros.int() * 0x10001 if self.has_zeros else None
 
 
 def unpack_codes(packed: Tensor) -> Tensor:

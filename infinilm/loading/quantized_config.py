@@ -26,6 +26,8 @@ class Fp8Scheme:
     """Rows and columns that share a scale, unless a row or the matrix does."""
     whole: bool
     """Whether a row or the matrix may share a scale."""
+    rounds_inputs: bool = True
+    """Whether the checkpoint is made for inputs that are rounded to 8-bit floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> Schemes:
             block = (
                 _read_block(f"{path}block_structure", weights.get("block_structure")) if strategy == "block" else None
             )
-            fp8.append(Fp8Scheme(("_scale",), block, whole=block is None))
+            fp8.append(Fp8Scheme(("_scale",), block, block is None, bool(group.get("input_activations"))))
         else:
             size = _read_group_size(weights.get("group_size")) if strategy == "group" else WHOLE_ROW
             symmetric = _require(weights, "symmetric", (True, False), default=True, path=path)
@@ -166,7 +168,14 @@ def _read_compressed(stored: Mapping[str, Any]) -> Schemes:
             f"quantization_config: several block_structure, {sorted(blocks)}, can't be read; {_ADVICE}"
         )
     return Schemes(
-        fp8=Fp8Scheme(("_scale",), next(iter(blocks), None), any(each.whole for each in fp8)) if fp8 else None,
+        fp8=Fp8Scheme(
+            ("_scale",),
+            next(iter(blocks), None),
+            any(each.whole for each in fp8),
+            all(each.rounds_inputs for each in fp8),
+        )
+        if fp8
+        else None,
         int4=Int4Scheme(
             ".weight_packed",
             ".weight_scale",

@@ -116,7 +116,7 @@ class Fp8Matrix(QuantizedMatrix):
                 f"{self._scales!r} has shape {list(found)}; for {name!r} of shape {list(self.shape)} it must be "
                 f"{' or '.join(kinds)}"
             )
-        self._block = known[found]
+        self._block, self._rounds_inputs = known[found], scheme.rounds_inputs
         self.parts = (name, self._scales)
         _check_types(tensors, self._scales, SCALE_TYPES)
 
@@ -135,7 +135,8 @@ class Fp8Matrix(QuantizedMatrix):
         if width < self.shape[1] and (self.shape[1] % width or width % GROUP_STEP):
             return None  # a kernel's groups are whole
         group = None if width >= self.shape[1] else width
-        return GroupedFormat(8, group, self._tensors.formats()[self._scales])
+        rounds_inputs = group is None and self._rounds_inputs
+        return GroupedFormat(8, group, self._tensors.formats()[self._scales], rounds_inputs=rounds_inputs)
 
 
 class Int4Matrix(QuantizedMatrix):

@@ -14,7 +14,7 @@ from benchmarks.random_checkpoint import Q4_K, SHAPES, write
 from infinilm import LLM, InferEngine
 from infinilm.distributed import DistConfig
 from infinilm.distributed.shard import ShardRange
-from infinilm.layers.formats import BlockWeight, GroupedWeight, WeightFormats
+from infinilm.layers.formats import TiledWeight, WeightFormats
 from infinilm.loading.quantize import quantize
 from infinilm.models import auto
 from infinilm.models.quantization import choose_formats
@@ -72,8 +72,7 @@ def decoded(values: Tensor, format: str) -> Tensor:
     """What becomes of a matrix that is quantised to a format."""
     options: Any = {"dtype": torch.float32, "device": "cpu"}
     rows, columns = values.shape
-    make: Any = GroupedWeight(format, [rows], columns, **options) if " " in format else None
-    weight = make or BlockWeight([format], [rows], columns, **options)
+    weight = TiledWeight([format], [rows], columns, **options)
     shard: Any = weight.shards([ShardRange.whole(rows)], ShardRange.whole(columns))[0]
     shard.matrix.load(quantize(values, format), torch.arange(rows))
     result: Tensor = weight.dequantized()

@@ -17,7 +17,7 @@ from infinilm.debug import HookRegistry
 from infinilm.distributed import DistConfig
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import EngineError
-from infinilm.layers.formats import GroupedWeight, WeightFormats
+from infinilm.layers.formats import TiledWeight, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.models import auto
 from infinilm.models.quantization import choose_formats
@@ -155,7 +155,7 @@ def test_formats_on_a_gpu(written: Written) -> None:
         assert set(formats.by_name.values()) == {format}
         outline = auto.outline_model(auto.AutoConfig.from_pretrained(written[name][0]), torch.bfloat16, formats=formats)
         kinds = [type(module).__name__ for module in outline.modules()]  # type: ignore[attr-defined]
-        assert kinds.count(GroupedWeight.__name__) == 7  # and one of eight is dense in the file
+        assert kinds.count(TiledWeight.__name__) == 7  # and one of eight is dense in the file
         dense = auto.outline_model(auto.AutoConfig.from_pretrained(written[name][0]), torch.bfloat16)
         assert outline.num_bytes() < (0.85 if "fp8" in name else 0.7) * dense.num_bytes()
         checkpoint.close()

@@ -9,21 +9,19 @@ import torch
 from infinilm.distributed.group import CommunicationGroup
 from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
-from infinilm.layers.formats.blocks import BlockMatrix, BlockWeight
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline, PackedFormat
-from infinilm.layers.formats.grouped import GroupedWeight
+from infinilm.layers.formats.tiled import TiledPart, TiledWeight, tile_format
 from infinilm.layers.formats.weight import Weight
 
 __all__ = [
     "DENSE",
     "FORMATS",
-    "BlockWeight",
     "DenseWeight",
     "GGUFWeight",
-    "GroupedWeight",
     "LayerOptions",
     "MatrixOutline",
+    "TiledWeight",
     "Weight",
     "WeightFormats",
     "WeightOptions",
@@ -58,13 +56,16 @@ class WeightFormats:
         """
         formats = [self.by_name.get(self.prefix + name) for name in names]
         found = [format for format in formats if format in FORMATS and _has_whole_blocks(columns, FORMATS[format])]
-        return found if len(found) == len(formats) else None
+        has_tiles = self.is_native or all(columns.length % tile_format(format).chunk == 0 for format in found)
+        return found if has_tiles and len(found) == len(formats) else None
 
     def find_grouped(self, names: Sequence[str], columns: ShardRange) -> str | None:
         """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
         (name, *others) = {self.by_name.get(self.prefix + name) for name in names}
         format = None if name is None or others else GroupedFormat.parse(name)
-        return name if format is not None and _has_whole_blocks(columns, format) else None
+        if name is None or format is None or not _has_whole_blocks(columns, format):
+            return None
+        return name if tile_format(name).has_tiles else None
 
     def create(
         self,
@@ -84,10 +85,8 @@ class WeightFormats:
         if found and self.is_native:
             return GGUFWeight(found, rows, columns.length, device)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "is_ordered": self.is_ordered}
-        if found and not is_table:
-            return BlockWeight(found, rows, columns.length, **options)
-        if grouped and not is_table:
-            return GroupedWeight(grouped, rows, columns.length, **options)
+        if (found or grouped) and not is_table:
+            return TiledWeight(found or [str(grouped)] * len(rows), rows, columns.length, **options)
         return DenseWeight(rows, columns.length, is_table=is_table, **options)
 
 
@@ -97,9 +96,7 @@ DENSE = WeightFormats()
 
 def is_native(shard: Shard) -> bool:
     """Whether the native library keeps and multiplies this matrix."""
-    return (
-        isinstance(shard, PackedShard) and shard.matrix.format in FORMATS and not isinstance(shard.matrix, BlockMatrix)
-    )
+    return isinstance(shard, PackedShard) and not isinstance(shard.matrix, TiledPart)
 
 
 def _has_whole_blocks(columns: ShardRange, format: PackedFormat | GroupedFormat) -> bool:

@@ -1,0 +1,547 @@
+"""Products with quantised matrices, whose codes become numbers in the registers of matrix instructions.
+
+Codes are whole numbers or 8-bit floats, which 16-bit floats hold exactly. A program multiplies 64 lines or more with
+some rows: it adds up the products with the codes of a group in order, and then, times the group's scale, the groups in
+order. Inputs may be split over several programs: the last one to end adds up their sums in order. So a row's bits
+depend on the number of splits alone, not on other rows.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infinilm.kernels.activation import gated
+from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
+from infinilm.kernels.norm import rms_norm
+from infinilm.kernels.tiles import TILE_LINES, TiledMatrix, TileFormat
+
+Norm = tuple[Tensor, float]
+"""Weight `[in]` and epsilon of an RMS norm of the input."""
+MAX_ROWS = 256
+"""For more rows it is faster to unpack the matrix first."""
+# Programs that keep a device busy, inputs that are worth a program, and splits of the order that is kept.
+_PROGRAMS, _MIN_INPUTS, _ORDERED_SPLITS = 500, 512, 4
+_UNPACKED_INPUTS = 128
+# What unpacking a word gives: bits of 16-bit floats.
+FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
+
+
+class Tile(NamedTuple):
+    """A program computes `lines` for `rows`, from `inputs` at a time, or whole groups. See `tile_product` for the rest."""
+
+    rows: int
+    lines: int
+    inputs: int
+    splits: int
+    in_turn: bool
+    num_warps: int
+    num_stages: int
+
+
+def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels compute in a type on a device."""
+    if device.type == "cpu":  # Triton's interpreter
+        return True
+    return dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordered: bool) -> Tile:
+    """The tile for so many rows, and lines of each matrix."""
+    rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
+    unit = max(matrix.format.group, matrix.format.chunk, 128)
+
+    def can_split(splits: int) -> bool:
+        return matrix.inputs % (splits * unit) == 0 and matrix.inputs // splits >= _MIN_INPUTS
+
+    programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
+    most = _ORDERED_SPLITS if is_ordered else 8
+    splits = max(each for each in (1, 2, 4, 8) if each == 1 or (each <= most and can_split(each)))
+    if is_ordered and rows > 64:  # of many rows a program computes all splits, which needs more registers
+        is_wide = num_lines % (2 * TILE_LINES) == 0
+        return Tile(rows if is_wide else 64, TILE_LINES * (1 + is_wide), 128, splits, True, 4 * (1 + is_wide), 3)
+    if is_ordered:
+        return Tile(rows, TILE_LINES, 128, splits, False, 4, 4)
+    while splits > 1 and programs * splits // 2 >= (_PROGRAMS if rows <= 16 else _PROGRAMS // 2 if rows <= 64 else 132):
+        splits //= 2
+    return Tile(rows, TILE_LINES, 128, splits, False, 4, 4 if rows <= 64 else 3)
+
+
+def tile_product(
+    x: Tensor,
+    matrix: TiledMatrix,
+    *,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+    is_ordered: bool = False,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`x` `[M, in]`, normed, times `matrix` `[out, in]`, plus `bias` `[out]`, plus `residual` `[M, out]`: `[M, out]`.
+
+    If `is_gated`, the matrix is `[2 * out, in]`, the gate's lines first, `out` a multiple of `TILE_LINES`, and the result
+    is `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each rounded.
+    If `is_ordered`, bits are the same for all numbers of rows. `out` may be columns of a larger tensor. `tile` is for
+    measuring others than `choose_tile`'s: with `in_turn` a program computes all splits, one after the other.
+    """
+    num_rows = len(x)
+    num_matrices = 2 if is_gated else 1
+    out_size = matrix.lines // num_matrices
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if out is None:
+        out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    tile = tile or choose_tile(num_rows, out_size, matrix, is_ordered=is_ordered)
+    grid = (triton.cdiv(out_size, tile.lines), triton.cdiv(num_rows, tile.rows), 1 if tile.in_turn else tile.splits)
+    partials = tickets = None
+    if tile.splits > 1 and not tile.in_turn:
+        size = grid[0] * grid[1] * tile.splits * tile.lines * tile.rows * num_matrices
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        tickets = _tickets(x.device)[: grid[0] * grid[1]]
+    early = launches_early(x.device)
+    _product_kernel[grid](
+        x,
+        matrix.codes,
+        matrix.scales,
+        matrix.zeros,
+        matrix.factors,
+        bias,
+        residual,
+        out,
+        partials,
+        tickets,
+        num_rows,
+        out_size,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out.stride(0),
+        matrix.scales.stride(0),
+        MATRICES=num_matrices,
+        ROWS=tile.rows,
+        LINES=tile.lines,
+        SPLITS=tile.splits,
+        IN_TURN=tile.in_turn,
+        STEP=_step(matrix, tile.inputs, matrix.inputs // tile.splits),
+        STAGES=tile.num_stages,
+        EARLY=early,
+        num_warps=tile.num_warps,
+        launch_pdl=early,
+        **_options(matrix, x.dtype),
+    )
+    return out
+
+
+def untile(matrix: TiledMatrix, dtype: torch.dtype) -> Tensor:
+    """The matrix `[lines, inputs]`, each value rounded once. In float8_e4m3fn: its codes."""
+    out = torch.empty((matrix.lines, matrix.inputs), dtype=dtype, device=matrix.codes.device)
+    is_raw = dtype == torch.float8_e4m3fn
+    step = _step(matrix, _UNPACKED_INPUTS, matrix.inputs)
+    _untile_kernel[(triton.cdiv(matrix.lines, TILE_LINES), matrix.inputs // step)](
+        matrix.codes,
+        matrix.scales,
+        matrix.zeros,
+        matrix.factors,
+        out.view(torch.uint8) if is_raw else out,
+        matrix.lines,
+        matrix.scales.stride(0),
+        IS_RAW=is_raw,
+        STEP=step,
+        num_warps=4,
+        **_options(matrix, torch.bfloat16 if is_raw else dtype),
+    )
+    return out
+
+
+def _step(matrix: TiledMatrix, most: int, inputs: int) -> int:
+    """How many of so many inputs a program takes at a time: chunks that divide them, within a group or one chunk."""
+    chunk, group = matrix.format.chunk, matrix.format.group or matrix.inputs
+    steps = [chunk << times for times in range(5)]
+    return max(step for step in steps if step == chunk or (step <= most and inputs % step == 0 and group % step == 0))
+
+
+@cache
+def _tickets(device: torch.device) -> Tensor:
+    """How many programs of a tile have ended. The last one sets its ticket to 0 again."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
+def _options(matrix: TiledMatrix, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels have to know of a matrix when they are compiled."""
+    format = matrix.format
+    is_cpu = matrix.codes.device.type == "cpu"
+    return {
+        "IN": matrix.inputs,
+        "GROUP": format.group or matrix.inputs,
+        "BITS": format.bits,
+        "IS_FLOAT": format.is_float,
+        "ZERO": format.zero,
+        "HAS_MINIMUMS": format.has_minimums,
+        "UNPACK": None if is_cpu else _unpacking(format, dtype),  # Triton's interpreter has no instructions
+        "OUTPUTS": "=h," * (8 if format.bits == 4 else 4) + ("r,r,r" if format.has_zeros else "r"),
+    }
+
+
+@cache
+def _unpacking(format: TileFormat, dtype: torch.dtype) -> str:
+    """Instructions that make 16-bit floats of a word of codes: see `_unpack`.
+
+    4-bit codes become the lowest bits of 128 or 1024, two at a time, from which that and the zero are subtracted.
+    8-bit integers become the lowest bits of 2^23. The bits of 8-bit floats are moved to their places; a product makes
+    up for the other bias of the exponent. All of it is exact.
+    """
+    is_bfloat = dtype == torch.bfloat16
+    kind = "bf16x2" if is_bfloat else "f16x2"
+    if format.bits == 4:
+        large, one = (0x4300, 0x3F80) if is_bfloat else (0x6400, 0x3C00)
+        lines = [".reg .b32 s, v, large, one, zero;", f"mov.b32 large, {large * 0x10001};"]
+        lines.append(f"mov.b32 one, {one * 0x10001};")
+        if not format.has_zeros:
+            lines.append(f"mov.b32 zero, {(large + format.zero + 0x8000) * 0x10001};")
+        for place in range(4):
+            zero = ("$9", "$10")[place // 2] if format.has_zeros else "zero"
+            lines += [f"shr.b32 s, $8, {4 * place};"] if place else ["mov.b32 s, $8;"]
+            lines += ["lop3.b32 v, s, 0x000f000f, large, 0xEA;", f"fma.rn.{kind} v, v, one, {zero};"]
+            lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, v;")
+    elif format.is_float:
+        shift, mask, factor = (4, 0x07F0, 0x7B80) if is_bfloat else (1, 0x3F80, 0x5C00)
+        lines = [".reg .b32 s, u, v, factor, zero;", f"mov.b32 factor, {factor * 0x10001};"]
+        lines.append(f"mov.b32 zero, {0x8000 * 0x10001};")  # -0, to which adding changes nothing
+        for place in range(2):
+            lines += ["shl.b32 s, $4, 8;"] if place == 0 else ["mov.b32 s, $4;"]
+            lines += [f"shr.b32 u, s, {shift};", f"and.b32 u, u, {mask * 0x10001};"]
+            lines += ["lop3.b32 v, s, 0x80008000, u, 0xEA;", f"fma.rn.{kind} v, v, factor, zero;"]
+            lines.append(f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, v;")
+    else:
+        lines = [".reg .b32 u, v;", ".reg .f32 a, b;"]
+        for place in range(2):  # of a line's half: bytes `place` and `place + 2`
+            for name, byte in (("a", place), ("b", place + 2)):
+                lines += [f"prmt.b32 u, $4, 0x4B000000, {0x7650 + byte};", f"mov.b32 {name}, u;"]
+                lines.append(f"sub.rn.f32 {name}, {name}, 0f{0x4B000000 + format.zero:08X};")
+            lines += [f"cvt.rn.{kind}.f32 v, b, a;", f"mov.b32 {{${2 * place}, ${2 * place + 1}}}, v;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    x,
+    codes,
+    scales,
+    zeros,  # or None
+    factors,  # or None
+    bias,  # or None
+    residual,  # or None
+    out,
+    partials,  # None: no splits
+    tickets,
+    num_rows,
+    out_size,
+    x_stride,
+    residual_stride,
+    out_stride,
+    num_lines,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    UNPACK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    MATRICES: tl.constexpr,  # 2: gate and up
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (i, j, k): lines i · `LINES` and on, of rows j · `ROWS` and on, of the k-th split of the inputs."""
+    let_next_start(EARLY)
+    first = tl.program_id(0) * LINES
+    lines = first + tl.arange(0, LINES)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    PER_SPLIT: tl.constexpr = IN // SPLITS
+    wait_for_inputs(EARLY)
+    sums = tl.zeros([LINES, ROWS], tl.float32)
+    ups = tl.zeros([LINES, ROWS], tl.float32)
+    for turn in tl.range(SPLITS if IN_TURN else 1):
+        begin = (turn if IN_TURN else tl.program_id(2)) * PER_SPLIT
+        own = tl.zeros([LINES, ROWS], tl.float32)
+        own_ups = tl.zeros([LINES, ROWS], tl.float32)
+        for start in tl.range(begin, begin + PER_SPLIT, STEP, num_stages=STAGES):
+            own = _added(
+                own, x, codes, scales, zeros, factors, first, start, rows, is_row, x_stride, num_lines,
+                IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, LINES, ROWS, STEP,
+            )  # fmt: skip
+            if MATRICES == 2:
+                own_ups = _added(
+                    own_ups, x, codes, scales, zeros, factors, first + out_size, start, rows, is_row, x_stride,
+                    num_lines, IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, LINES, ROWS, STEP,
+                )  # fmt: skip
+        if GROUP == IN:
+            own *= tl.load(scales + lines)[:, None]
+            if MATRICES == 2:
+                own_ups *= tl.load(scales + out_size + lines)[:, None]
+        sums += own
+        ups += own_ups
+    if partials is not None:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        SIZE: tl.constexpr = LINES * ROWS * MATRICES
+        places = tl.arange(0, LINES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        partials += tile.to(tl.int64) * (SPLITS * SIZE) + places
+        mine = partials + tl.program_id(2) * SIZE
+        tl.store(mine, sums)
+        if MATRICES == 2:
+            tl.store(mine + LINES * ROWS, ups)
+        tl.debug_barrier()
+        if tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+            return
+        tl.store(tickets + tile, 0)
+        sums = tl.load(partials, cache_modifier=".cg")
+        if MATRICES == 2:
+            ups = tl.load(partials + LINES * ROWS, cache_modifier=".cg")
+        for split in tl.static_range(1, SPLITS):
+            sums += tl.load(partials + split * SIZE, cache_modifier=".cg")
+            if MATRICES == 2:
+                ups += tl.load(partials + (split * SIZE + LINES * ROWS), cache_modifier=".cg")
+
+    has_line = lines < out_size
+    if bias is not None:
+        sums += tl.load(bias + lines, mask=has_line, other=0.0).to(tl.float32)[:, None]
+    result = sums.to(out.dtype.element_ty)
+    if MATRICES == 2:
+        result = gated(result, ups.to(out.dtype.element_ty))
+    inside = is_row[None, :] & has_line[:, None]
+    if residual is not None:
+        places = rows[None, :] * residual_stride + lines[:, None]
+        kept = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
+        result = (result.to(tl.float32) + kept).to(out.dtype.element_ty)
+    tl.store(out + rows[None, :].to(tl.int64) * out_stride + lines[:, None], result, mask=inside)
+
+
+@triton.jit
+def _untile_kernel(
+    codes,
+    scales,
+    zeros,  # or None
+    factors,  # or None
+    out,
+    out_size,
+    num_lines,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    ZERO: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    UNPACK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    IS_RAW: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Program (i, j): inputs j · `STEP` and on of a tile."""
+    LINES: tl.constexpr = 64
+    CHUNK: tl.constexpr = 256 // BITS
+    SIZE: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
+    first = tl.program_id(0) * LINES
+    lines = first + tl.arange(0, LINES)
+    for chunk in tl.static_range(STEP // CHUNK):
+        start = tl.program_id(1) * STEP + chunk * CHUNK
+        words = _load_words(codes, first, start, IN, BITS, LINES)
+        for part in tl.static_range(CHUNK // SIZE):
+            own = _take(words, part, CHUNK // SIZE)
+            place = start + part * SIZE
+            target = out + lines.to(tl.int64)[:, None] * IN + place + tl.arange(0, SIZE)[None, :]
+            inside = (lines < out_size)[:, None]
+            if IS_RAW:
+                tl.store(target, _bytes(own, LINES), mask=inside)
+            else:
+                values = _unpack(own, zeros, first, place, num_lines, out.dtype.element_ty, GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES).to(tl.float32)  # fmt: skip # noqa: E501
+                if GROUP == IN:
+                    values *= tl.load(scales + lines)[:, None]
+                else:
+                    scale, minimum = _scale(scales, factors, lines, place // GROUP, num_lines, GROUP, HAS_MINIMUMS)
+                    values *= scale[:, None]
+                    if HAS_MINIMUMS:
+                        values += minimum[:, None]
+                tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added(
+    sums, x, codes, scales, zeros, factors, first, start, rows, is_row, x_stride, num_lines,
+    IN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """`sums` and the products with lines `first` and on, of inputs `start` to `start + STEP`."""
+    CHUNK: tl.constexpr = 256 // BITS
+    SIZE: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
+    PARTS: tl.constexpr = CHUNK // SIZE
+    lines = first + tl.arange(0, LINES)
+    part_sums = tl.zeros([LINES, ROWS], tl.float32)
+    input_sums = tl.zeros([LINES, ROWS], tl.float32)
+    for chunk in tl.static_range(STEP // CHUNK):
+        words = _load_words(codes, first, start + chunk * CHUNK, IN, BITS, LINES)
+        for part in tl.static_range(PARTS):
+            place = start + chunk * CHUNK + part * SIZE
+            inputs = place + tl.arange(0, SIZE)
+            values = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :], mask=is_row[:, None], other=0.0)
+            tile = _unpack(
+                _take(words, part, PARTS), zeros, first, place, num_lines, x.dtype.element_ty,
+                GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES,
+            )  # fmt: skip
+            values = values.trans()
+            if UNPACK is None:  # the interpreter has no products of bfloat16 matrices
+                values, tile = values.to(tl.float32), tile.to(tl.float32)
+            if GROUP == IN:
+                sums = tl.dot(tile, values, sums, input_precision="ieee")
+            else:
+                part_sums = tl.dot(tile, values, part_sums, input_precision="ieee")
+                if HAS_MINIMUMS:
+                    ones = tl.full([LINES, SIZE], 1.0, values.dtype)
+                    input_sums = tl.dot(ones, values, input_sums, input_precision="ieee")
+                if SIZE == GROUP or chunk == STEP // CHUNK - 1:
+                    scale, minimum = _scale(scales, factors, lines, place // GROUP, num_lines, GROUP, HAS_MINIMUMS)
+                    sums = tl.fma(part_sums, tl.broadcast_to(scale[:, None], sums.shape), sums)
+                    part_sums = tl.zeros([LINES, ROWS], tl.float32)
+                    if HAS_MINIMUMS:
+                        sums = tl.fma(input_sums, tl.broadcast_to(minimum[:, None], sums.shape), sums)
+                        input_sums = tl.zeros([LINES, ROWS], tl.float32)
+    return sums
+
+
+@triton.jit
+def _scale(scales, factors, lines, group, num_lines, GROUP: tl.constexpr, HAS_MINIMUMS: tl.constexpr):
+    """The scales and minimums of a group, float32 `[LINES]`; without minimums the scales twice. See `TiledMatrix`."""
+    if factors is None:
+        word = tl.load(scales + group * num_lines + lines)
+        if HAS_MINIMUMS:
+            scale, minimum = _two_halves(word)
+        else:
+            scale, minimum = word, word
+    else:
+        factor = tl.load(factors + group * GROUP // 256 * num_lines + lines)
+        if HAS_MINIMUMS:
+            word = tl.load(scales + group // 2 * num_lines + lines) >> (group % 2 * 16)
+            scale_factor, minimum_factor = _two_halves(factor)
+            scale = (word & 255).to(tl.float32) * scale_factor
+            minimum = (word >> 8 & 255).to(tl.float32) * minimum_factor
+        else:
+            word = tl.load(scales + group // 4 * num_lines + lines) >> (group % 4 * 8)
+            scale = word.to(tl.int8).to(tl.float32) * factor
+            minimum = scale
+    return scale, minimum
+
+
+@triton.jit
+def _two_halves(words):
+    """Two float16 of each int32."""
+    first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    second = (words >> 16 & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _load_words(codes, first, start, IN: tl.constexpr, BITS: tl.constexpr, LINES: tl.constexpr):
+    """A chunk of each tile, `[2 * LINES, 4]`: a thread's 16 bytes in each line."""
+    CHUNK: tl.constexpr = 256 // BITS
+    threads = tl.arange(0, 2 * LINES)
+    tiles = (first // 64 + threads // 128).to(tl.int64)
+    places = (tiles * (IN // CHUNK) + start // CHUNK) * 512 + threads % 128 * 4
+    # They are evicted first: a matrix is not read again soon.
+    return tl.load(codes + places[:, None] + tl.arange(0, 4)[None, :], eviction_policy="evict_first")
+
+
+@triton.jit
+def _take(words, part: tl.constexpr, PARTS: tl.constexpr):
+    """One of `PARTS` equal parts of each thread's words."""
+    SIZE: tl.constexpr = words.shape[1] // 2
+    if PARTS == 1:
+        taken = words
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(words, (words.shape[0], 2, SIZE)), (0, 2, 1)))
+        half = high if part >= PARTS // 2 else low
+        taken = _take(half, part % (PARTS // 2), PARTS // 2)
+    return taken
+
+
+@triton.jit
+def _unpack(
+    words, zeros, first, place, num_lines, dtype: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    IS_FLOAT: tl.constexpr, ZERO: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Codes less their zeros, `[LINES, inputs]`, in a type that holds them exactly.
+
+    A word has the codes of two lines (half) and of 2 inputs (pair) in its bytes pair · 2 + half. With 4 bits a byte has
+    two codes, eight inputs apart (near, far); with 8 bits they are in two words.
+    """
+    STEPS: tl.constexpr = words.shape[1] if BITS == 4 else words.shape[1] // 2
+    low, high = tl.zeros_like(words), tl.zeros_like(words)
+    if zeros is not None:
+        threads = tl.arange(0, 2 * LINES)
+        own = zeros + place // GROUP * num_lines + first + threads // 32 * 16 + threads % 32 // 4
+        low = tl.broadcast_to(tl.load(own)[:, None], words.shape)
+        high = tl.broadcast_to(tl.load(own + 8)[:, None], words.shape)
+    if BITS == 4:
+        if UNPACK is None:
+            low = low & 15 if zeros is not None else low + ZERO
+            high = high & 15 if zeros is not None else high + ZERO
+            a, b = (words & 15) - low, (words >> 16 & 15) - low
+            c, d = (words >> 4 & 15) - low, (words >> 20 & 15) - low
+            e, f = (words >> 8 & 15) - high, (words >> 24 & 15) - high
+            g, h = (words >> 12 & 15) - high, (words >> 28 & 15) - high
+        elif zeros is None:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(UNPACK, OUTPUTS, [words], EIGHT, is_pure=True, pack=1)
+        else:
+            # -128 or -1024 in both halves.
+            LARGE: tl.constexpr = (0xC300C300 if dtype == tl.bfloat16 else 0xE400E400) - (1 << 32)
+            both = [words, low + LARGE, high + LARGE]
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(UNPACK, OUTPUTS, both, EIGHT, is_pure=True, pack=1)
+        # [threads, step, half of lines, near or far, pair]
+        numbers = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+        numbers = tl.reshape(numbers, (LINES // 16, 8, 4, STEPS, 2, 2, 2))
+        numbers = tl.permute(numbers, (0, 4, 1, 3, 5, 2, 6))
+    else:
+        if UNPACK is None:
+            a, b = _number(words, 0, IS_FLOAT, ZERO), _number(words, 2, IS_FLOAT, ZERO)
+            c, d = _number(words, 1, IS_FLOAT, ZERO), _number(words, 3, IS_FLOAT, ZERO)
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(UNPACK, OUTPUTS, [words], FOUR, is_pure=True, pack=1)
+        # [threads, step, near or far, half of lines, pair]
+        numbers = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (LINES // 16, 8, 4, STEPS, 2, 2, 2))
+        numbers = tl.permute(numbers, (0, 5, 1, 3, 4, 2, 6))
+    if UNPACK is not None:
+        numbers = numbers.to(dtype, bitcast=True)
+    return tl.reshape(numbers, (LINES, STEPS * 16))
+
+
+@triton.jit
+def _number(words, BYTE: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO: tl.constexpr):
+    """A byte of each word as a float32, in the interpreter."""
+    byte = words >> (8 * BYTE) & 255
+    if IS_FLOAT:
+        number = byte.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        number = (byte - ZERO).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _bytes(words, LINES: tl.constexpr):
+    """8-bit codes as they are: `[LINES, inputs]`."""
+    STEPS: tl.constexpr = words.shape[1] // 2
+    a, b = (words & 255).to(tl.uint8), (words >> 16 & 255).to(tl.uint8)
+    c, d = (words >> 8 & 255).to(tl.uint8), (words >> 24 & 255).to(tl.uint8)
+    codes = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (LINES // 16, 8, 4, STEPS, 2, 2, 2))
+    return tl.reshape(tl.permute(codes, (0, 5, 1, 3, 4, 2, 6)), (LINES, STEPS * 16))
