@@ -61,12 +61,14 @@ def gemv(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
+    scales: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """`x` `[M, in]`, normed, times `weight` `[out, in]`, plus `bias` `[out]` and `residual` `[M, out]`: `[M, out]`.
 
     M is at most `MAX_ROWS`. If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
-    `silu_mul` of the product. It is contiguous. `tile` is for measuring others than `choose_tile`'s.
+    `silu_mul` of the product. It is contiguous. With `scales` float32, one for each row of the weight, `weight` is uint8:
+    the bits of 8-bit floats (e4m3), for a single row. `tile` is for measuring others than `choose_tile`'s.
     """
     num_rows, in_size = x.shape
     num_matrices = 2 if is_gated else 1
@@ -84,6 +86,7 @@ def gemv(
         x,
         norm_weight,
         weight,
+        scales,
         bias,
         residual,
         out,
@@ -149,6 +152,7 @@ def _gemv_kernel(
     x,
     norm_weight,  # or None: no norm
     weight,
+    scales,  # of 8-bit floats; or None
     bias,  # or None
     residual,  # or None
     out,
@@ -188,7 +192,7 @@ def _gemv_kernel(
     inside = (outputs < out_size) & (rows < num_rows)
 
     # Weights are loaded before the wait. They are evicted first: a matrix is not read again soon.
-    tile = tl.load(weight, mask=has_line & (inputs < IN), other=0.0, eviction_policy="evict_first")
+    tile = tl.load(weight, mask=has_line & (inputs < IN), other=0, eviction_policy="evict_first")
     if norm_weight is not None:
         factor = tl.load(norm_weight + inputs, mask=inputs < IN, other=0.0)
     if bias is not None:
@@ -209,7 +213,7 @@ def _gemv_kernel(
     sums = _products(loaded_ahead(tile, AHEAD), values, ROWS, WIDEN)
     for start in tl.range(STEP, IN, STEP, num_stages=STAGES):
         ahead = start + inputs < IN
-        tile = tl.load(weight + start, mask=has_line & ahead, other=0.0, eviction_policy="evict_first")
+        tile = tl.load(weight + start, mask=has_line & ahead, other=0, eviction_policy="evict_first")
         values = tl.load(x + start, mask=has_row & ahead, other=0.0)
         if norm_weight is not None:
             factor = tl.load(norm_weight + start + inputs, mask=ahead, other=0.0)
@@ -219,6 +223,10 @@ def _gemv_kernel(
     if ROWS == 1:
         sums = tl.sum(sums, axis=2, keep_dims=True)
     result = tl.sum(sums, axis=0)  # [LINES, ROWS]
+    if scales is not None:
+        own = tl.arange(0, LINES)
+        places = first + own // MATRICES + (own % MATRICES).to(tl.int64) * out_size
+        result *= tl.load(scales + places, mask=first + own // MATRICES < out_size, other=0.0)[:, None]
     if bias is not None:
         result += loaded_ahead(added, AHEAD and BLOCK_OUT > 1).to(tl.float32)  # needs pairs
     if residual is not None:
@@ -239,6 +247,8 @@ def _squares(values):
 @triton.jit
 def _products(weights, values, ROWS: tl.constexpr, WIDEN: tl.constexpr):
     """The products of `weights` and `values`; those of one row are not yet summed over the last dimension."""
+    if weights.dtype == tl.uint8:
+        weights = weights.to(tl.float8e4nv, bitcast=True)
     if ROWS == 1:
         products = weights.to(tl.float32) * values.to(tl.float32)
     else:

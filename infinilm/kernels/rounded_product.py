@@ -1,52 +1,156 @@
-"""Products of many rows, rounded to 8-bit floats, with matrices of 8-bit floats: twice as fast as 16-bit ones."""
+"""Products of rows, rounded to 8-bit floats, with matrices of 8-bit floats, by the libraries.
+
+They have twice the rate of 16-bit products. Scales of rows and lines are multiplied by the library for many rows. For
+fewer it is faster without them: its sums are scaled by a kernel that does what follows, too.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinilm.kernels.tile_product import untile
-from infinilm.kernels.tiles import TiledMatrix
+from infinilm.kernels.activation import gated, silu_mul
+from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 
-LARGEST = 448.0
+LARGEST = tl.constexpr(448.0)
+"""The largest 8-bit float (e4m3)."""
+LEAST_CAPABILITY = (8, 9)
+SIZE_STEP = 16
+"""Inputs and lines must be multiples of it."""
+_MANY_ROWS = 512
+_FINISH_BLOCK = 1024
 
 
-def rounded_product(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tensor:
-    """`x` `[M, in]`, rounded, times `matrix` `[out, in]`, whose lines have one scale each: `[M, out]`."""
-    rounded, scales = round_rows(x)
-    line_scales = matrix.scales[:, : matrix.lines]
-    weight = untile(matrix, torch.float8_e4m3fn)
-    product = torch._scaled_mm(rounded, weight.t(), scale_a=scales, scale_b=line_scales, out_dtype=x.dtype)
-    return product if bias is None else product.add_(bias)
+def rounded_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """`x` `[M, in]`, rounded, times 8-bit floats `codes` `[out, in]`, whose lines have `scales` `[out]`: `[M, out]`.
+
+    The rest is as in `gemv`.
+    """
+    rounded, row_scales = round_rows(x)
+    if len(x) > _MANY_ROWS and x.dtype == torch.bfloat16:
+        product = torch._scaled_mm(rounded, codes.t(), row_scales[:, None], scales[None, :], out_dtype=x.dtype)
+        product = product if bias is None else product.add_(bias)
+        product = silu_mul(product) if is_gated else product
+        return product if residual is None else residual.add_(product)
+    one = _one(x.device)
+    sums = torch._scaled_mm(rounded, codes.t(), one, one, out_dtype=torch.float32)
+    num_rows, out_size = len(x), len(codes) // (2 if is_gated else 1)
+    out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    early = launches_early(x.device)
+    _finish_kernel[(num_rows, triton.cdiv(out_size, _FINISH_BLOCK))](
+        sums,
+        row_scales,
+        scales,
+        bias,
+        residual,
+        out,
+        out_size,
+        0 if residual is None else residual.stride(0),
+        IS_GATED=is_gated,
+        BLOCK=_FINISH_BLOCK,
+        EARLY=early,
+        num_warps=4,
+        launch_pdl=early,
+    )
+    return out
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `[M, in]` as 8-bit floats (e4m3) and their scales, float32 `[M, 1]`. The largest number becomes the largest."""
+    """Rows `[M, in]` as 8-bit floats, and their scales, float32 `[M]`, with which a row's largest number is `LARGEST`."""
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     rounded = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    early = launches_early(x.device)
     if num_rows:
+        block = triton.next_power_of_2(size)
         _round_kernel[(num_rows,)](
-            x, rounded, scales, size, x.stride(0), BLOCK=triton.next_power_of_2(size), num_warps=8
+            x,
+            rounded,
+            scales,
+            size,
+            x.stride(0),
+            BLOCK=block,
+            EARLY=early,
+            num_warps=min(16, max(1, block // 512)),
+            launch_pdl=early,
         )
     return rounded, scales
 
 
 def round_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """The same by torch operations."""
-    scales = x.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return (x.float() / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+    scales = x.float().abs().amax(1).clamp(min=1e-12) / LARGEST.value
+    return (x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales
+
+
+def _one(device: torch.device) -> Tensor:
+    if device not in _ONES:
+        _ONES[device] = torch.ones((), dtype=torch.float32, device=device)
+    return _ONES[device]
+
+
+_ONES: dict[torch.device, Tensor] = {}
 
 
 @triton.jit
-def _round_kernel(x, rounded, scales, size, stride, BLOCK: tl.constexpr):
+def _round_kernel(x, rounded, scales, size, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Program i: row i."""
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-12) / 448.0
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-12) / LARGEST
     tl.store(scales + row, scale)
-    values = tl.minimum(tl.maximum(tl.fdiv(values, scale), -448.0), 448.0)
+    values = tl.minimum(tl.maximum(tl.fdiv(values, scale), -LARGEST), LARGEST)
     tl.store(rounded + row * size + columns, values.to(tl.float8e4nv), mask=inside)
+
+
+@triton.jit
+def _finish_kernel(
+    sums,
+    row_scales,
+    scales,
+    bias,  # or None
+    residual,  # or None
+    out,
+    out_size,
+    residual_stride,
+    IS_GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (row, block): `BLOCK` outputs of a row."""
+    let_next_start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < out_size
+    factors = tl.load(scales + columns, mask=inside, other=0.0)
+    wait_for_inputs(EARLY)
+    row_scale = tl.load(row_scales + row)
+    MATRICES: tl.constexpr = 2 if IS_GATED else 1
+    sums += row * out_size * MATRICES + columns
+    result = tl.load(sums, mask=inside, other=0.0) * row_scale * factors
+    if bias is not None:
+        result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    result = result.to(out.dtype.element_ty)
+    if IS_GATED:
+        factors = tl.load(scales + out_size + columns, mask=inside, other=0.0)
+        up = tl.load(sums + out_size, mask=inside, other=0.0) * row_scale * factors
+        if bias is not None:
+            up += tl.load(bias + out_size + columns, mask=inside, other=0.0).to(tl.float32)
+        result = gated(result, up.to(out.dtype.element_ty))
+    if residual is not None:
+        kept = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        result = (result.to(tl.float32) + kept).to(out.dtype.element_ty)
+    tl.store(out + row * out_size + columns, result, mask=inside)

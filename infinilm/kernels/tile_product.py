@@ -23,8 +23,11 @@ Norm = tuple[Tensor, float]
 """Weight `[in]` and epsilon of an RMS norm of the input."""
 MAX_ROWS = 256
 """For more rows it is faster to unpack the matrix first."""
-# Programs that keep a device busy, inputs that are worth a program, and splits of the order that is kept.
-_PROGRAMS, _MIN_INPUTS, _ORDERED_SPLITS = 500, 512, 4
+# Programs that keep a device busy with one or a few rows; the most splits of the order that is kept; and the rows from
+# which on a program computes all splits, one after the other.
+_PROGRAMS, _ORDERED_SPLITS, _MANY_ROWS = 500, 8, 128
+# Bytes of its codes that a program lets the L2 cache fetch while it waits for its input.
+FETCHED = tl.constexpr(32768)
 _UNPACKED_INPUTS = 128
 # What unpacking a word gives: bits of 16-bit floats.
 FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
@@ -51,23 +54,19 @@ def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
 
 def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordered: bool) -> Tile:
     """The tile for so many rows, and lines of each matrix."""
-    rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
-    unit = max(matrix.format.group, matrix.format.chunk, 128)
-
-    def can_split(splits: int) -> bool:
-        return matrix.inputs % (splits * unit) == 0 and matrix.inputs // splits >= _MIN_INPUTS
-
-    programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
-    most = _ORDERED_SPLITS if is_ordered else 8
-    splits = max(each for each in (1, 2, 4, 8) if each == 1 or (each <= most and can_split(each)))
-    if is_ordered and rows > 64:  # of many rows a program computes all splits, which needs more registers
-        is_wide = num_lines % (2 * TILE_LINES) == 0
-        return Tile(rows if is_wide else 64, TILE_LINES * (1 + is_wide), 128, splits, True, 4 * (1 + is_wide), 3)
+    rows = next((size for size in (16, 32) if num_rows <= size), 64)
+    inputs, unit = matrix.inputs, max(matrix.format.group, matrix.format.chunk)
+    # Inputs of a split: powers of 2, with which memory is read fastest.
+    sizes = [size for size in (512, 1024, 2048, 4096) if size < inputs and inputs % size == 0 and size % unit == 0]
+    sizes = [*sizes, inputs]
     if is_ordered:
-        return Tile(rows, TILE_LINES, 128, splits, False, 4, 4)
-    while splits > 1 and programs * splits // 2 >= (_PROGRAMS if rows <= 16 else _PROGRAMS // 2 if rows <= 64 else 132):
-        splits //= 2
-    return Tile(rows, TILE_LINES, 128, splits, False, 4, 4 if rows <= 64 else 3)
+        splits = next((inputs // size for size in sizes if inputs // size <= _ORDERED_SPLITS), 1)
+        return Tile(rows, TILE_LINES, 128, splits, num_rows > _MANY_ROWS, 4, 3)
+    programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
+    enough = [
+        inputs // size for size in sizes if programs * inputs // size >= (_PROGRAMS if rows < 64 else _PROGRAMS // 2)
+    ]
+    return Tile(rows, TILE_LINES, 128, enough[-1] if enough else inputs // sizes[0], False, 4, 4 if rows <= 16 else 3)
 
 
 def tile_product(
@@ -140,22 +139,20 @@ def tile_product(
 
 
 def untile(matrix: TiledMatrix, dtype: torch.dtype) -> Tensor:
-    """The matrix `[lines, inputs]`, each value rounded once. In float8_e4m3fn: its codes."""
+    """The matrix `[lines, inputs]`, each value rounded once."""
     out = torch.empty((matrix.lines, matrix.inputs), dtype=dtype, device=matrix.codes.device)
-    is_raw = dtype == torch.float8_e4m3fn
     step = _step(matrix, _UNPACKED_INPUTS, matrix.inputs)
     _untile_kernel[(triton.cdiv(matrix.lines, TILE_LINES), matrix.inputs // step)](
         matrix.codes,
         matrix.scales,
         matrix.zeros,
         matrix.factors,
-        out.view(torch.uint8) if is_raw else out,
+        out,
         matrix.lines,
         matrix.scales.stride(0),
-        IS_RAW=is_raw,
         STEP=step,
         num_warps=4,
-        **_options(matrix, torch.bfloat16 if is_raw else dtype),
+        **_options(matrix, dtype),
     )
     return out
 
@@ -271,6 +268,10 @@ def _product_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     PER_SPLIT: tl.constexpr = IN // SPLITS
+    if EARLY and not IN_TURN:
+        for matrix in tl.static_range(MATRICES):
+            tile = (first + matrix * out_size).to(tl.int64) * (IN * BITS // 32)
+            _fetch(codes + tile + tl.program_id(2) * (PER_SPLIT * BITS * 2), PER_SPLIT * BITS * 8)
     wait_for_inputs(EARLY)
     sums = tl.zeros([LINES, ROWS], tl.float32)
     ups = tl.zeros([LINES, ROWS], tl.float32)
@@ -279,15 +280,10 @@ def _product_kernel(
         own = tl.zeros([LINES, ROWS], tl.float32)
         own_ups = tl.zeros([LINES, ROWS], tl.float32)
         for start in tl.range(begin, begin + PER_SPLIT, STEP, num_stages=STAGES):
-            own = _added(
-                own, x, codes, scales, zeros, factors, first, start, rows, is_row, x_stride, num_lines,
-                IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, LINES, ROWS, STEP,
+            own, own_ups = _added(
+                own, own_ups, x, codes, scales, zeros, factors, first, out_size, start, rows, is_row, x_stride, num_lines,
+                IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, MATRICES, LINES, ROWS, STEP,
             )  # fmt: skip
-            if MATRICES == 2:
-                own_ups = _added(
-                    own_ups, x, codes, scales, zeros, factors, first + out_size, start, rows, is_row, x_stride,
-                    num_lines, IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, LINES, ROWS, STEP,
-                )  # fmt: skip
         if GROUP == IN:
             own *= tl.load(scales + lines)[:, None]
             if MATRICES == 2:
@@ -295,18 +291,18 @@ def _product_kernel(
         sums += own
         ups += own_ups
     if partials is not None:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         SIZE: tl.constexpr = LINES * ROWS * MATRICES
         places = tl.arange(0, LINES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        partials += tile.to(tl.int64) * (SPLITS * SIZE) + places
+        partials += number.to(tl.int64) * (SPLITS * SIZE) + places
         mine = partials + tl.program_id(2) * SIZE
         tl.store(mine, sums)
         if MATRICES == 2:
             tl.store(mine + LINES * ROWS, ups)
         tl.debug_barrier()
-        if tl.atomic_add(tickets + tile, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
+        if tl.atomic_add(tickets + number, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
-        tl.store(tickets + tile, 0)
+        tl.store(tickets + number, 0)
         sums = tl.load(partials, cache_modifier=".cg")
         if MATRICES == 2:
             ups = tl.load(partials + LINES * ROWS, cache_modifier=".cg")
@@ -346,7 +342,6 @@ def _untile_kernel(
     HAS_MINIMUMS: tl.constexpr,
     UNPACK: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    IS_RAW: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Program (i, j): inputs j · `STEP` and on of a tile."""
@@ -363,62 +358,107 @@ def _untile_kernel(
             place = start + part * SIZE
             target = out + lines.to(tl.int64)[:, None] * IN + place + tl.arange(0, SIZE)[None, :]
             inside = (lines < out_size)[:, None]
-            if IS_RAW:
-                tl.store(target, _bytes(own, LINES), mask=inside)
+            values = _unpack(
+                own, zeros, first, place, num_lines, out.dtype.element_ty, GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES
+            ).to(tl.float32)  # fmt: skip
+            if GROUP == IN:
+                values *= tl.load(scales + lines)[:, None]
             else:
-                values = _unpack(own, zeros, first, place, num_lines, out.dtype.element_ty, GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES).to(tl.float32)  # fmt: skip # noqa: E501
-                if GROUP == IN:
-                    values *= tl.load(scales + lines)[:, None]
-                else:
-                    scale, minimum = _scale(scales, factors, lines, place // GROUP, num_lines, GROUP, HAS_MINIMUMS)
-                    values *= scale[:, None]
-                    if HAS_MINIMUMS:
-                        values += minimum[:, None]
-                tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+                scale, minimum = _scale(scales, factors, lines, place // GROUP, num_lines, GROUP, HAS_MINIMUMS)
+                values *= scale[:, None]
+                if HAS_MINIMUMS:
+                    values += minimum[:, None]
+            tl.store(target, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _added(
-    sums, x, codes, scales, zeros, factors, first, start, rows, is_row, x_stride, num_lines,
+    sums, ups, x, codes, scales, zeros, factors, first, out_size, start, rows, is_row, x_stride, num_lines,
     IN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, MATRICES: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and the products with lines `first` and on, of inputs `start` to `start + STEP`."""
+    """`sums` and `ups`, and the products with lines `first` and on, of inputs `start` to `start + STEP`."""
     CHUNK: tl.constexpr = 256 // BITS
     SIZE: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
     PARTS: tl.constexpr = CHUNK // SIZE
-    lines = first + tl.arange(0, LINES)
-    part_sums = tl.zeros([LINES, ROWS], tl.float32)
+    group_sums = tl.zeros([LINES, ROWS], tl.float32)
+    group_ups = tl.zeros([LINES, ROWS], tl.float32)
     input_sums = tl.zeros([LINES, ROWS], tl.float32)
     for chunk in tl.static_range(STEP // CHUNK):
-        words = _load_words(codes, first, start + chunk * CHUNK, IN, BITS, LINES)
         for part in tl.static_range(PARTS):
             place = start + chunk * CHUNK + part * SIZE
             inputs = place + tl.arange(0, SIZE)
-            values = tl.load(x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :], mask=is_row[:, None], other=0.0)
-            tile = _unpack(
-                _take(words, part, PARTS), zeros, first, place, num_lines, x.dtype.element_ty,
-                GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES,
-            )  # fmt: skip
+            values = tl.load(
+                x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :], mask=is_row[:, None], other=0.0
+            )
             values = values.trans()
             if UNPACK is None:  # the interpreter has no products of bfloat16 matrices
-                values, tile = values.to(tl.float32), tile.to(tl.float32)
-            if GROUP == IN:
-                sums = tl.dot(tile, values, sums, input_precision="ieee")
-            else:
-                part_sums = tl.dot(tile, values, part_sums, input_precision="ieee")
-                if HAS_MINIMUMS:
-                    ones = tl.full([LINES, SIZE], 1.0, values.dtype)
-                    input_sums = tl.dot(ones, values, input_sums, input_precision="ieee")
-                if SIZE == GROUP or chunk == STEP // CHUNK - 1:
-                    scale, minimum = _scale(scales, factors, lines, place // GROUP, num_lines, GROUP, HAS_MINIMUMS)
-                    sums = tl.fma(part_sums, tl.broadcast_to(scale[:, None], sums.shape), sums)
-                    part_sums = tl.zeros([LINES, ROWS], tl.float32)
-                    if HAS_MINIMUMS:
-                        sums = tl.fma(input_sums, tl.broadcast_to(minimum[:, None], sums.shape), sums)
-                        input_sums = tl.zeros([LINES, ROWS], tl.float32)
+                values = values.to(tl.float32)
+            if HAS_MINIMUMS:
+                ones = tl.full([LINES, SIZE], 1.0, values.dtype)
+                input_sums = tl.dot(ones, values, input_sums, input_precision="ieee")
+            for matrix in tl.static_range(MATRICES):
+                begin = first + matrix * out_size
+                words = _take(_load_words(codes, begin, start + chunk * CHUNK, IN, BITS, LINES), part, PARTS)
+                tile = _unpack(
+                    words, zeros, begin, place, num_lines, x.dtype.element_ty,
+                    GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES,
+                )  # fmt: skip
+                if UNPACK is None:
+                    tile = tile.to(tl.float32)
+                if GROUP == IN:
+                    if matrix == 0:
+                        sums = tl.dot(tile, values, sums, input_precision="ieee")
+                    else:
+                        ups = tl.dot(tile, values, ups, input_precision="ieee")
+                elif matrix == 0:
+                    group_sums = tl.dot(tile, values, group_sums, input_precision="ieee")
+                else:
+                    group_ups = tl.dot(tile, values, group_ups, input_precision="ieee")
+            if GROUP != IN and (SIZE == GROUP or chunk == STEP // CHUNK - 1):
+                sums = _scaled(
+                    sums, group_sums, input_sums, scales, factors, first, place // GROUP, num_lines,
+                    GROUP, HAS_MINIMUMS, LINES,
+                )  # fmt: skip
+                group_sums = tl.zeros([LINES, ROWS], tl.float32)
+                if MATRICES == 2:
+                    ups = _scaled(
+                        ups, group_ups, input_sums, scales, factors, first + out_size, place // GROUP, num_lines,
+                        GROUP, HAS_MINIMUMS, LINES,
+                    )  # fmt: skip
+                    group_ups = tl.zeros([LINES, ROWS], tl.float32)
+                input_sums = tl.zeros([LINES, ROWS], tl.float32)
+    return sums, ups
+
+
+@triton.jit
+def _scaled(
+    sums, group_sums, input_sums, scales, factors, first, group, num_lines,
+    GROUP: tl.constexpr, HAS_MINIMUMS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """`sums` and those of a group, with its scales and minimums."""
+    lines = first + tl.arange(0, LINES)
+    scale, minimum = _scale(scales, factors, lines, group, num_lines, GROUP, HAS_MINIMUMS)
+    sums = tl.fma(group_sums, tl.broadcast_to(scale[:, None], sums.shape), sums)
+    if HAS_MINIMUMS:
+        sums = tl.fma(input_sums, tl.broadcast_to(minimum[:, None], sums.shape), sums)
     return sums
+
+
+@triton.jit
+def _fetch(codes, NUM_BYTES: tl.constexpr):
+    """Let the L2 cache fetch what begins at `codes`, up to `FETCHED` bytes."""
+    PART: tl.constexpr = (NUM_BYTES if NUM_BYTES < FETCHED else FETCHED) // 32
+    if PART % 16 == 0:
+        tl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [codes + tl.arange(0, 32) * (PART // 4), tl.full([32], PART, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -535,13 +575,3 @@ def _number(words, BYTE: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO: tl.constexp
     else:
         number = (byte - ZERO).to(tl.float32)
     return number
-
-
-@triton.jit
-def _bytes(words, LINES: tl.constexpr):
-    """8-bit codes as they are: `[LINES, inputs]`."""
-    STEPS: tl.constexpr = words.shape[1] // 2
-    a, b = (words & 255).to(tl.uint8), (words >> 16 & 255).to(tl.uint8)
-    c, d = (words >> 8 & 255).to(tl.uint8), (words >> 24 & 255).to(tl.uint8)
-    codes = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (LINES // 16, 8, 4, STEPS, 2, 2, 2))
-    return tl.reshape(tl.permute(codes, (0, 5, 1, 3, 4, 2, 6)), (LINES, STEPS * 16))

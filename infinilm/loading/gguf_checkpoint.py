@@ -19,6 +19,7 @@ from infinilm.text.tokenizer import Tokenizer
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
 _SLICE_ELEMENTS = 2**18
+_COPIED_ELEMENTS = 2**24  # of blocks that are not decoded
 
 # Architectures whose files permute the rows of q and k, see `_unpermute`.
 _PERMUTED_ARCHITECTURES = {"llama", "mistral", "mistral3", "granite", "smollm3"}
@@ -105,7 +106,7 @@ class GGUFCheckpoint:
                 f"{block.block_elements}, as {format} has them"
             )
         first, num_blocks = _covering_blocks(block, starts[1], num_columns)
-        step = max(1, _SLICE_ELEMENTS // num_columns)
+        step = max(1, _COPIED_ELEMENTS // (num_columns * (head_dim or 1))) * (head_dim or 1)
         for offset in range(0, num_rows, step):
             places = torch.arange(offset, min(offset + step, num_rows))
             raw = self._file.read_blocks(tensor, (starts[0] + offset, first), (len(places), num_blocks))

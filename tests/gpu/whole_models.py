@@ -117,7 +117,8 @@ class Reference:
         )
         for module in (*model.modules(), *exact.modules()):  # of GPT-OSS; older releases have constants there
             if hasattr(module, "limit") and hasattr(module, "alpha"):
-                module.limit, module.alpha = exact.config.swiglu_limit, exact.config.swiglu_alpha
+                module.limit = getattr(exact.config, "swiglu_limit", module.limit)
+                module.alpha = getattr(exact.config, "swiglu_alpha", module.alpha)
         errors = []
         for text in random_texts((300, 200, 100), model.config.vocab_size):
             top = _logits(exact, text).topk(NUM_TOP)

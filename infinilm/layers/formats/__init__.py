@@ -11,6 +11,7 @@ from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline, PackedFormat
+from infinilm.layers.formats.rounded import RoundedPart, RoundedWeight, can_round
 from infinilm.layers.formats.tiled import TiledPart, TiledWeight, tile_format
 from infinilm.layers.formats.weight import Weight
 
@@ -21,6 +22,7 @@ __all__ = [
     "GGUFWeight",
     "LayerOptions",
     "MatrixOutline",
+    "RoundedWeight",
     "TiledWeight",
     "Weight",
     "WeightFormats",
@@ -85,6 +87,8 @@ class WeightFormats:
         if found and self.is_native:
             return GGUFWeight(found, rows, columns.length, device)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "is_ordered": self.is_ordered}
+        if grouped and not is_table and not self.is_ordered and can_round(grouped, rows, columns.length, dtype, device):
+            return RoundedWeight(grouped, rows, columns.length, dtype=dtype, device=device)
         if (found or grouped) and not is_table:
             return TiledWeight(found or [str(grouped)] * len(rows), rows, columns.length, **options)
         return DenseWeight(rows, columns.length, is_table=is_table, **options)
@@ -96,7 +100,7 @@ DENSE = WeightFormats()
 
 def is_native(shard: Shard) -> bool:
     """Whether the native library keeps and multiplies this matrix."""
-    return isinstance(shard, PackedShard) and not isinstance(shard.matrix, TiledPart)
+    return isinstance(shard, PackedShard) and not isinstance(shard.matrix, TiledPart | RoundedPart)
 
 
 def _has_whole_blocks(columns: ShardRange, format: PackedFormat | GroupedFormat) -> bool:

@@ -73,8 +73,7 @@ class TiledWeight(nn.Module):
     """See `Weight`. Matrices below each other that have the same format are multiplied as one.
 
     For few rows, and for any number if it `is_ordered` (see `WeightFormats`), a kernel unpacks a matrix while it
-    multiplies. Otherwise a matrix is unpacked before each product. If the format rounds inputs, and there are many, they
-    become 8-bit floats with a scale for each row.
+    multiplies. Otherwise a matrix is unpacked before each product. Inputs are in the type that is computed in.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class TiledWeight(nn.Module):
         self.runs = nn.ModuleList(self._runs)
         self._activation = SiluAndMul(device)
         self._has_kernels, self._max_kernel_rows = False, 0
-        self._rounds_inputs = all(format.endswith("rounded") for format in formats) and not is_ordered
         if has_kernels(device):
             from infinilm.kernels.tile_product import MAX_ROWS, can_multiply
 
@@ -134,12 +132,7 @@ class TiledWeight(nn.Module):
             return self._multiply_tiles(x, bias, residual, norm)
         if norm is not None:
             x = norm(x)
-        if self._rounds_inputs and self._has_kernels:
-            from infinilm.kernels.rounded_product import rounded_product
-
-            product = rounded_product(x, self._runs[0].matrix, bias)
-        else:
-            product = F.linear(x, self.dequantized(), bias)
+        product = F.linear(x, self.dequantized(), bias)
         return product if residual is None else residual.add_(product)
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
@@ -167,9 +160,7 @@ class TiledWeight(nn.Module):
         fused = None if norm is None else (norm.weight, norm.eps)
         return tile_product(x, run.matrix, norm=fused, is_ordered=self._is_ordered, **options)
 
-    def _multiply_tiles(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor | None, norm: RMSNorm | None
-    ) -> Tensor:
+    def _multiply_tiles(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
         if len(self._runs) == 1:
             return self._product(x, self._runs[0], norm, bias=bias, residual=residual)
         if norm is not None:
