@@ -23,7 +23,7 @@ from infinilm.cache.specs import (
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels import native
 from infinilm.kernels.fp8_cache import DTYPE as FP8
-from infinilm.kernels.fp8_cache import store_quantized
+from infinilm.kernels.fp8_cache import as_bytes, store_quantized
 from infinilm.kernels.nonfinite import mark_nonfinite
 
 _ALIGNMENT = 256
@@ -179,7 +179,7 @@ class Cache:
     def native(self) -> Any:
         """The keys and values of the layers held, as the native library's decoder takes them."""
         library: Any = native.load()
-        return library.Cache(list(self.layers.values()))
+        return library.Cache([as_bytes(layer) for layer in self.layers.values()], list(self.scales.values()))
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.

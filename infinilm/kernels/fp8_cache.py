@@ -61,6 +61,11 @@ def store_quantized(new: Tensor, cache: Tensor, scales: Tensor, slots: Tensor) -
     scales[slots // block_size, :, slots % block_size] = new_scales.transpose(1, 2)
 
 
+def as_bytes(cache: Tensor) -> Tensor:
+    """A layer's codes as the native library takes them; numbers of any other type as they are."""
+    return cache.view(torch.uint8) if cache.dtype == DTYPE else cache
+
+
 def as_pairs(cache: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """A layer's codes as int16s of two, and its scales as int32s of a key's and a value's: as kernels read them."""
     return cache.view(torch.int16), scales.view(torch.int32)

@@ -105,10 +105,10 @@ class Attention(Mixer):
         q, cache = self._rope_and_store_kv(heads, cache, step)
         if self.rotary.query_scale is not None:
             q = q * self.rotary.query_scale.index_select(0, step.batch.positions)
-        scoring: dict[str, Any] = {"scale": self.scale, "window": self.window}
+        scoring: dict[str, Any] = {"scale": self.scale, "window": self.window, **step.cache.scales_of(self.layer)}
         if self.cap is not None or self.sinks is not None:
             scoring |= {"cap": self.cap, "sinks": self.sinks}
-        attended = step.backend.attend(q, cache, step.plan, **scoring, **step.cache.scales_of(self.layer))
+        attended = step.backend.attend(q, cache, step.plan, **scoring)
         if gate is not None:
             attended = attended * sigmoid(gate)
         attended = attended.flatten(1)

@@ -1,4 +1,4 @@
-"""Whole models with a cache of 8-bit floats on a GPU: the same bits in every circumstance, and near a bfloat16 cache."""
+"""Whole models with a cache of 8-bit floats on a GPU: circumstances change no bits, and it is near a bfloat16 cache."""
 
 from pathlib import Path
 

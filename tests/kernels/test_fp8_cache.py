@@ -175,8 +175,10 @@ class Context:
         shared = None
         if num_shared:
             shared = SharedPrefix(torch.tensor([num_shared], dtype=torch.int32, device=DEVICE), self.table[0])
-        options: dict[str, Any] = {"workspace": DecodeWorkspace(rows, heads, head_dim, DEVICE), "shared": shared}
-        return decode_attention(*self._rows(places), scales=self.scales, **self.scoring, **options)
+        workspace = DecodeWorkspace(rows, heads, head_dim, DEVICE)
+        query, cache, tables, lens = self._rows(places)
+        options: dict[str, Any] = {**self.scoring, "shared": shared, "scales": self.scales}
+        return decode_attention(query, cache, tables, lens, workspace=workspace, **options)
 
     def decode_torch(self, places: list[int]) -> Tensor:
         return decode_attention_torch(*self._rows(places), scales=self.scales, **self.scoring)
