@@ -15,6 +15,8 @@ _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 _LEAST_EXPONENT_FLOAT16 = tl.constexpr(LEAST_EXPONENT_FLOAT16)
 _FLOAT16_LIMIT = tl.constexpr(FLOAT16_LIMIT)
 INFINITE = tl.constexpr(0x7F800000)
+# From so many queries on it is less work to scale keys and values.
+MANY = tl.constexpr(32)
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 # A code's bits are put where bfloat16 has them, which makes its value 2^-120 of what it is.
@@ -90,16 +92,6 @@ def split_scales(both):
 
 
 @triton.jit
-def scale_values(wide, even, odd, scale):
-    """Weights and values to be multiplied: weights are scaled, or where they would be subnormal the values are."""
-    if even.dtype == tl.float16:
-        factor = scale.to(tl.float16)[:, None]
-        return wide.to(tl.float16), even * factor, odd * factor
-    else:  # noqa: RET505 - Triton compiles only one of the branches
-        return (wide * scale[None, :]).to(even.dtype), even, odd
-
-
-@triton.jit
 def largest_bits(numbers):
     """For each row `[N, 1]` the bits of its largest magnitude as float32. They are `INFINITE` or more if it is so, or
     if a number is NaN."""
@@ -134,30 +126,43 @@ def encode(numbers, exponent, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def unpack_scaled(pairs, scale, DTYPE: tl.constexpr):
+    """`unpack` with the numbers of each row scaled."""
+    even, odd = unpack(pairs, DTYPE)
+    factor = scale.to(DTYPE)[:, None]
+    return even * factor, odd * factor
+
+
+@triton.jit
 def score_pairs(even_query, odd_query, keys, scale, PRECISION: tl.constexpr):
-    """The scores of queries with a tile of keys' codes and scales."""
-    even, odd = unpack(keys, even_query.dtype)
+    """The scores of queries with a tile of keys' codes and scales. Of few queries the scores are scaled."""
+    if even_query.shape[0] >= MANY:
+        even, odd = unpack_scaled(keys, scale, even_query.dtype)
+    else:
+        even, odd = unpack(keys, even_query.dtype)
     score = tl.dot(even_query, even.trans(), input_precision=PRECISION)
-    return tl.dot(odd_query, odd.trans(), score, input_precision=PRECISION) * scale[None, :]
+    score = tl.dot(odd_query, odd.trans(), score, input_precision=PRECISION)
+    if even_query.shape[0] < MANY:
+        score *= scale[None, :]
+    return score
 
 
 @triton.jit
 def add_pairs(
     even_output, odd_output, total, largest, score, values, scale, factor, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`add_tile` with a tile of values' codes and scales, and even and odd columns of the output apart."""
+    """`add_tile` with a tile of values' codes and scales, and even and odd columns of the output apart.
+
+    Of few queries the weights are scaled, if they are not float16, in which they would be subnormal.
+    """
     wide, weight, fade, new_largest = weigh(largest, score, factor, DTYPE)
-    even, odd = unpack(values, DTYPE)
-    scaled, even, odd = scale_values(wide, even, odd, scale)
+    if DTYPE == tl.float16 or score.shape[0] >= MANY:
+        even, odd = unpack_scaled(values, scale, DTYPE)
+        scaled = weight
+    else:
+        even, odd = unpack(values, DTYPE)
+        scaled = (wide * scale[None, :]).to(DTYPE)
     even_output = tl.dot(scaled, even, even_output * fade, input_precision=PRECISION)
     odd_output = tl.dot(scaled, odd, odd_output * fade, input_precision=PRECISION)
     total = add_weights(total, wide, weight, fade, PRECISION)
     return even_output, odd_output, total, new_largest
-
-
-@triton.jit
-def unpack_scaled(pairs, scale, DTYPE: tl.constexpr):
-    """`unpack` with the numbers of each row scaled: the better order for many queries."""
-    even, odd = unpack(pairs, DTYPE)
-    factor = scale.to(DTYPE)[:, None]
-    return even * factor, odd * factor

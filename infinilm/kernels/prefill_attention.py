@@ -34,7 +34,7 @@ from infinilm.kernels.attention_order import (
     no_keys,
 )
 from infinilm.kernels.fp8_cache import as_pairs, decoded_cache
-from infinilm.kernels.fp8_kernels import join_pairs, scale_place, split_pairs, split_scales, unpack_scaled
+from infinilm.kernels.fp8_kernels import join_pairs, scale_place, score_pairs, split_pairs, split_scales, unpack_scaled
 
 
 class Tiles(NamedTuple):
@@ -224,9 +224,7 @@ def _attend_tiles(
         if scales is not None:
             both = scales + scale_place(block, head, keys % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE)
             key_scale, value_scale = split_scales(tl.load(both, mask=inside, other=0) if IS_MASKED else tl.load(both))
-            key, odd_key = unpack_scaled(key, key_scale, query.dtype)
-            score = tl.dot(query, key.trans(), input_precision="ieee")
-            score = tl.dot(odd_query, odd_key.trans(), score, input_precision="ieee")
+            score = score_pairs(query, odd_query, key, key_scale, "ieee")
         else:
             score = tl.dot(query, key.to(query.dtype).trans(), input_precision="ieee")
         factor = scale

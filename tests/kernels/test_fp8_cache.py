@@ -22,7 +22,7 @@ needs_cuda = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: bits are those 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCK_SIZE = 16
-SMALL = Tiles(rows=16, num_warps=4, num_stages=2)
+SMALL = Tiles(rows=32, num_warps=4, num_stages=2)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, spread: float = 3.0) -> Tensor:
