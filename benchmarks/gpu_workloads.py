@@ -1,7 +1,7 @@
 """Four workloads that engines are compared on, run with the engine's defaults and held against the device's limits.
 
     python benchmarks/gpu_workloads.py MODEL [single nano prefix long] [--scale 0.1] [--json FILE]
-        [--deterministic]
+        [--deterministic] [--kv-cache-dtype fp8]
 
 MODEL is a checkpoint's directory. Each workload is run once, in the order given, `single` twice, of which the better
 counts. The columns:
@@ -221,12 +221,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.workloads) - set(WORKLOADS):
         parser.error(f"no workload is called {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
 
     start_time = perf_counter()
-    with LLM(arguments.model, deterministic=arguments.deterministic) as llm:
+    settings = {"deterministic": arguments.deterministic, "kv_cache_dtype": arguments.kv_cache_dtype}
+    with LLM(arguments.model, **settings) as llm:
         ready = perf_counter() - start_time
         llm.generate([1, 2, 3], SamplingParams(max_tokens=1), use_tqdm=False)
         first_token, age = perf_counter() - start_time, process_age()
@@ -248,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"the device copies {rates[0]:,.0f} GB/s and multiplies {rates[1]:,.1f} TFLOP/s")
     print_table(HEADER, (cells(name, result) for name, result in results.items()))
     report = {"model": arguments.model, "scale": arguments.scale, "machine": describe_machine()}
+    report |= settings
     report |= {"ready": ready, "first_token": first_token, "process_to_first_token": age, "limits": asdict(limits)}
     write_json(arguments.json, {**report, "workloads": results})
 

@@ -147,9 +147,10 @@ class Layer:
     ) -> None: ...
 
 class Cache:
-    """The layers' keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16."""
+    """The layers' keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16; or
+    uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16."""
 
-    def __init__(self, layers: list[Tensor]) -> None: ...
+    def __init__(self, layers: list[Tensor], scales: list[Tensor] = ...) -> None: ...
 
 class Step:
     """A step's batch, as `ForwardBatch` has it."""
@@ -166,7 +167,7 @@ class Decoder:
         """Put `hidden` `[T, hidden]` through them, in place. Each layer has a step: groups of layers that keep their
         keys and values in different blocks have different ones."""
 
-def store(new: Floats, cache: Tensor, step: Step) -> None:
+def store(new: Floats, cache: Tensor, step: Step, scales: Tensor | None = None) -> None:
     """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""
 
 def attend(
@@ -178,6 +179,7 @@ def attend(
     window: int | None,
     cap: float | None = None,
     sinks: Floats | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Attend `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
 

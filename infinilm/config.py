@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from infinilm.cache.config import DTYPES, check_block_size
+from infinilm.cache.config import DTYPES, FP8, check_block_size
 from infinilm.checks import check_choice, check_flag, check_integer, check_real, make_numbers_plain
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidTypeError, InvalidValueError
@@ -67,7 +67,8 @@ class Config:
     dense.
     """
     kv_cache_dtype: str = "auto"
-    """auto: `dtype`; float16 on a CPU whose weights are quantised."""
+    """auto: `dtype`; float16 on a CPU whose weights are quantised. fp8: 8-bit floats with a scale for each token and
+    head, about half the memory of 16 bits, see `docs/quantization.md`."""
     seed: int = 0
     """Requests without a seed derive theirs from this and their order of arrival."""
     enable_prefix_caching: bool = True
@@ -101,7 +102,7 @@ class Config:
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, FP8))
         check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("deterministic", self.deterministic)

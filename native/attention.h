@@ -25,6 +25,7 @@ inline Floats load_numbers(const void* cache, int64_t place) {
     if constexpr (kType == CacheType::kFloat32) return load(static_cast<const float*>(cache) + place);
     if constexpr (kType == CacheType::kFloat16) return load_half(static_cast<const uint16_t*>(cache) + place);
     if constexpr (kType == CacheType::kBFloat16) return load_bfloat16(static_cast<const uint16_t*>(cache) + place);
+    if constexpr (kType == CacheType::kFloat8) return load_float8(static_cast<const uint8_t*>(cache) + place);
 }
 
 template <CacheType kType>
@@ -32,12 +33,21 @@ inline float load_number(const void* cache, int64_t place) {
     if constexpr (kType == CacheType::kFloat32) return static_cast<const float*>(cache)[place];
     if constexpr (kType == CacheType::kFloat16) return half_to_float(static_cast<const uint16_t*>(cache)[place]);
     if constexpr (kType == CacheType::kBFloat16) return bfloat16_to_float(static_cast<const uint16_t*>(cache)[place]);
+    if constexpr (kType == CacheType::kFloat8) {
+        uint8_t codes[kLanes] = {static_cast<const uint8_t*>(cache)[place]};
+        return load_float8(codes)[0];
+    }
 }
 
-// Numbers of the cache as floats, with zeros up to a whole vector.
+// Numbers of the cache as floats, with zeros up to a whole vector. Of the scales, 8-bit floats have that one.
 template <CacheType kType>
-inline void read_head(const void* cache, int64_t place, int count, float* out) {
+inline void read_head(const void* cache, int64_t place, int count, float* out, const uint16_t* scales, int which) {
     int i = 0;
+    if constexpr (kType == CacheType::kFloat8) {
+        const float factor = bfloat16_to_float(scales[which]);
+        for (; i + kLanes <= count; i += kLanes) store(out + i, load_numbers<kType>(cache, place + i) * factor);
+        for (; i < count; ++i) out[i] = load_number<kType>(cache, place + i) * factor;
+    }
     for (; i + kLanes <= count; i += kLanes) store(out + i, load_numbers<kType>(cache, place + i));
     for (; i < count; ++i) out[i] = load_number<kType>(cache, place + i);
     for (; i < padded(count); ++i) out[i] = 0.0f;
@@ -228,8 +238,9 @@ private:
             const int64_t key = first_key + k;
             const int64_t slot = task_.blocks[key / cache_.block_size] * cache_.block_size + key % cache_.block_size;
             const int64_t place = slot * 2 * value_offset + int64_t(task_.kv_head) * dim_;
-            read_head<kType>(cache_.data, place, dim_, keys_ + k * wide_);
-            read_head<kType>(cache_.data, place + value_offset, dim_, values_ + k * wide_);
+            const uint16_t* scales = cache_.scales ? cache_.scales_of(slot, task_.kv_head) : nullptr;
+            read_head<kType>(cache_.data, place, dim_, keys_ + k * wide_, scales, 0);
+            read_head<kType>(cache_.data, place + value_offset, dim_, values_ + k * wide_, scales, 1);
         }
         std::fill(keys_ + count * wide_, keys_ + kTileKeys * wide_, 0.0f);
     }
@@ -328,6 +339,7 @@ void attend(const AttentionTask& task, const CacheView& cache) {
         case CacheType::kFloat32: return attend_sized<CacheType::kFloat32>(task, cache);
         case CacheType::kFloat16: return attend_sized<CacheType::kFloat16>(task, cache);
         case CacheType::kBFloat16: return attend_sized<CacheType::kBFloat16>(task, cache);
+        case CacheType::kFloat8: return attend_sized<CacheType::kFloat8>(task, cache);
     }
 }
 

@@ -175,6 +175,37 @@ inline void store_numbers(const float* from, int count, CacheType type, void* to
     for (; i < count; ++i) halves[i] = is_half ? float_to_half(from[i]) : float_to_bfloat16(from[i]);
 }
 
+// The bits of the largest magnitude: infinity's or more if a number is not finite.
+inline uint32_t largest_bits(const float* numbers, int count) {
+    uint32_t largest = 0;
+    for (int i = 0; i < count; ++i) largest = std::max(largest, bits_of(numbers[i]) & 0x7fffffff);
+    return largest;
+}
+
+// Write a head as 8-bit floats with a scale, the least power of 2 with which none exceeds 448; NaN as zeros.
+inline void store_codes(const float* from, int count, uint32_t largest, bool is_nan, uint8_t* to, uint16_t* scale) {
+    constexpr uint32_t kInfinite = 0x7f800000;
+    const bool is_zero = is_nan || largest >= kInfinite;
+    // One more where the mantissa is above 1.75, that of 448. At least so much that products with codes are normal.
+    const int exponent = is_zero ? 10 : std::max(int((largest + 0x1fffff) >> 23) - 8, 10);
+    const float inverse = float_of(uint32_t(254 - exponent) << 23);
+    for (int i = 0; i < count; ++i) to[i] = is_zero ? 0 : float_to_float8(from[i] * inverse);
+    *scale = is_nan ? 0x7fc0 : uint16_t(exponent << 7);
+}
+
+// Write a token's keys and values as 8-bit floats. If a head's are not finite, its key is NaN and such a value 0.
+inline void store_codes(const float* keys, int64_t slot, const CacheView& cache) {
+    const int dim = cache.head_dim, size = cache.kv_heads * dim;
+    uint8_t* codes = static_cast<uint8_t*>(cache.data) + slot * 2 * size;
+    for (int head = 0; head < cache.kv_heads; ++head) {
+        const int place = head * dim;
+        const uint32_t key = largest_bits(keys + place, dim), value = largest_bits(keys + size + place, dim);
+        uint16_t* scales = cache.scales_of(slot, head);
+        store_codes(keys + place, dim, key, std::max(key, value) >= 0x7f800000, codes + place, scales);
+        store_codes(keys + size + place, dim, value, false, codes + size + place, scales + 1);
+    }
+}
+
 void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how, const CacheView& cache) {
     const int dim = cache.head_dim;
     float* keys = qkv + int64_t(how.num_heads) * dim;
@@ -189,6 +220,7 @@ void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how
     if (slot < 0) return;
     // Keys and values of all heads lie side by side, here and in the cache.
     const int count = 2 * cache.kv_heads * dim;
+    if (cache.type == CacheType::kFloat8) return store_codes(keys, slot, cache);
     store_numbers(keys, count, cache.type, cache.data, slot * count);
 }
 

@@ -1,4 +1,4 @@
-// float16 and bfloat16 without any special instruction. Functions are static: each file that is compiled for an
+// float16, bfloat16 and 8-bit floats (e4m3) without any special instruction. Functions are static: each file that is compiled for an
 // instruction set of its own must have its own.
 #pragma once
 
@@ -47,6 +47,17 @@ static inline uint16_t float_to_bfloat16(float value) {
     const uint32_t bits = bits_of(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // NaN stays NaN
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Of numbers up to 448, rounded to nearest, ties to even.
+static inline uint8_t float_to_float8(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint8_t sign = bits >> 24 & 0x80;
+    const uint32_t rest = bits & 0x7fffffff;
+    if (rest < 121u << 23) {  // below the normal range: the sum's last bits are the result
+        return sign | uint8_t(bits_of(float_of(rest) + 0x1p14f) - bits_of(0x1p14f));
+    }
+    return sign | uint8_t((rest + 0x7ffff + (rest >> 20 & 1) - (120u << 23)) >> 20);
 }
 
 }  // namespace infinilm

@@ -29,9 +29,10 @@ struct Activations {
 constexpr int kCoarseStep = 255;
 constexpr int kLargest = 127 * kCoarseStep + 127;  // what a group's largest number becomes
 
-enum class CacheType { kFloat32, kFloat16, kBFloat16 };
+enum class CacheType { kFloat32, kFloat16, kBFloat16, kFloat8 };
 
-// One layer's KV cache: [blocks, block_size, 2, kv_heads, head_dim].
+// One layer's KV cache: [blocks, block_size, 2, kv_heads, head_dim]. 8-bit floats (e4m3) have a scale for each head of
+// each token, a power of 2: bfloat16 [blocks, kv_heads, block_size, 2], a key's followed by its value's.
 struct CacheView {
     void* data;
     CacheType type;
@@ -39,6 +40,11 @@ struct CacheView {
     int64_t block_size;
     int kv_heads;
     int head_dim;
+    uint16_t* scales;  // null, unless numbers are 8-bit floats
+
+    uint16_t* scales_of(int64_t slot, int head) const {
+        return scales + ((slot / block_size * kv_heads + head) * block_size + slot % block_size) * 2;
+    }
 };
 
 // Norming and turning queries and keys of one token, and storing key and value.

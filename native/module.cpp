@@ -54,28 +54,51 @@ CacheType cache_type(const AnyArray& cache) {
     if (cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat)) {
         return CacheType::kBFloat16;
     }
-    throw std::invalid_argument("a cache must be float32, float16 or bfloat16");
+    if (cache.dtype() == nb::dtype<uint8_t>()) return CacheType::kFloat8;
+    throw std::invalid_argument("a cache must be float32, float16, bfloat16, or uint8 with the codes of 8-bit floats");
 }
 
-// One layer's cache [blocks, block_size, 2, kv_heads, head_dim].
-CacheView view_cache(const AnyArray& cache) {
-    require(cache.ndim() == 5 && cache.shape(2) == 2, "a cache has the shape [blocks, block_size, 2, kv_heads, head_dim]");
+void require_contiguous(const AnyArray& array) {
     int64_t expected = 1;
-    for (size_t d = 5; d-- > 0; expected *= cache.shape(d)) {
-        require(cache.stride(d) == expected || cache.shape(d) == 1, "a cache must be contiguous");
+    for (size_t d = array.ndim(); d-- > 0; expected *= array.shape(d)) {
+        require(array.stride(d) == expected || array.shape(d) == 1, "a cache must be contiguous");
     }
+}
+
+// One layer's cache [blocks, block_size, 2, kv_heads, head_dim], with the scales of 8-bit floats.
+CacheView view_cache(const AnyArray& cache, const std::optional<AnyArray>& scales) {
+    require(cache.ndim() == 5 && cache.shape(2) == 2, "a cache has the shape [blocks, block_size, 2, kv_heads, head_dim]");
+    require_contiguous(cache);
     require(cache.shape(4) <= kMaxHeadDim, "head_dim must not exceed " + std::to_string(kMaxHeadDim));
-    return {cache.data(),  cache_type(cache),    int64_t(cache.shape(0)), int64_t(cache.shape(1)),
-            int(cache.shape(3)), int(cache.shape(4))};
+    const CacheType type = cache_type(cache);
+    require(scales.has_value() == (type == CacheType::kFloat8), "8-bit floats, and no other types, have scales");
+    if (scales) {
+        require(scales->ndim() == 4 && scales->shape(0) == cache.shape(0) && scales->shape(1) == cache.shape(3) &&
+                    scales->shape(2) == cache.shape(1) && scales->shape(3) == 2 &&
+                    cache_type(*scales) == CacheType::kBFloat16,
+                "scales must be bfloat16 [blocks, kv_heads, block_size, 2]");
+        require_contiguous(*scales);
+    }
+    return {cache.data(),
+            type,
+            int64_t(cache.shape(0)),
+            int64_t(cache.shape(1)),
+            int(cache.shape(3)),
+            int(cache.shape(4)),
+            scales ? static_cast<uint16_t*>(scales->data()) : nullptr};
 }
 
 // The caches of a decoder's layers, which it keeps alive.
 struct PyCache {
-    std::vector<AnyArray> arrays;
+    std::vector<AnyArray> arrays, scales;
     std::vector<CacheView> layers;
 
-    explicit PyCache(std::vector<AnyArray> arrays_) : arrays(std::move(arrays_)) {
-        for (const AnyArray& array : arrays) layers.push_back(view_cache(array));
+    PyCache(std::vector<AnyArray> arrays_, std::vector<AnyArray> scales_)
+        : arrays(std::move(arrays_)), scales(std::move(scales_)) {
+        require(scales.empty() || scales.size() == arrays.size(), "all layers must have scales, or none");
+        for (size_t i = 0; i < arrays.size(); ++i) {
+            layers.push_back(view_cache(arrays[i], scales.empty() ? std::nullopt : std::optional(scales[i])));
+        }
     }
 };
 
@@ -314,8 +337,8 @@ private:
     }
 };
 
-void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
-    const CacheView view = view_cache(cache);
+void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step, std::optional<AnyArray> scales) {
+    const CacheView view = view_cache(cache, scales);
     require(int64_t(new_tokens.shape(0)) == py_step.step.tokens && new_tokens.shape(1) == 2 &&
                 int(new_tokens.shape(2)) == view.kv_heads && int(new_tokens.shape(3)) == view.head_dim &&
                 new_tokens.stride(3) == 1 && new_tokens.stride(2) == view.head_dim &&
@@ -330,8 +353,9 @@ void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step) {
 }
 
 void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 3> out, float scale,
-               std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks) {
-    const CacheView view = view_cache(cache);
+               std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks,
+               std::optional<AnyArray> scales) {
+    const CacheView view = view_cache(cache, scales);
     const int heads = int(query.shape(1));
     require(int64_t(query.shape(0)) == py_step.step.tokens && int(query.shape(2)) == view.head_dim &&
                 heads % view.kv_heads == 0 && heads / view.kv_heads <= kMaxGroupHeads && query.stride(2) == 1 &&
@@ -458,7 +482,9 @@ NB_MODULE(_native, module) {
              "token_mixer"_a, "channel_mixer"_a, nb::kw_only(), "before_tokens"_a.noconvert().none(),
              "after_tokens"_a.noconvert().none(), "before_channels"_a.noconvert().none(),
              "after_channels"_a.noconvert().none(), "eps"_a, "residual_scale"_a);
-    nb::class_<PyCache>(module, "Cache").def(nb::init<std::vector<AnyArray>>(), "layers"_a.noconvert());
+    nb::class_<PyCache>(module, "Cache")
+        .def(nb::init<std::vector<AnyArray>, std::vector<AnyArray>>(), "layers"_a.noconvert(),
+             "scales"_a.noconvert() = std::vector<AnyArray>());
 
     nb::class_<PyStep>(module, "Step")
         .def(nb::init<Ints1, Ints1, Array<const int64_t, 2>, Ints1, Ints1>(), "positions"_a.noconvert(), "slots"_a.noconvert(),
@@ -469,9 +495,10 @@ NB_MODULE(_native, module) {
              "eps"_a)
         .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a, "steps"_a);
 
-    module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a);
+    module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a,
+               "scales"_a.noconvert() = nb::none());
     module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none(),
-               "cap"_a = nb::none(), "sinks"_a = nb::none());
+               "cap"_a = nb::none(), "sinks"_a = nb::none(), "scales"_a.noconvert() = nb::none());
     module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
                "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
 }

@@ -114,6 +114,17 @@ inline void store_bfloat16(uint16_t* to, Floats from) {
     for (int i = 0; i < kLanes; ++i) to[i] = float_to_bfloat16(from[i]);
 }
 
+// 8-bit floats (e4m3), none of which is NaN.
+inline Floats load_float8(const uint8_t* from) {
+    typedef uint8_t Small __attribute__((vector_size(kLanes)));
+    Small bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const Ints whole = __builtin_convertvector(bytes, Ints), rest = whole & 0x7f;
+    const Ints normal = (rest << 20) + (120 << 23);
+    const Ints small = (Ints)(to_floats(rest) * 0x1p-9f);
+    return (Floats)((rest < 8 ? small : normal) | (whole & 0x80) << 24);
+}
+
 // ---- products of bytes ----
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)

@@ -30,9 +30,9 @@ class AttentionBackend(Protocol):
         one new token may say so by `has_prompts = False`: storing is then cheaper.
         """
 
-    def store(self, new: torch.Tensor, cache: torch.Tensor, plan: Any) -> None:
+    def store(self, new: torch.Tensor, cache: torch.Tensor, plan: Any, *, scales: torch.Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache
-        `[blocks, block_size, 2, kv_heads, head_dim]`."""
+        `[blocks, block_size, 2, kv_heads, head_dim]`. One of 8-bit floats has `scales` (`kernels/fp8_cache.py`)."""
 
     def attend(
         self,
@@ -44,10 +44,11 @@ class AttentionBackend(Protocol):
         window: int | None,
         cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's own context, causally and, with a
         `window`, to the last `window` tokens only. Returns `[T, heads, head_dim]`.
 
         With a `cap`, scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 is for each head the score of a
-        key that every token sees, with a value of zeros.
+        key that every token sees, with a value of zeros. `scales` are the cache's, as in `store`.
         """

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from infinilm.attention.batch import IntArray
 from infinilm.kernels.merge_attention import merge_attention
-from infinilm.kernels.store_kv import gather_kv
 
 logger = logging.getLogger(__name__)
 
@@ -107,26 +106,21 @@ class LongPrefill:
             return f"cuDNN takes no {query.dtype} heads of {query.shape[2]}"
         return None
 
-    def attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, cover: Cover, *, context_len: int, scale: float
-    ) -> Tensor | None:
-        """Attend one request's new tokens `[new, heads, head_dim]` to its tokens in the cache `[blocks, block_size,
-        2, kv_heads, head_dim]`, whose blocks `table` `[max_blocks]` names. Returns the same shape as the query.
+    def attend(self, query: Tensor, gathered: Tensor, cover: Cover, *, context_len: int, scale: float) -> Tensor | None:
+        """Attend one request's new tokens `[new, heads, head_dim]` to the keys and values of its tokens up to the end
+        of the cover, `[num_keys, 2, kv_heads, head_dim]`. Returns the same shape as the query.
 
         None if cuDNN refuses, which is logged, and not tried again.
         """
         try:
-            return self._attend(query, cache, table, cover, context_len=context_len, scale=scale)
+            return self._attend(query, gathered, cover, context_len=context_len, scale=scale)
         except CudnnRefusedError as error:
             self._refusal = f"cuDNN refuses: {error}"
             logger.warning("long prompts are attended by Triton, more slowly: %s", self._refusal)
             return None
 
-    def _attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, cover: Cover, *, context_len: int, scale: float
-    ) -> Tensor:
-        first, num_keys = cover.first_row, cover.first_row + cover.num_rows
-        gathered = gather_kv(cache, table, context_len=context_len, num_tokens=num_keys).to(query.dtype)
+    def _attend(self, query: Tensor, gathered: Tensor, cover: Cover, *, context_len: int, scale: float) -> Tensor:
+        first, num_keys = cover.first_row, len(gathered)
         key, value = gathered.unbind(1)  # [num_keys, kv_heads, head_dim]
         own = slice(context_len - len(query) - first, context_len - first)
         rows = query.new_empty(cover.num_rows, *query.shape[1:])

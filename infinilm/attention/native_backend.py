@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infinilm.attention.batch import ForwardBatch
 from infinilm.kernels import native
+from infinilm.kernels.fp8_cache import as_bytes
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
@@ -48,9 +49,9 @@ class NativeAttention:
             np.ascontiguousarray(batch.context_lens),
         )
 
-    def store(self, new: Tensor, cache: Tensor, plan: Any) -> None:
+    def store(self, new: Tensor, cache: Tensor, plan: Any, *, scales: Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
-        self._library.store(new.float(), cache, plan)
+        self._library.store(new.float(), as_bytes(cache), plan, scales)
 
     def attend(
         self,
@@ -62,10 +63,11 @@ class NativeAttention:
         window: int | None,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         out = torch.empty(query.shape)
-        self._library.attend(query.float(), cache, plan, out, scale, window, cap, sinks)
+        self._library.attend(query.float(), as_bytes(cache), plan, out, scale, window, cap, sinks, scales)
         return out.to(query.dtype)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infinilm.attention.batch import ForwardBatch, IntArray
+from infinilm.kernels.fp8_cache import read_quantized, store_quantized
 from infinilm.kernels.nonfinite import mark_nonfinite
 
 # A group of decoding requests may read this many padded tokens, and as many again as it has real ones, before
@@ -129,9 +130,12 @@ class TorchAttention:
         layout = _Layout(batch, block_size, dtype)
         return TorchPlan(slots, stored, {window: layout.plan(window) for window in windows})
 
-    def store(self, new: Tensor, cache: Tensor, plan: TorchPlan) -> None:
+    def store(self, new: Tensor, cache: Tensor, plan: TorchPlan, *, scales: Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
         rows = new if plan.stored is None else new[plan.stored]
+        if scales is not None:
+            store_quantized(mark_nonfinite(rows), cache, scales, plan.slots)
+            return
         cache.flatten(0, 1).index_copy_(0, plan.slots, mark_nonfinite(rows.to(cache.dtype)))
 
     def attend(
@@ -144,6 +148,7 @@ class TorchAttention:
         window: int | None,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         kv_heads = cache.shape[3]
@@ -152,24 +157,26 @@ class TorchAttention:
         window_plan = plan.windows[window]
         scoring = _Scoring(scale, cap, None if sinks is None else sinks.view(kv_heads, -1, 1))
         if len(window_plan.decode) == 1 and window_plan.decode[0].rows is None:
-            return _decode(query, cache, window_plan.decode[0], scoring).flatten(1, 2)
+            return _decode(query, cache, scales, window_plan.decode[0], scoring).flatten(1, 2)
         output = torch.empty_like(query)
         for group in window_plan.decode:
-            output[group.rows] = _decode(query[group.rows], cache, group, scoring)
+            output[group.rows] = _decode(query[group.rows], cache, scales, group, scoring)
         for row in window_plan.prefill:
-            output[row.tokens] = _prefill(query[row.tokens], cache, row, scoring)
+            output[row.tokens] = _prefill(query[row.tokens], cache, scales, row, scoring)
         return output.flatten(1, 2)
 
 
 def _read(
-    cache: Tensor, slots: Tensor | _Run, num_requests: int, num_keys: int, dtype: torch.dtype
+    cache: Tensor, scales: Tensor | None, slots: Tensor | _Run, size: tuple[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`.
 
-    Latent vectors are both.
+    `size` is the numbers of requests and keys. Latent vectors are both.
     """
-    shape = (num_requests, num_keys, *cache.shape[2:])
-    if isinstance(slots, _Run):
+    shape = (*size, *cache.shape[2:])
+    if scales is not None:
+        found = read_quantized(cache, scales, _as_slots(slots, size, cache.device), dtype)
+    elif isinstance(slots, _Run):
         step = cache.stride(1)
         strides = (slots.stride * step, *cache.stride()[1:])
         found = cache.as_strided(shape, strides, cache.storage_offset() + slots.first * step)
@@ -189,21 +196,29 @@ def _as_run(slots: Tensor) -> Tensor | _Run:
     return slots.flatten()
 
 
-def _decode(query: Tensor, cache: Tensor, group: _DecodeGroup, scoring: _Scoring) -> Tensor:
+def _as_slots(slots: Tensor | _Run, size: tuple[int, int], device: torch.device) -> Tensor:
+    """Slots `[requests, keys]` of a run, or as they are listed."""
+    if isinstance(slots, Tensor):
+        return slots.view(size)
+    firsts = slots.first + slots.stride * torch.arange(size[0], device=device)
+    return firsts.unsqueeze(1) + torch.arange(size[1], device=device)
+
+
+def _decode(query: Tensor, cache: Tensor, scales: Tensor | None, group: _DecodeGroup, scoring: _Scoring) -> Tensor:
     """`query` `[B, kv_heads, group, head_dim]`, one token per request.
 
     The query heads of a kv head take the place of query positions, so no key is repeated for them.
     """
-    key, value = _read(cache, group.slots, len(query), group.num_keys, query.dtype)
+    key, value = _read(cache, scales, group.slots, (len(query), group.num_keys), query.dtype)
     return scoring.attend(query, key, value, group.mask)
 
 
-def _prefill(query: Tensor, cache: Tensor, row: _PrefillRow, scoring: _Scoring) -> Tensor:
+def _prefill(query: Tensor, cache: Tensor, scales: Tensor | None, row: _PrefillRow, scoring: _Scoring) -> Tensor:
     """`query` `[new tokens, kv_heads, group, head_dim]` of one request.
 
     The kv heads take the place of the batch, so that a key is expanded over its query heads, not copied.
     """
-    key, value = (each.transpose(0, 1) for each in _read(cache, row.slots, 1, row.num_keys, query.dtype))
+    key, value = (each.transpose(0, 1) for each in _read(cache, scales, row.slots, (1, row.num_keys), query.dtype))
     # Torch adds the mask to the scores, and NaN - inf is NaN: a non-finite token would reach those before it.
     is_nonfinite = key[..., 0].isnan()  # [kv_heads, 1, num_keys]
     has_nonfinite = is_nonfinite.device.type != "cpu" or bool(is_nonfinite.any())  # a GPU is not waited for

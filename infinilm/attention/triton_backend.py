@@ -146,9 +146,9 @@ class TritonAttention:
             decode_tokens=decode_tokens,
         )
 
-    def store(self, new: Tensor, cache: Tensor, plan: DecodePlan | MixedPlan) -> None:
+    def store(self, new: Tensor, cache: Tensor, plan: DecodePlan | MixedPlan, *, scales: Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
-        store_kv(new, cache, plan.slots)
+        store_kv(new, cache, plan.slots, scales)
 
     def attend(
         self,
@@ -160,9 +160,10 @@ class TritonAttention:
         window: int | None,
         cap: float | None = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
-        scoring: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks}
+        scoring: dict[str, Any] = {"scale": scale, "window": window, "cap": cap, "sinks": sinks, "scales": scales}
         if isinstance(plan, DecodePlan):
             return self._decode(query, cache, plan, scoring)
         output = query.new_empty(query.shape)
@@ -214,8 +215,10 @@ class TritonAttention:
             return False
         for row in plan.long:
             assert row.cover is not None
+            lengths = {"context_len": row.context_len, "num_tokens": row.cover.first_row + row.cover.num_rows}
+            gathered = gather_kv(cache, row.table, **lengths, scales=scoring["scales"], dtype=query.dtype)
             attended = self._long_prefill.attend(
-                query[row.tokens], cache, row.table, row.cover, context_len=row.context_len, scale=scale
+                query[row.tokens], gathered, row.cover, context_len=row.context_len, scale=scale
             )
             if attended is None:
                 return False
@@ -226,7 +229,7 @@ class TritonAttention:
         self, query: Tensor, cache: Tensor, plan: MixedPlan, output: Tensor, scoring: dict[str, Any]
     ) -> bool:
         """The same, in order: keys and values of a long request are gathered, so that they are read faster."""
-        if not can_gather(query):
+        if scoring["scales"] is not None or not can_gather(query):  # 8-bit floats have an order of their own
             return False
         tile = key_tile(query.dtype, query.shape[2])
         for row in plan.long:

@@ -130,7 +130,7 @@ def _low_level(session: Session) -> Answers | str:
     from infinilm.lowlevel.infer_engine import InferEngine
 
     config, work = session.config, session.work
-    if config.kv_cache_dtype != "auto" or config.executor.startswith("ray"):
+    if config.executor.startswith("ray"):
         return "it has no such settings"
     session.close()
     ranks = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
@@ -141,7 +141,7 @@ def _low_level(session: Session) -> Answers | str:
         str(config.model),
         ranks,
         config.device,
-        PagedKVCacheConfig(num_blocks),
+        PagedKVCacheConfig(num_blocks, dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
         dtype=config.dtype,
         quantization=config.quantization,
         deterministic=config.deterministic,

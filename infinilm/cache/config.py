@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE_STEP = 16
 DTYPES = ("float32", "float16", "bfloat16")
+FP8 = "fp8"
+"""Keys and values as 8-bit floats with a scale for each token and head, see `kernels/fp8_cache.py`."""
 
 
 class CacheConfig:
@@ -70,7 +72,7 @@ class PagedKVCacheConfig(CacheConfig):
     max_kv_memory_bytes: int | None = field(default=None, kw_only=True)
     """The total over all layers, keys and values together; under tensor parallelism, on each rank."""
     dtype: "str | torch.dtype | None" = field(default=None, kw_only=True)
-    """None: the model's. A `torch.dtype` becomes its name."""
+    """None: the model's. "fp8": 8-bit floats with scales. A `torch.dtype` becomes its name."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -85,8 +87,9 @@ class PagedKVCacheConfig(CacheConfig):
         if self.max_kv_memory_bytes is not None:
             check_integer("max_kv_memory_bytes", self.max_kv_memory_bytes, low=1)
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
-            check_choice("dtype", self.dtype, DTYPES)
+            name = str(self.dtype).removeprefix("torch.")
+            object.__setattr__(self, "dtype", FP8 if name == "float8_e4m3fn" else name)
+            check_choice("dtype", self.dtype, (*DTYPES, FP8))
 
 
 def check_block_size(name: str, value: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinilm.cache.config import (
     BLOCK_SIZE_STEP,
+    FP8,
     CacheConfig,
     PagedKVCacheConfig,
     StaticKVCacheConfig,
@@ -92,6 +93,7 @@ def _static(config: StaticKVCacheConfig, limits: CacheLimits) -> CacheLayout:
 def _paged(config: PagedKVCacheConfig, limits: CacheLimits) -> CacheLayout:
     """As many blocks as were asked for, or as fit. Requests without tables share them out evenly."""
     num_blocks, dtype = config.num_blocks, None if config.dtype is None else str(config.dtype)
+    dtype = "float8_e4m3fn" if dtype == FP8 else dtype
     if num_blocks is None:
         block_bytes = config.block_size * limits.token_bytes(dtype)
         available = config.max_kv_memory_bytes or limits.budget_bytes

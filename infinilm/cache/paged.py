@@ -22,6 +22,8 @@ from infinilm.cache.specs import (
 )
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels import native
+from infinilm.kernels.fp8_cache import DTYPE as FP8
+from infinilm.kernels.fp8_cache import as_bytes, store_quantized
 from infinilm.kernels.nonfinite import mark_nonfinite
 
 _ALIGNMENT = 256
@@ -116,8 +118,9 @@ class Cache:
         self.device = torch.device(device)
         self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
         self.tensors = self._allocate()
-        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`; latent vectors,
-        which are both, `[layers, blocks, block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
+        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, and of 8-bit
+        floats scales `[layers, blocks, kv_heads, block_size, 2]`; latent vectors, which are both, `[layers, blocks,
+        block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         owners = resolve_layers(specs)
         by_layer = {layer: places[owners[layer]] for layer in held or range(len(specs))}
@@ -125,6 +128,8 @@ class Cache:
         """By layer held: the index of its group."""
         self.layers: dict[int, Tensor] = {}
         """The keys and values of each attention layer held, `[blocks, block_size, 2, kv_heads, head_dim]`."""
+        self.scales: dict[int, Tensor] = {}
+        """If they are 8-bit floats: the scales of each attention layer held, see `kernels/fp8_cache.py`."""
         self.states: dict[int, list[Tensor]] = {}
         """The state's tensors of each recurrent layer held, `[blocks + 1, …]` each."""
         self.state_ends = {
@@ -138,7 +143,9 @@ class Cache:
             if isinstance(self.groups[group].spec, StateSpec):
                 self.states[layer] = own
             else:
-                (self.layers[layer],) = own
+                self.layers[layer] = own[0]
+                if len(own) > 1:
+                    self.scales[layer] = own[1]
 
     def _allocate(self) -> list[list[Tensor]]:
         """The tensors of all groups, in one piece of memory."""
@@ -147,7 +154,8 @@ class Cache:
             count + isinstance(group.spec, StateSpec) for group, count in zip(self.groups, self.num_blocks, strict=True)
         ]
         shapes = [
-            _tensor_shapes(group, count, self.block_size) for group, count in zip(self.groups, counts, strict=True)
+            _tensor_shapes(group, count, self.block_size, self.dtype)
+            for group, count in zip(self.groups, counts, strict=True)
         ]
         for shape in (shape for own in shapes for shape in own):
             if min(shape[1:]) < 1:  # a rank may hold no layer of a group
@@ -171,7 +179,7 @@ class Cache:
     def native(self) -> Any:
         """The keys and values of the layers held, as the native library's decoder takes them."""
         library: Any = native.load()
-        return library.Cache(list(self.layers.values()))
+        return library.Cache([as_bytes(layer) for layer in self.layers.values()], list(self.scales.values()))
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.
@@ -185,9 +193,16 @@ class Cache:
         """Write keys and values into their slots; for `update`. Returns the layer's keys and values."""
         layer = self.layers[layer_idx]
         is_written = slot_mapping >= 0
-        new = torch.stack((key, value), dim=1)[is_written].to(layer.dtype)
-        layer.flatten(0, 1).index_copy_(0, slot_mapping[is_written], mark_nonfinite(new))
+        new, slots = torch.stack((key, value), dim=1)[is_written], slot_mapping[is_written]
+        if layer_idx in self.scales:
+            store_quantized(mark_nonfinite(new), layer, self.scales[layer_idx], slots)
+        else:
+            layer.flatten(0, 1).index_copy_(0, slots, mark_nonfinite(new.to(layer.dtype)))
         return layer
+
+    def scales_of(self, layer_idx: int) -> dict[str, Tensor]:
+        """The layer's scales as a keyword argument of attention backends; nothing if it has none."""
+        return {"scales": self.scales[layer_idx]} if layer_idx in self.scales else {}
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, `[blocks, kv_heads, block_size, head_dim]` each, as views."""
@@ -226,15 +241,16 @@ class StaticKVCache(PagedKVCache):
 
 def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:
     """What one block takes over all layers of a group: keys and values together, or a state."""
-    shapes, dtypes = _tensor_shapes(group, 1, block_size), _tensor_dtypes(group, dtype)
+    shapes, dtypes = _tensor_shapes(group, 1, block_size, dtype), _tensor_dtypes(group, dtype)
     return sum(math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True))
 
 
-def _tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int) -> list[tuple[int, ...]]:
+def _tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
     first = (len(group.layers), num_blocks)
     match group.spec:
         case AttentionSpec(num_kv_heads, head_dim):
-            return [(*first, block_size, 2, num_kv_heads, head_dim)]
+            scales = [(*first, num_kv_heads, block_size, 2)] if dtype == FP8 else []
+            return [(*first, block_size, 2, num_kv_heads, head_dim), *scales]
         case LatentSpec(rank, rope_dim):
             return [(*first, block_size, 1, 1, rank + rope_dim)]
         case StateSpec(shapes):
@@ -242,4 +258,6 @@ def _tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int) -> list[
 
 
 def _tensor_dtypes(group: CacheGroup, dtype: torch.dtype) -> list[torch.dtype]:
-    return [torch.float32] * len(group.spec.shapes) if isinstance(group.spec, StateSpec) else [dtype]
+    if isinstance(group.spec, StateSpec):
+        return [torch.float32] * len(group.spec.shapes)
+    return [dtype, torch.bfloat16] if dtype == FP8 else [dtype]

@@ -48,7 +48,7 @@ _ENGINE_OPTIONS = {
         f"How weights are kept, fp8 on a GPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them.",
     ),
     "kv_cache_dtype": _engine_option(
-        str, "The type of the KV cache: auto, float32, float16, bfloat16. auto: float16 with quantised weights."
+        str, "The type of the KV cache: auto, fp8, float32, float16, bfloat16. auto: float16 with quantised weights."
     ),
     "device": _engine_option(str, f"Where to compute: {', '.join(DEVICES)}, or the device type of a torch plug-in."),
     "tensor_parallel_size": _engine_option(int, *_TP_OPTION),

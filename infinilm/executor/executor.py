@@ -42,6 +42,8 @@ class RunnerSettings:
     max_num_batched_tokens: int
     block_size: int
     use_graphs: bool
+    kv_dtype: str
+    """Of the cache in which the largest steps are measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,12 +141,12 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
         laps.note("weights")
-        settings = _runner_settings(config, memory, devices[0])
+        kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
+        settings = _runner_settings(config, memory, devices[0], kv_dtype)
         if is_nvidia(devices[0]):
             measured = workspace.measured(executor.measure_workspace(settings))
             memory, *more_memory = plan(workspace=measured, max_model_len=memory.max_model_len)
         laps.note("kernels and first steps")
-        kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
         executor.reset_cache(CacheShape(memory.group_blocks, memory.block_size, kv_dtype))
         laps.note("KV cache")
         executor.start_rows(settings)
@@ -175,13 +175,14 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     )
 
 
-def _runner_settings(config: Config, memory: MemoryLedger, device: torch.device) -> RunnerSettings:
+def _runner_settings(config: Config, memory: MemoryLedger, device: torch.device, kv_dtype: str) -> RunnerSettings:
     return RunnerSettings(
         max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_model_len=memory.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=memory.block_size,
         use_graphs=uses_graphs(config, device),
+        kv_dtype=kv_dtype,
     )
 
 

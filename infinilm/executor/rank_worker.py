@@ -209,7 +209,7 @@ class RankWorker:
     def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
         """Compute the largest steps on a GPU, in a cache of one block, and measure what they take."""
         free_bytes, reserved_bytes = free_memory_bytes(self.device), torch.cuda.memory_reserved(self.device)
-        self.reset_cache(CacheShape(1, settings.block_size, str(self.dtype).removeprefix("torch.")))
+        self.reset_cache(CacheShape(1, settings.block_size, settings.kv_dtype))
         ModelRunner(self, settings).warm_up()
         torch.cuda.synchronize(self.device)
         taken = free_bytes - torch.cuda.mem_get_info(self.device)[0]

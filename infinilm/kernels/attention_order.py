@@ -81,18 +81,31 @@ def add_tile(
     PRECISION: tl.constexpr,
 ):
     """The state after one more tile of keys."""
+    wide, weight, fade, new_largest = weigh(largest, score, factor, value.dtype)
+    output = tl.dot(weight, value, output * fade, input_precision=PRECISION)
+    total = add_weights(total, wide, weight, fade, PRECISION)
+    return output, total, new_largest
+
+
+@triton.jit
+def weigh(largest, score, factor, DTYPE: tl.constexpr):
+    """The weights of a tile of keys, in float32 and rounded, the factor of earlier sums, and the new largest score."""
     new_largest = tl.maximum(largest, tl.max(score, 1) * factor)
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row may have seen nothing yet
     wide = tl.exp2(tl.fma(score, factor, -shift[:, None]))
-    weight = wide.to(value.dtype)
+    weight = wide.to(DTYPE)
     fade = tl.exp2(largest - shift)[:, None]
-    output = tl.dot(weight, value, output * fade, input_precision=PRECISION)
+    return wide, weight, fade, new_largest
+
+
+@triton.jit
+def add_weights(total, wide, weight, fade, PRECISION: tl.constexpr):
+    """The sum of the weights, `wide` or rounded, after one more tile."""
     if total.shape[1] == 1:
-        total = total * fade + tl.sum(wide, 1, keep_dims=True)
-    else:
-        ones = tl.full([value.shape[0], total.shape[1]], 1.0, value.dtype)
-        total = tl.dot(weight, ones, total * fade, input_precision=PRECISION)
-    return output, total, new_largest
+        return total * fade + tl.sum(wide, 1, keep_dims=True)
+    else:  # noqa: RET505 - Triton compiles only one of the branches
+        ones = tl.full([weight.shape[1], total.shape[1]], 1.0, weight.dtype)
+        return tl.dot(weight, ones, total * fade, input_precision=PRECISION)
 
 
 @triton.jit

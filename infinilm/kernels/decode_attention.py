@@ -11,6 +11,8 @@ from infinilm.errors import InvalidValueError
 from infinilm.kernels.attention_order import IN_ORDER, LOG2_E, MAX_CHUNKS, NO_WINDOW, key_tile
 from infinilm.kernels.decode_attention_kernels import decode_kernel, shared_kernel
 from infinilm.kernels.early_launch import launches_early
+from infinilm.kernels.fp8_cache import DTYPE as FP8
+from infinilm.kernels.fp8_cache import as_pairs, decoded_cache
 
 _RESULTS: int = MAX_CHUNKS.value
 
@@ -72,6 +74,7 @@ def decode_attention(
     shared: SharedPrefix | None = None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend one new token per row to the row's tokens in the cache, its own key and value included.
 
@@ -84,8 +87,10 @@ def decode_attention(
     `tables`. Windows don't go with it: what they see is soon a row's own.
 
     With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
+
+    A cache of 8-bit floats has `scales` (`fp8_cache.py`), any other the query's type.
     """
-    _check_layout(query, cache, tables)
+    _check_layout(query, cache, scales, tables)
     workspace.check(*query.shape)
     if shared is not None and window is not None:
         raise InvalidValueError(f"window is {window} and a prefix is shared; pass shared=None where there is a window")
@@ -95,16 +100,19 @@ def decode_attention(
     if rows == 0:
         return output
     options = _options(query, cache)
+    if scales is not None:
+        cache, scales = as_pairs(cache, scales)
     scale *= LOG2_E.value
     if cap is not None:
         cap *= LOG2_E.value
     if shared is not None:
-        _attend_shared(query, cache, context_lens, shared, workspace, scale, cap, options)
+        _attend_shared(query, cache, scales, context_lens, shared, workspace, scale, cap, options)
     pad_group = triton.next_power_of_2(heads // kv_heads)
     num_parts, min_tokens = _parts(rows * kv_heads)
     decode_kernel[kv_heads, rows, num_parts](
         query,
         cache,
+        scales,
         tables,
         context_lens,
         None if shared is None else shared.num_tokens,
@@ -130,6 +138,7 @@ def decode_attention(
 def _attend_shared(
     query: Tensor,
     cache: Tensor,
+    scales: Tensor | None,
     context_lens: Tensor,
     shared: SharedPrefix,
     workspace: DecodeWorkspace,
@@ -146,6 +155,7 @@ def _attend_shared(
     shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _RESULTS](
         query,
         cache,
+        scales,
         shared.table,
         shared.num_tokens,
         context_lens,
@@ -196,9 +206,10 @@ def _parts(pairs: int) -> tuple[int, int]:
     return 1, 1
 
 
-def _check_layout(query: Tensor, cache: Tensor, tables: Tensor) -> None:
+def _check_layout(query: Tensor, cache: Tensor, scales: Tensor | None, tables: Tensor) -> None:
     _, heads, head_dim = query.shape
-    if heads % cache.shape[3] != 0 or head_dim != cache.shape[4] or query.dtype != cache.dtype:
+    dtype = query.dtype if scales is None else FP8
+    if heads % cache.shape[3] != 0 or head_dim != cache.shape[4] or cache.dtype != dtype:
         raise InvalidValueError(
             f"query is {list(query.shape)} of {query.dtype}, cache {list(cache.shape)} of {cache.dtype}; their types "
             "and head_dim must agree, and heads be a multiple of kv_heads"
@@ -220,11 +231,12 @@ def decode_attention_torch(
     window: int | None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The reference; it needs no workspace and reads a shared prefix once per row."""
     rows, heads, head_dim = query.shape
     kv_heads = cache.shape[3]
-    tokens = cache[tables.clamp(min=0)].flatten(1, 2)  # [B, tokens, 2, kv_heads, head_dim]
+    tokens = decoded_cache(cache, scales)[tables.clamp(min=0)].flatten(1, 2)  # [B, tokens, 2, kv_heads, head_dim]
     position = torch.arange(tokens.shape[1], device=cache.device)
     visible = position < context_lens[:, None]
     if window is not None:

@@ -35,6 +35,7 @@ from infinilm.kernels.attention_order import (
     no_keys,
 )
 from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
+from infinilm.kernels.fp8_kernels import add_pairs, join_pairs, scale_place, score_pairs, split_pairs, split_scales
 
 
 @triton.jit
@@ -50,6 +51,7 @@ def _log_parts(num_tokens, min_tokens):
 def _attend(
     query,  # [M, PAD_DIM]
     cache,
+    scales,  # of codes in pairs, which the cache then has, see `fp8_kernels`; None: it has the query's type
     table,
     head,
     begin,  # a multiple of TILE
@@ -74,10 +76,15 @@ def _attend(
     that the next one's loads are in flight when a chunk ends.
     """
     M: tl.constexpr = query.shape[0]
-    PAD_DIM: tl.constexpr = query.shape[1]
-    cache += head * HEAD_DIM
-    dims = tl.arange(0, PAD_DIM)
-    output, total, largest = no_keys(M, PAD_DIM)
+    IN_PAIRS: tl.constexpr = scales is not None
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if IN_PAIRS else HEAD_DIM
+    PAD_WIDTH: tl.constexpr = query.shape[1] // 2 if IN_PAIRS else query.shape[1]
+    cache += head * WIDTH
+    dims = tl.arange(0, PAD_WIDTH)
+    output, total, largest = no_keys(M, PAD_WIDTH)
+    if IN_PAIRS:
+        even_query, odd_query = split_pairs(query)
+        odd_output = output
     index = 0
     chunk_end = end if chunk is None else (begin // chunk + 1) * chunk
     limit = end.to(tl.uint32)  # unsigned numbers are quicker to divide
@@ -87,26 +94,41 @@ def _attend(
         visible = position < limit
         is_seen = visible & (position >= first_seen)
         token = block * BLOCK_SIZE + position % BLOCK_SIZE
-        pointers = cache + (token.to(tl.int64) * (2 * KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
-        mask = is_seen[:, None] & (dims < HEAD_DIM)[None, :]
+        pointers = cache + (token.to(tl.int64) * (2 * KV_HEADS * WIDTH))[:, None] + dims[None, :]
+        mask = is_seen[:, None] & (dims < WIDTH)[None, :]
+        if IN_PAIRS:
+            scale_pointers = scales + scale_place(block, head, position % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE)
         # One iteration ahead of its keys: their loads are pipelined, too, and must not wait for it.
         position += TILE
         block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
         key = tl.load(pointers, mask=mask, other=0.0)
-        score = tl.dot(query, key.trans(), input_precision=PRECISION)
+        if IN_PAIRS:
+            key_scale, value_scale = split_scales(tl.load(scale_pointers, mask=is_seen, other=0))
+            score = score_pairs(even_query, odd_query, key, key_scale, PRECISION)
+        else:
+            score = tl.dot(query, key.trans(), input_precision=PRECISION)
         factor = scale
         if cap is not None:
             score = capped(score * scale, cap)
             factor = 1.0
         score = tl.where(is_seen[None, :], score, float("-inf"))
-        value = tl.load(pointers + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
-        output, total, largest = add_tile(output, total, largest, score, value, factor, PRECISION)
+        value = tl.load(pointers + KV_HEADS * WIDTH, mask=mask, other=0.0)
+        if IN_PAIRS:
+            output, odd_output, total, largest = add_pairs(
+                output, odd_output, total, largest, score, value, value_scale, factor, query.dtype, PRECISION
+            )
+        else:
+            output, total, largest = add_tile(output, total, largest, score, value, factor, PRECISION)
         if chunk is not None and (first + TILE == chunk_end) & (chunk_end < end):
-            _store(results, sums, slots + index, is_query, output, tl.max(total, 1), largest, HEAD_DIM)
+            whole = join_pairs(output, odd_output) if IN_PAIRS else output
+            _store(results, sums, slots + index, is_query, whole, tl.max(total, 1), largest, HEAD_DIM)
             index += 1
             chunk_end += chunk
-            output, total, largest = no_keys(M, PAD_DIM)
-    return index, output, tl.max(total, 1), largest
+            output, total, largest = no_keys(M, PAD_WIDTH)
+            if IN_PAIRS:
+                odd_output = output
+    whole = join_pairs(output, odd_output) if IN_PAIRS else output
+    return index, whole, tl.max(total, 1), largest
 
 
 @triton.jit
@@ -167,6 +189,7 @@ def _combine(
 def decode_kernel(
     query,
     cache,
+    scales,  # see `_attend`
     tables,
     context_lens,
     shared_tokens,  # None: no prefix is shared
@@ -233,6 +256,7 @@ def decode_kernel(
     index, output, total, largest = _attend(
         packed,
         cache,
+        scales,
         tables + row.to(tl.int64) * table_stride,
         head,
         tl.maximum((base + first_chunk) << shift, first_seen // TILE * TILE),
@@ -288,6 +312,7 @@ def decode_kernel(
 def shared_kernel(
     query,
     cache,
+    scales,  # see `_attend`
     table,
     num_tokens,
     context_lens,
@@ -337,6 +362,7 @@ def shared_kernel(
             _, output, total, largest = _attend(
                 queries,
                 cache,
+                scales,
                 table,
                 head,
                 index << size,

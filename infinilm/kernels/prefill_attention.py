@@ -33,6 +33,8 @@ from infinilm.kernels.attention_order import (
     merge,
     no_keys,
 )
+from infinilm.kernels.fp8_cache import as_pairs, decoded_cache
+from infinilm.kernels.fp8_kernels import join_pairs, scale_place, score_pairs, split_pairs, split_scales, unpack_scaled
 
 
 class Tiles(NamedTuple):
@@ -43,8 +45,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
-    """A good choice for Hopper.
+def choose_tiles(dtype: torch.dtype, head_dim: int, *, is_wide: bool = True) -> Tiles:
+    """A good choice for Hopper. If not `is_wide`, there are fewer registers for it.
 
     128 rows are two of its matrix instructions, one for each group of four warps, and reuse each key enough. An
     accumulator of 128 x 64 takes 32 registers of every thread: scores, a chunk's output and that of the chunks before
@@ -52,7 +54,7 @@ def choose_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     """
     if dtype == torch.float32:  # exact products don't use tensor cores: small tiles, or registers run out
         return Tiles(rows=16, num_warps=4, num_stages=1)
-    if head_dim <= 128:
+    if head_dim <= 128 and is_wide:
         return Tiles(rows=128, num_warps=8, num_stages=3)
     return Tiles(rows=64, num_warps=8, num_stages=2)  # or registers run out
 
@@ -93,9 +95,11 @@ def _load(pointers, inside, dims, IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _attend(
-    query,  # [rows, PAD_DIM]
+    query,  # [rows, PAD_DIM], or with scales the even columns
+    odd_query,  # with scales the odd columns
     positions,  # [rows], the rows' places in the request
     cache,  # at the head's keys
+    scales,  # of codes in pairs, which the cache then has, see `fp8_kernels`; None: it has numbers
     gathered,  # None: they are read from the cache
     head,
     table,
@@ -114,15 +118,18 @@ def _attend(
     IS_ORDERED: tl.constexpr,
 ):
     """The state (see `attention_order`) after the keys from `begin` to before `end`."""
-    output, total, largest = no_keys(query.shape[0], query.shape[1], SUM_COLUMNS if IS_ORDERED else 1)
+    PAD_DIM: tl.constexpr = query.shape[1] if scales is None else 2 * query.shape[1]
+    output, total, largest = no_keys(query.shape[0], PAD_DIM, SUM_COLUMNS if IS_ORDERED else 1)
     if not HAS_WINDOW:
         output, total, largest = _attend_tiles(
             output,
             total,
             largest,
             query,
+            odd_query,
             positions,
             cache,
+            scales,
             gathered,
             head,
             table,
@@ -145,8 +152,10 @@ def _attend(
         total,
         largest,
         query,
+        odd_query,
         positions,
         cache,
+        scales,
         gathered,
         head,
         table,
@@ -170,10 +179,12 @@ def _attend_tiles(
     output,  # the state, see `attention_order`
     total,
     largest,
-    query,  # [rows, PAD_DIM]
-    positions,  # [rows], the rows' places in the request
-    cache,  # at the head's keys
-    gathered,  # None: they are read from the cache
+    query,  # for this and the next four see `_attend`
+    odd_query,
+    positions,
+    cache,
+    scales,
+    gathered,
     head,
     table,
     begin,  # a multiple of TILE_KEYS
@@ -190,8 +201,9 @@ def _attend_tiles(
     HAS_WINDOW: tl.constexpr,
 ):
     """Attend to the keys from `begin` to before `end`: all rows to all of them, unless `IS_MASKED`."""
-    PAD_DIM: tl.constexpr = query.shape[1]
-    dims = tl.arange(0, PAD_DIM)
+    PAD_WIDTH: tl.constexpr = query.shape[1]
+    WIDTH: tl.constexpr = HEAD_DIM if scales is None else HEAD_DIM // 2
+    dims = tl.arange(0, PAD_WIDTH)
     for first in range(begin, end, TILE_KEYS):
         keys = first + tl.arange(0, TILE_KEYS)
         inside = keys < end
@@ -206,10 +218,15 @@ def _attend_tiles(
         if gathered is not None:
             key = gathered.load([first, head * HEAD_DIM])
         else:
-            places = block * block_stride + keys % BLOCK_SIZE * (2 * KV_HEADS * HEAD_DIM)
+            places = block * block_stride + keys % BLOCK_SIZE * (2 * KV_HEADS * WIDTH)
             pointers = cache + places[:, None] + dims[None, :]
-            key = _load(pointers, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
-        score = tl.dot(query, key.trans(), input_precision="ieee")
+            key = _load(pointers, inside, dims, IS_MASKED, WIDTH, PAD_WIDTH)
+        if scales is not None:
+            both = scales + scale_place(block, head, keys % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE)
+            key_scale, value_scale = split_scales(tl.load(both, mask=inside, other=0) if IS_MASKED else tl.load(both))
+            score = score_pairs(query, odd_query, key, key_scale, "ieee")
+        else:
+            score = tl.dot(query, key.to(query.dtype).trans(), input_precision="ieee")
         factor = scale
         if cap is not None:
             score = capped(score * scale, cap)
@@ -222,9 +239,11 @@ def _attend_tiles(
         if gathered is not None:
             value = gathered.load([first, (KV_HEADS + head) * HEAD_DIM])
         else:
-            more = pointers + KV_HEADS * HEAD_DIM
-            value = _load(more, inside, dims, IS_MASKED, HEAD_DIM, PAD_DIM).to(query.dtype)
-        output, total, largest = add_tile(output, total, largest, score, value, factor, "ieee")
+            value = _load(pointers + KV_HEADS * WIDTH, inside, dims, IS_MASKED, WIDTH, PAD_WIDTH)
+        if scales is not None:
+            value, odd_value = unpack_scaled(value, value_scale, query.dtype)
+            value = join_pairs(value, odd_value)
+        output, total, largest = add_tile(output, total, largest, score, value.to(query.dtype), factor, "ieee")
     return output, total, largest
 
 
@@ -235,6 +254,7 @@ def _attend_tiles(
 def _prefill_kernel(
     query,
     cache,
+    scales,  # see `_attend`
     gathered,  # a descriptor of the only request's keys and values in order; None: they are read from the cache
     tables,
     query_starts,
@@ -279,7 +299,10 @@ def _prefill_kernel(
     heads = head * GROUP + rows % GROUP
     query += tokens.to(tl.int64)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     packed = _load(query, is_real, dims, False, HEAD_DIM, PAD_DIM)
-    cache += head * HEAD_DIM
+    odd_packed = None
+    if scales is not None:
+        packed, odd_packed = split_pairs(packed)
+    cache += head * (HEAD_DIM if scales is None else HEAD_DIM // 2)
     table = tables + request.to(tl.int64) * table_stride
 
     positions = tokens + shift
@@ -302,8 +325,10 @@ def _prefill_kernel(
             for chunk in range(first_key >> size, (end_key - 1 >> size) + 1):
                 chunk_output, chunk_total, chunk_largest = _attend(
                     packed,
+                    odd_packed,
                     positions,
                     cache,
+                    scales,
                     gathered,
                     head,
                     table,
@@ -327,8 +352,10 @@ def _prefill_kernel(
     else:
         output, total, largest = _attend(
             packed,
+            odd_packed,
             positions,
             cache,
+            scales,
             gathered,
             head,
             table,
@@ -361,6 +388,7 @@ def prefill_attention(
     window: int | None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
     gathered: Tensor | None = None,
     is_ordered: bool = True,
@@ -374,6 +402,8 @@ def prefill_attention(
     cache, the new ones being the last of them. With a `window` a token sees the last `window` of its context.
     With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
     Returns `[T, heads, head_dim]`.
+
+    A cache of 8-bit floats has `scales` (`fp8_cache.py`), and is not gathered.
 
     `gathered` `[n, 2, kv_heads, head_dim]` are the keys and values of the only request in order, and zeros up to a
     multiple of `key_tile`. From there they are read faster; `can_gather` says for which heads.
@@ -389,14 +419,18 @@ def prefill_attention(
         out = query.new_zeros(query.shape)
     if num_tokens == 0 or num_requests == 0:
         return out
-    tiles = tiles or choose_tiles(query.dtype, head_dim)
+    # 8-bit floats are unpacked in registers, and chunks merged in more of them.
+    tiles = tiles or choose_tiles(query.dtype, head_dim, is_wide=scales is None or not is_ordered)
     keys = key_tile(query.dtype, head_dim)
     group = heads // kv_heads
     tile_rows = max(tiles.rows, triton.next_power_of_2(group))
     num_tiles = num_tokens // (tile_rows // group) + num_requests
+    if scales is not None:
+        cache, scales = as_pairs(cache, scales)
     _prefill_kernel[num_tiles, kv_heads](
         query,
         cache,
+        scales,
         None if gathered is None else TensorDescriptor.from_tensor(gathered.flatten(1), [keys, head_dim]),
         tables,
         query_starts,
@@ -437,9 +471,11 @@ def prefill_attention_torch(
     window: int | None,
     cap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The reference, one request after another."""
     heads, head_dim = query.shape[1:]
+    cache = decoded_cache(cache, scales)
     kv_heads = cache.shape[3]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()

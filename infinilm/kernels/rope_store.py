@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
-from infinilm.kernels.nonfinite import mark_nonfinite
+from infinilm.kernels.fp8_kernels import INFINITE, encode, largest_bits, scale_bits, scale_exponent, scale_place
 from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
-from infinilm.kernels.store_kv import zero_if_finite
+from infinilm.kernels.store_kv import store_kv_torch, zero_if_finite
 
 # Numbers per program: with 4 warps, one load of 16 bytes per thread for each half of the heads. So one token's heads
 # are spread over a few programs, each large enough to be worth its start.
@@ -30,6 +30,7 @@ def rope_store(
     eps: float = 0.0,
     is_interleaved: bool = False,
     marks_nonfinite: bool = True,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate queries and keys, store keys and values; returns the queries `[T, heads, head_dim]`, contiguous.
 
@@ -40,6 +41,7 @@ def rope_store(
     - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
+    - `scales`: a cache of 8-bit floats has them (`fp8_cache.py`).
 
     Keys and values that are not finite are stored as `nonfinite.py` says, unless `marks_nonfinite` is False: if each
     row has one new token, no other query is in the same product with its value, and the check would cost 0.3 us.
@@ -57,6 +59,7 @@ def rope_store(
         table,
         slots,
         cache,
+        None if scales is None else scales.view(torch.int16),
         q_norm,
         k_norm,
         out,
@@ -71,6 +74,7 @@ def rope_store(
         INTERLEAVED=is_interleaved,
         EARLY=early,
         MARKS_NONFINITE=marks_nonfinite,
+        BLOCK_SIZE=cache.shape[1],
         num_warps=_WARPS,
         launch_pdl=early,
     )
@@ -90,6 +94,7 @@ def rope_store_torch(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     is_interleaved: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
@@ -104,9 +109,7 @@ def rope_store_torch(
         together = torch.stack(pairs, dim=-1).flatten(-2) if is_interleaved else torch.cat(pairs, dim=-1)
         return torch.cat((together, heads[..., dim:]), dim=-1)
 
-    is_stored = slots >= 0
-    tokens = torch.stack((turned(k), v), dim=1)[is_stored]  # [S, 2, kv_heads, head_dim]
-    cache.view(-1, *tokens.shape[1:])[slots[is_stored]] = mark_nonfinite(tokens.to(cache.dtype))
+    store_kv_torch(torch.stack((turned(k), v), dim=1), cache, slots, scales)
     return turned(q)
 
 
@@ -117,6 +120,7 @@ def _rope_store_kernel(
     table,
     slots,
     cache,
+    scales,  # of 8-bit floats, int16; None: the cache has another type
     q_norm,  # or None
     k_norm,  # or None
     out,
@@ -131,6 +135,7 @@ def _rope_store_kernel(
     INTERLEAVED: tl.constexpr,
     EARLY: tl.constexpr,
     MARKS_NONFINITE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):
     """Program (token, group): `HEADS` of a token's heads, each as pairs, of which the first `ROTATED` are rotated."""
     let_next_start(EARLY)
@@ -185,6 +190,23 @@ def _rope_store_kernel(
     KEPT: tl.constexpr = cache.dtype.element_ty
     kept = cache + (slot * 2 * KV_HEADS + heads - Q_HEADS) * HEAD_DIM
     is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
+    if scales is not None:
+        kept_first, kept_second = tl.where(is_value, first, turned_first), tl.where(is_value, second, turned_second)
+        largest = tl.maximum(largest_bits(kept_first), largest_bits(kept_second))
+        # A value that is not finite is 0, and its key NaN; or without marks its own scale is.
+        is_nan = largest >= INFINITE
+        if MARKS_NONFINITE:
+            own_value = tl.maximum(largest_bits(value_first), largest_bits(value_second))
+            is_nan = (is_nan & ~is_value) | (own_value >= INFINITE)
+        largest = tl.where((largest >= INFINITE) | is_nan, 0, largest)
+        exponent = scale_exponent(largest, DTYPE)
+        codes = tl.where(largest == 0, 0.0, kept_first), tl.where(largest == 0, 0.0, kept_second)
+        pair = scale_place(slot // BLOCK_SIZE, (heads - Q_HEADS) % KV_HEADS, slot % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE)
+        is_head = (heads >= Q_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS) & (slot >= 0)
+        tl.store(scales + 2 * pair + is_value.to(tl.int32), scale_bits(exponent, is_nan), mask=is_head)
+        tl.store(kept + lefts, encode(codes[0], exponent, DTYPE), mask=is_kept)
+        tl.store(kept + rights, encode(codes[1], exponent, DTYPE), mask=is_kept)
+        return
     kept_first = tl.where(is_value, first, turned_first).to(KEPT)
     kept_second = tl.where(is_value, second, turned_second).to(KEPT)
     if MARKS_NONFINITE:

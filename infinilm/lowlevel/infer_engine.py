@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
+from infinilm.cache.config import FP8
 from infinilm.cache.paged import Cache
 from infinilm.checks import check_choice, check_flag
 from infinilm.config import EXECUTORS
@@ -34,7 +35,7 @@ from infinilm.lowlevel.infer_input import Output as InferOutput
 from infinilm.lowlevel.params import ParamTable
 from infinilm.lowlevel.prepare_inputs import PreparedInput, lower
 from infinilm.models import ModelConfig
-from infinilm.models.auto import ModelChoices, find_eos_token_ids, make_choices, outline_model
+from infinilm.models.auto import ModelChoices, check_fp8_cache, find_eos_token_ids, make_choices, outline_model
 from infinilm.models.base import StagedModel
 from infinilm.models.registry import FAMILIES
 from infinilm.platforms import DeviceType, split_device
@@ -285,6 +286,8 @@ class InferEngine(GenerationMixin):
         config = StaticKVCacheConfig() if cache_config is None else cache_config
         _check_cache_config(config)
         config = config.unique_copy()
+        if isinstance(config, PagedKVCacheConfig) and config.dtype == FP8:
+            check_fp8_cache("dtype", self.config, torch.device(self._executor.info.device))
         layout = layout_of(config, self._cache_limits())
         derived: dict[str, Any] = {}
         if isinstance(config, PagedKVCacheConfig):

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from infinilm.attention import why_not_native
-from infinilm.cache.config import DTYPES
+from infinilm.cache.config import DTYPES, FP8
+from infinilm.cache.specs import LatentSpec
 from infinilm.checks import check_choice
 from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
+from infinilm.kernels import fp8_cache
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, WeightFormats, is_native
 from infinilm.loading.checkpoint import Checkpoint
@@ -115,6 +117,8 @@ def make_choices(
         )
     else:
         outline = outline_model(config, chosen, num_ranks)
+    if kv_cache_dtype == FP8:
+        check_fp8_cache("kv_cache_dtype", config, device)
     is_quantized = any(map(is_native, outline.weight_targets().values()))
     prefers_native = is_quantized or (deterministic and device.type == "cpu")
     attention = select_attention(attention_backend, config, device, prefers_native=prefers_native)
@@ -141,10 +145,13 @@ def select_attention(asked: str, config: ModelConfig, device: torch.device, *, p
 
 def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
     """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
+    if asked == FP8:
+        return fp8_cache.DTYPE
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu" and asked not in ("auto", name):
         raise InvalidValueError(
-            f"kv_cache_dtype={asked!r}: on a GPU the cache has the model's dtype, {name}; use 'auto'"
+            f"kv_cache_dtype={asked!r}: on a GPU the cache has the model's dtype, {name}; use 'auto', or "
+            "'fp8' for half the memory"
         )
     if asked != "auto":
         name = asked
@@ -152,6 +159,15 @@ def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_
         name = "float16"
     chosen: torch.dtype = getattr(torch, name)
     return chosen
+
+
+def check_fp8_cache(parameter: str, config: ModelConfig, device: torch.device) -> None:
+    """Refuse a model or a device that can't keep keys and values as 8-bit floats; `parameter` asked for them."""
+    reason = fp8_cache.why_not(device)
+    if any(isinstance(spec, LatentSpec) for spec in config.cache_specs()):
+        reason = "latent attention keeps one vector for a token that is key and value, which has no such form here"
+    if reason is not None:
+        raise InvalidValueError(f"{parameter}='fp8': {reason}; use another type")
 
 
 def check_fits(
