@@ -91,8 +91,12 @@ def _int4(draw: Draw, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
-def _compressed(format: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+def _compressed(format: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, **weights},
+        "input_activations": inputs,
+    }
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
@@ -105,7 +109,16 @@ class Quantization:
 
 
 QUANTIZATIONS = {
-    "fp8": Quantization(_compressed("float-quantized", num_bits=8, type="float", strategy="channel"), _fp8_rows),
+    "fp8": Quantization(
+        _compressed(
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            num_bits=8,
+            type="float",
+            strategy="channel",
+        ),
+        _fp8_rows,
+    ),
     "fp8-block": Quantization(
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [GROUP, GROUP]}, _fp8_blocks
     ),
