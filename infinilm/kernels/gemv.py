@@ -67,8 +67,8 @@ def gemv(
     """`x` `[M, in]`, normed, times `weight` `[out, in]`, plus `bias` `[out]` and `residual` `[M, out]`: `[M, out]`.
 
     M is at most `MAX_ROWS`. If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
-    `silu_mul` of the product. It is contiguous. With `scales` float32, one for each row of the weight, `weight` is uint8:
-    the bits of 8-bit floats (e4m3), for a single row. `tile` is for measuring others than `choose_tile`'s.
+    `silu_mul` of the product. It is contiguous. With `scales` float32, one for each row of the weight, `weight` is
+    uint8: the bits of 8-bit floats (e4m3), for a single row. `tile` is for measuring others than `choose_tile`'s.
     """
     num_rows, in_size = x.shape
     num_matrices = 2 if is_gated else 1
@@ -141,7 +141,8 @@ def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matri
     block_in = triton.next_power_of_2(in_size)
     if block_in > _MAX_WARPS * warp_in:
         block_in = 8 * warp_in
-    block_out = max(_MIN_LINES, _TILE_BYTES // (block_in * itemsize)) // num_matrices
+    least = _MIN_LINES if itemsize > 1 else 2 * _MIN_LINES
+    block_out = max(least, _TILE_BYTES // (block_in * itemsize)) // num_matrices
     while block_out > 1 and triton.cdiv(out_size, block_out) < _MIN_PROGRAMS:
         block_out //= 2
     return Tile(block_out, block_in, num_warps=max(4, block_in // warp_in))

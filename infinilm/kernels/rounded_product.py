@@ -17,7 +17,8 @@ LARGEST = tl.constexpr(448.0)
 LEAST_CAPABILITY = (8, 9)
 SIZE_STEP = 16
 """Inputs and lines must be multiples of it."""
-_MANY_ROWS = 512
+# From so many rows on the library multiplies by the scales, if there are more outputs than inputs, or always.
+_SOME_ROWS, _MANY_ROWS = 64, 512
 _FINISH_BLOCK = 1024
 
 
@@ -35,7 +36,8 @@ def rounded_product(
     The rest is as in `gemv`.
     """
     rounded, row_scales = round_rows(x)
-    if len(x) > _MANY_ROWS and x.dtype == torch.bfloat16:
+    is_large = len(x) > _MANY_ROWS or (len(x) >= _SOME_ROWS and len(codes) > codes.shape[1])
+    if is_large and x.dtype == torch.bfloat16:
         product = torch._scaled_mm(rounded, codes.t(), row_scales[:, None], scales[None, :], out_dtype=x.dtype)
         product = product if bias is None else product.add_(bias)
         product = silu_mul(product) if is_gated else product
@@ -64,7 +66,7 @@ def rounded_product(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `[M, in]` as 8-bit floats, and their scales, float32 `[M]`, with which a row's largest number is `LARGEST`."""
+    """Rows `[M, in]` as 8-bit floats, and their scales, float32 `[M]`: a row's largest number becomes `LARGEST`."""
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     rounded = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)

@@ -23,18 +23,16 @@ Norm = tuple[Tensor, float]
 """Weight `[in]` and epsilon of an RMS norm of the input."""
 MAX_ROWS = 256
 """For more rows it is faster to unpack the matrix first."""
-# Programs that keep a device busy with one or a few rows; the most splits of the order that is kept; and the rows from
-# which on a program computes all splits, one after the other.
-_PROGRAMS, _ORDERED_SPLITS, _MANY_ROWS = 500, 8, 128
-# Bytes of its codes that a program lets the L2 cache fetch while it waits for its input.
-FETCHED = tl.constexpr(32768)
+# Programs that keep a device busy, by the rows of each; the most splits of the order that is kept; and the rows from
+# which on a program computes all of those, one after the other.
+_PROGRAMS, _ORDERED_SPLITS, _MANY_ROWS = {16: 500, 32: 300, 64: 200, 128: 180}, 8, 128
 _UNPACKED_INPUTS = 128
 # What unpacking a word gives: bits of 16-bit floats.
 FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
 
 
 class Tile(NamedTuple):
-    """A program computes `lines` for `rows`, from `inputs` at a time, or whole groups. See `tile_product` for the rest."""
+    """A program computes `lines` for `rows`, from `inputs` at a time, of one of the `splits` or of all in turn."""
 
     rows: int
     lines: int
@@ -54,18 +52,16 @@ def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
 
 def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordered: bool) -> Tile:
     """The tile for so many rows, and lines of each matrix."""
-    rows = next((size for size in (16, 32) if num_rows <= size), 64)
-    inputs, unit = matrix.inputs, max(matrix.format.group, matrix.format.chunk)
-    # Inputs of a split: powers of 2, with which memory is read fastest.
-    sizes = [size for size in (512, 1024, 2048, 4096) if size < inputs and inputs % size == 0 and size % unit == 0]
-    sizes = [*sizes, inputs]
+    rows = next((size for size in (16, 32, 64) if num_rows <= size), 64 if is_ordered else 128)
+    inputs, unit = matrix.inputs, max(matrix.format.group, matrix.format.chunk, 128)
+    # Inputs of a split: powers of 2, with which memory is read fastest, or half of them.
+    sizes = sorted(size for size in {512, 1024, 2048, 4096, inputs // 2} if size < inputs and inputs % size == 0)
+    sizes = [*(size for size in sizes if size % unit == 0), inputs]
     if is_ordered:
         splits = next((inputs // size for size in sizes if inputs // size <= _ORDERED_SPLITS), 1)
         return Tile(rows, TILE_LINES, 128, splits, num_rows > _MANY_ROWS, 4, 3)
     programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
-    enough = [
-        inputs // size for size in sizes if programs * inputs // size >= (_PROGRAMS if rows < 64 else _PROGRAMS // 2)
-    ]
+    enough = [inputs // size for size in sizes if programs * inputs // size >= _PROGRAMS[rows]]
     return Tile(rows, TILE_LINES, 128, enough[-1] if enough else inputs // sizes[0], False, 4, 4 if rows <= 16 else 3)
 
 
@@ -83,10 +79,10 @@ def tile_product(
 ) -> Tensor:
     """`x` `[M, in]`, normed, times `matrix` `[out, in]`, plus `bias` `[out]`, plus `residual` `[M, out]`: `[M, out]`.
 
-    If `is_gated`, the matrix is `[2 * out, in]`, the gate's lines first, `out` a multiple of `TILE_LINES`, and the result
-    is `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each rounded.
-    If `is_ordered`, bits are the same for all numbers of rows. `out` may be columns of a larger tensor. `tile` is for
-    measuring others than `choose_tile`'s: with `in_turn` a program computes all splits, one after the other.
+    If `is_gated`, the matrix is `[2 * out, in]`, the gate's lines first, `out` a multiple of `TILE_LINES`, and the
+    result is `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each
+    rounded. If `is_ordered`, bits are the same for all numbers of rows. `out` may be columns of a larger tensor.
+    `tile` is for measuring others than `choose_tile`'s.
     """
     num_rows = len(x)
     num_matrices = 2 if is_gated else 1
@@ -268,10 +264,6 @@ def _product_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     PER_SPLIT: tl.constexpr = IN // SPLITS
-    if EARLY and not IN_TURN:
-        for matrix in tl.static_range(MATRICES):
-            tile = (first + matrix * out_size).to(tl.int64) * (IN * BITS // 32)
-            _fetch(codes + tile + tl.program_id(2) * (PER_SPLIT * BITS * 2), PER_SPLIT * BITS * 8)
     wait_for_inputs(EARLY)
     sums = tl.zeros([LINES, ROWS], tl.float32)
     ups = tl.zeros([LINES, ROWS], tl.float32)
@@ -281,8 +273,8 @@ def _product_kernel(
         own_ups = tl.zeros([LINES, ROWS], tl.float32)
         for start in tl.range(begin, begin + PER_SPLIT, STEP, num_stages=STAGES):
             own, own_ups = _added(
-                own, own_ups, x, codes, scales, zeros, factors, first, out_size, start, rows, is_row, x_stride, num_lines,
-                IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, MATRICES, LINES, ROWS, STEP,
+                own, own_ups, x, codes, scales, zeros, factors, first, out_size, start, rows, is_row, x_stride,
+                num_lines, IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, MATRICES, LINES, ROWS, STEP,
             )  # fmt: skip
         if GROUP == IN:
             own *= tl.load(scales + lines)[:, None]
@@ -359,7 +351,8 @@ def _untile_kernel(
             target = out + lines.to(tl.int64)[:, None] * IN + place + tl.arange(0, SIZE)[None, :]
             inside = (lines < out_size)[:, None]
             values = _unpack(
-                own, zeros, first, place, num_lines, out.dtype.element_ty, GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES
+                own, zeros, first, place, num_lines, out.dtype.element_ty,
+                GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES,
             ).to(tl.float32)  # fmt: skip
             if GROUP == IN:
                 values *= tl.load(scales + lines)[:, None]
@@ -444,21 +437,6 @@ def _scaled(
     if HAS_MINIMUMS:
         sums = tl.fma(input_sums, tl.broadcast_to(minimum[:, None], sums.shape), sums)
     return sums
-
-
-@triton.jit
-def _fetch(codes, NUM_BYTES: tl.constexpr):
-    """Let the L2 cache fetch what begins at `codes`, up to `FETCHED` bytes."""
-    PART: tl.constexpr = (NUM_BYTES if NUM_BYTES < FETCHED else FETCHED) // 32
-    if PART % 16 == 0:
-        tl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [codes + tl.arange(0, 32) * (PART // 4), tl.full([32], PART, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
