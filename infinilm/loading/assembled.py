@@ -46,6 +46,9 @@ class AssembledCheckpoint:
         source = self._assembled[name].sources[0] if name in self._assembled else name
         return self._stored.packed_format(source, is_native=is_native)
 
+    def check_values(self) -> None:
+        self._stored.check_values()
+
     def read(self, name: str) -> Tensor:
         if name not in self._assembled:
             return self._stored.read(name)

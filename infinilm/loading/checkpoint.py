@@ -31,6 +31,9 @@ class Checkpoint(Protocol):
         It is one of GGML's for the native library, else a `GroupedFormat` for other devices.
         """
 
+    def check_values(self) -> None:
+        """Refuse scales and indices of quantised matrices that can't be meant; see `shapes` for what headers tell."""
+
     def read(self, name: str) -> Tensor:
         """Read a tensor in its stored type; quantised ones as float32."""
 

@@ -67,6 +67,9 @@ class GGUFCheckpoint:
     def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
         return self._tensor(name).ggml_type.name
 
+    def check_values(self) -> None:
+        """There is nothing to check."""
+
     def read(self, name: str) -> Tensor:
         tensor = self._tensor(name)
         target = torch.empty(tensor.shape, dtype=stored_dtype(tensor.ggml_type))

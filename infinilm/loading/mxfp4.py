@@ -13,6 +13,8 @@ from infinilm.text.tokenizer import Tokenizer
 GROUP = 32
 """Numbers that share a scale, two in a byte, the first in its lower half."""
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_NO_NUMBER = 255
+"""An exponent that is NaN."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -34,10 +36,12 @@ class Mxfp4Checkpoint:
 
     def _decoded_shape(self, blocks: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int]:
         shape, scales = shapes[blocks], shapes.get(blocks.removesuffix(_BLOCKS) + _SCALES)
-        if len(shape) != 4 or shape[3] != GROUP // 2 or scales != shape[:3]:
+        kinds = {self._stored.formats().get(blocks.removesuffix(_BLOCKS) + end) for end in (_BLOCKS, _SCALES)}
+        if len(shape) != 4 or shape[3] != GROUP // 2 or scales != shape[:3] or kinds != {"U8"}:
             raise CheckpointError(
                 f"{self.path}: {blocks!r} of shape {list(shape)}, with scales of {scales and list(scales)}, can't be "
-                "MXFP4: it must be [experts, out, in / 32, 16], and the scales the same but for the last"
+                "MXFP4: it must be U8 [experts, out, in / 32, 16], and the scales the same but for the last; the types "
+                f"are {', '.join(sorted(map(str, kinds)))}"
             )
         return shape[0], shape[2] * GROUP, shape[1]
 
@@ -56,6 +60,9 @@ class Mxfp4Checkpoint:
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
         return None
+
+    def check_values(self) -> None:
+        """There is nothing to check."""
 
     def read(self, name: str) -> Tensor:
         if name not in self._decoded:
@@ -77,6 +84,11 @@ class Mxfp4Checkpoint:
         for index in range(len(target)):
             self._stored.read_into(name + _BLOCKS, blocks, (expert + index, row, first, 0))
             self._stored.read_into(name + _SCALES, scales, (expert + index, row, first))
+            if bool((scales == _NO_NUMBER).any()):
+                raise CheckpointError(
+                    f"{self.path}: {name + _SCALES!r} of expert {expert + index} has {_NO_NUMBER}, which stands for no "
+                    "number; the file is damaged"
+                )
             values = decode(blocks[0], scales[0]).narrow(1, column - first * GROUP, num_columns)
             target[index].copy_(values.t())
 

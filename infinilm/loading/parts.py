@@ -251,6 +251,9 @@ class PartialCheckpoint:
         packed = self._whole.packed_format(part.source, is_native=is_native)
         return None if packed is None else self._format(part, packed)
 
+    def check_values(self) -> None:
+        self._whole.check_values()
+
     def read(self, name: str) -> Tensor:
         part = self._part(name)
         if part.expert is None:

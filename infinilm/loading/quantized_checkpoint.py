@@ -68,6 +68,15 @@ class QuantizedCheckpoint:
         format = self._matrices[name].device_format()
         return None if format is None else format.name
 
+    def check_values(self) -> None:
+        try:
+            for index, matrix in enumerate(self._matrices.values()):
+                matrix.check_values()
+                if index == 0:
+                    matrix.check_version()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
+
     def read(self, name: str) -> Tensor:
         if name not in self._matrices:
             return self._stored.read(name)

@@ -51,6 +51,8 @@ class Int4Scheme:
     """The place of each of the eight, from the lowest bits on."""
     zero_shift: int = 0
     """What is added to stored zeros."""
+    is_symmetric: bool = False
+    """Whether all zeros are 8."""
     needs_zeros: bool = True
     needs_index: bool = False
 
@@ -83,7 +85,8 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes:
     method = find_method(config)
     if not isinstance(stored, Mapping) or method not in METHODS:
         raise CheckpointError(
-            f"weights quantised by {method!r} can't be read; known are {', '.join((*METHODS, MXFP4))}; {_ADVICE}"
+            f"quantization_config: weights quantised by {method!r} can't be read; known are "
+            f"{', '.join((*METHODS, MXFP4))}; {_ADVICE}"
         )
     readers = {"fp8": _read_fp8, "awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
     return readers[method](stored)
@@ -128,6 +131,7 @@ def _read_gptq(stored: Mapping[str, Any]) -> Schemes:
         is_input_first=True,
         packs_inputs=True,
         zero_shift=0 if stored.get("checkpoint_format") == "gptq_v2" else 1,
+        is_symmetric=stored.get("sym") is True,
         needs_index=bool(needs_index),
     )
     return Schemes(int4=scheme)

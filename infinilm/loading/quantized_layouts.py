@@ -81,6 +81,14 @@ class QuantizedMatrix(ABC):
     def read(self, rows: Span, columns: Span) -> Piece: ...
 
     @abstractmethod
+    def check_values(self) -> None:
+        """Refuse scales and indices that can't be meant. Their shapes and types have been checked by then."""
+
+    def check_version(self) -> None:
+        """Refuse a wrong version of GPTQ, with which zeros are all one off. It is the same for all matrices."""
+        return
+
+    @abstractmethod
     def device_format(self) -> GroupedFormat | None:
         """The format in which a device can keep the matrix; None if there is none."""
 
@@ -96,9 +104,10 @@ class Fp8Matrix(QuantizedMatrix):
         self._name, self._tensors = name, tensors
         shapes = tensors.shapes()
         if scheme is None or len(shapes[name]) != 2:
-            raise CheckpointError(
-                f"{name!r}, {FP8_TYPE} {list(shapes[name])}: the quantization_config has no FP8 matrix"
+            reason = (
+                "it must be a matrix" if scheme is not None else "the quantization_config describes no FP8 matrices"
             )
+            raise CheckpointError(f"{name!r} is {FP8_TYPE} {list(shapes[name])}: {reason}")
         self.shape = num_rows, num_columns = shapes[name][0], shapes[name][1]
         scales = [name + end for end in scheme.scale_names if name + end in shapes]
         if not scales:
@@ -129,6 +138,9 @@ class Fp8Matrix(QuantizedMatrix):
         lines = torch.arange(rows[0], rows[0] + rows[1]) // height
         first, groups = _groups_of(columns, width)
         return Piece(codes, scales[lines, first : first + int(groups[-1]) + 1], None, groups)
+
+    def check_values(self) -> None:
+        _check_scales(self._tensors, self._scales, is_signed=False)
 
     def device_format(self) -> GroupedFormat | None:
         width = self._block[1]
@@ -165,15 +177,16 @@ class Int4Matrix(QuantizedMatrix):
         sizes = {size if size != WHOLE_ROW else num_columns for size in scheme.group_sizes}
         fitting = [size for size in sizes if size * num_groups == num_columns]
         if not fitting:
+            counts = [str(num_columns // size) for size in sorted(sizes) if num_columns % size == 0]
             raise CheckpointError(
                 f"{self._scales!r} has shape {list(scales)}, {num_groups} groups; for {num_columns} inputs in groups "
-                f"of {' or '.join(map(str, sorted(sizes)))} there must be "
-                f"{' or '.join(f'{num_columns / size:g}' for size in sorted(sizes))}"
+                f"of {' or '.join(map(str, sorted(sizes)))} there must be {' or '.join(counts) or 'a whole number'}"
             )
         self._group, self._num_groups = fitting[0], num_groups
         optional = [(self._zeros, self._has_zeros), (self._index, self._has_index)]
         self.parts = (self._codes, self._scales, *(name for name, is_there in optional if is_there))
-        self.parts += (f"{layer}.weight_shape",) if f"{layer}.weight_shape" in shapes else ()
+        self._shape = f"{layer}.weight_shape"
+        self.parts += (self._shape,) if self._shape in shapes else ()
         self._check(shapes)
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -194,17 +207,40 @@ class Int4Matrix(QuantizedMatrix):
             expected[self._zeros] = zeros
         if self._has_index:
             expected[self._index] = (num_columns,)
+        if self._shape in self.parts:
+            expected[self._shape] = (2,)
         for name, shape in expected.items():
             if shapes[name] != shape:
                 raise CheckpointError(
                     f"{name!r} has shape {list(shapes[name])}; for a matrix of {num_rows} outputs and {num_columns} "
                     f"inputs in groups of {self._group} it must be {list(shape)}"
                 )
-            _check_types(self._tensors, name, ("I32", "I64") if name == self._index else ("I32",))
+            _check_types(self._tensors, name, ("I32", "I64") if name in (self._index, self._shape) else ("I32",))
         _check_types(self._tensors, self._scales, SCALE_TYPES)
         if self._group % _PER_WORD or num_columns % _PER_WORD:
             raise CheckpointError(
                 f"{self._codes!r}: {num_columns} inputs in groups of {self._group} are not whole int32s"
+            )
+
+    def check_values(self) -> None:
+        _check_scales(self._tensors, self._scales, is_signed=True)  # AutoRound's may be negative
+        _ = self._groups  # which are checked when they are read
+        if self._shape in self.parts:
+            stored = self._tensors.read(self._shape).tolist()
+            if stored != list(self.shape):
+                raise CheckpointError(
+                    f"{self._shape!r} says {stored}, and {self._codes!r} holds a matrix of shape {list(self.shape)}"
+                )
+
+    def check_version(self) -> None:
+        if not self._scheme.is_symmetric or not self._has_zeros:
+            return
+        zeros = self._read_zeros((0, self.shape[0]), (0, self._num_groups))
+        first = int(zeros[0, 0])
+        if first in (MIDDLE - 1, MIDDLE + 1) and bool((zeros == first).all()):
+            raise CheckpointError(
+                f"{self._zeros!r}: all zero points are {first}, and with sym=True they must be {MIDDLE}; "
+                "quantization_config.checkpoint_format should be 'gptq' if they are stored less one, else 'gptq_v2'"
             )
 
     @cached_property
@@ -231,9 +267,11 @@ class Int4Matrix(QuantizedMatrix):
         scales = self._read_part(self._scales, rows, span)
         zeros = None
         if self._has_zeros:
-            zeros = self._read_codes(self._zeros, rows, span, packs_inputs=False)
-            zeros = (zeros + self._scheme.zero_shift) & 0x0F
+            zeros = self._read_zeros(rows, span)
         return Piece(codes, scales, zeros, groups)
+
+    def _read_zeros(self, rows: Span, groups: Span) -> Tensor:
+        return (self._read_codes(self._zeros, rows, groups, packs_inputs=False) + self._scheme.zero_shift) & 0x0F
 
     def _read_part(self, name: str, rows: Span, columns: Span) -> Tensor:
         """A part of a tensor, `[rows, columns]` however it is stored."""
@@ -272,11 +310,10 @@ class Int4Matrix(QuantizedMatrix):
         scales = self._tensors.read(self._scales)
         if scales.dtype != torch.float16 and not scales.half().to(scales.dtype).equal(scales):
             return None
-        everything = (0, self.shape[0]), (0, self._num_groups)
         if not self._has_zeros:
             return "Q4_0"
-        zeros = self._read_codes(self._zeros, *everything, packs_inputs=False)
-        return "Q4_0" if bool(((zeros + self._scheme.zero_shift) & 0x0F == MIDDLE).all()) else "Q5_0"
+        zeros = self._read_zeros((0, self.shape[0]), (0, self._num_groups))
+        return "Q4_0" if bool((zeros == MIDDLE).all()) else "Q5_0"
 
 
 def _groups_of(columns: Span, size: int) -> tuple[int, Tensor]:
@@ -289,3 +326,17 @@ def _check_types(tensors: Tensors, name: str, known: object) -> None:
     found, names = tensors.formats()[name], list(known)  # type: ignore[call-overload]
     if found not in names:
         raise CheckpointError(f"{name!r} has type {found}; it must be {' or '.join(names)}")
+
+
+def _check_scales(tensors: Tensors, name: str, *, is_signed: bool) -> None:
+    scales = tensors.read(name).float()
+    is_wrong = ~scales.isfinite() if is_signed else ~scales.isfinite() | (scales < 0)
+    if not scales.any():
+        is_wrong = scales == 0
+    if is_wrong.any():
+        place = is_wrong.nonzero()[0].tolist()
+        kind = "zero" if not scales.any() else "NaN or infinite" if is_signed else "NaN, infinite or negative"
+        raise CheckpointError(
+            f"{name!r} of shape {list(scales.shape)}: {int(is_wrong.sum())} of {scales.numel()} scales are {kind}, the "
+            f"first at {place}: {float(scales[tuple(place)])}; the file is damaged"
+        )

@@ -101,6 +101,7 @@ def make_choices(
     chosen, formats = choose_dtype(dtype, config, device), DENSE
     is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
     if checkpoint is not None:
+        checkpoint.check_values()
         formats = choose_formats(
             checkpoint,
             config.model_type,

@@ -46,6 +46,7 @@ def choose_formats(
     elif quantization == "none" or not keeps_quantized(model_type) or (device.type == "cpu" and dtype != "auto"):
         return DENSE
     found: dict[str, str] = {}
+    exact: Counter[tuple[str, str]] = Counter()
     inexact: Counter[str] = Counter()
     shapes, is_native = checkpoint.shapes(), device.type == "cpu"
     for name, stored in checkpoint.formats().items():
@@ -55,16 +56,23 @@ def choose_formats(
         packed = checkpoint.packed_format(name, is_native=is_native)
         if packed in FORMATS or (packed is not None and GroupedFormat.parse(packed)):
             found[name] = packed
+            if is_native and stored in QUANTIZED_KINDS:
+                exact[stored, packed] += 1
         elif quantization is not None:
             found[name] = _format_of(name, shapes[name][1], quantization, is_native=is_native)
         elif stored in QUANTIZED_KINDS:
             inexact[stored] += 1
+    for (stored, packed), count in exact.items():
+        logger.info("%d matrices stored as %s are kept as %s, which has exactly the same values", count, stored, packed)
     for stored, count in inexact.items():
         logger.warning(
-            "%d matrices stored as %s are computed dense: %s has no form of them with exactly the same values",
+            "%d matrices stored as %s are computed dense: %s has no form of them with exactly the same values%s",
             count,
             stored,
             "the native library" if is_native else str(device),
+            "; quantization='q8' keeps them as Q8_0, which rounds them and needs a quarter of the memory"
+            if is_native
+            else "",
         )
     if found and is_native and native.load() is None:  # `load` has logged why
         return DENSE

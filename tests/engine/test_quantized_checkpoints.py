@@ -52,14 +52,17 @@ def logits(path: Path, tp_size: int = 1, **settings: Any) -> torch.Tensor:
 
 @needs_native
 @pytest.mark.parametrize(("name", "format"), [("gptq", "Q4_0"), ("awq", "Q5_0"), ("compressed-int4-zeros", "Q5_0")])
-def test_a_cpu_repacks_what_it_can_keep_exactly(written: Written, name: str, format: str) -> None:
+def test_a_cpu_repacks_what_it_can_keep_exactly(
+    written: Written, name: str, format: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Activations are rounded to 16 bits, and the cache is float16, hence the tolerance."""
     path, reference = written[name]
-    with LLM(path, **SMALL) as llm:
+    with caplog.at_level(logging.INFO), LLM(path, **SMALL) as llm:
         targets = worker_of(llm.executor).model.weight_targets()
         kept = {own for own, shard in targets.items() if isinstance(shard, PackedShard)}
         [output] = llm.generate([TOKENS], GREEDY, use_tqdm=False)
     assert len(kept) == 13  # of 14: one is dense in the file
+    assert f"13 matrices stored as INT4 are kept as {format}, which has exactly the same values" in caplog.text
     shard = targets["model.layers.0.self_attn.q_proj.weight"]
     assert isinstance(shard, PackedShard)
     assert shard.matrix.format == format
@@ -80,6 +83,14 @@ def test_a_cpu_computes_the_rest_dense_and_says_so(
     torch.testing.assert_close(found, reference_logits(reference, TOKENS), atol=1e-4, rtol=0)
     kind = "FP8" if name == "fp8-blocks" else "INT4"
     assert f"13 matrices stored as {kind} are computed dense: the native library has no form of them" in caplog.text
+    assert "quantization='q8' keeps them as Q8_0" in caplog.text
+
+
+@needs_native
+def test_a_cpu_rounds_8_bit_floats_if_asked_for(written: Written) -> None:
+    path, reference = written["fp8-blocks"]
+    difference = (logits(path, quantization="q8") - reference_logits(reference, TOKENS)).abs().max()
+    assert 1e-3 < difference < 0.2  # the embedding and the head are rounded, too
 
 
 @pytest.mark.usefixtures("packs_as_on_gpus")

@@ -74,6 +74,23 @@ def test_any_part_can_be_read(checkpoint: Path, reference: Any) -> None:
     stored.close()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.int(), r"down_proj_blocks' of shape .* it must be U8 .* the types are I32, U8"),
+        (lambda t: t.fill_(255), r"down_proj_scales' of expert 0 has 255, which stands for no number"),
+    ],
+)
+def test_scales_that_are_none_are_refused(checkpoint: Path, tmp_path: Path, change: Any, message: str) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    weights[name] = change(weights[name])
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=message):
+        InferEngine(tmp_path, device_type="cpu")
+
+
 def test_blocks_without_scales_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     weights = load_file(checkpoint / "model.safetensors")
     del weights["model.layers.1.mlp.experts.down_proj_scales"]

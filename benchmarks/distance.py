@@ -1,0 +1,84 @@
+"""The logits of every position of a text, and how far two models' are apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinilm import LLM
+from infinilm.attention import HostBatch
+from infinilm.executor.rank_worker import ForwardInput
+
+Floats = npt.NDArray[np.floating[Any]]
+SLICE = 64
+"""Positions compared at a time: in float64 all of them would take gigabytes."""
+
+
+class Ours:
+    """The model as `LLM` runs it, asked for every token's logits."""
+
+    def __init__(self, engine: LLM) -> None:
+        self.engine = engine
+
+    def logits(self, token_ids: Sequence[int], rows: int) -> Floats:
+        """The logits of each next token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
+        found: list[Floats] = []
+        ids, block_size = np.array(token_ids), self.engine.memory.block_size
+        for start in range(0, len(ids), rows):
+            end = min(start + rows, len(ids))
+            places = np.arange(start, end)
+            batch = HostBatch(  # nothing else runs, so the text lies in the cache's first blocks, in order
+                input_ids=ids[start:end],
+                positions=places,
+                slot_mapping=places,
+                block_tables=np.arange(-(-end // block_size))[None],
+                query_lens=np.array([end - start]),
+                context_lens=np.array([end]),
+            )
+            output = self.engine.executor.forward(ForwardInput(batch, np.arange(end - start)))
+            found.append(output.logits.numpy(force=True).copy())
+        return np.concatenate(found)
+
+
+@dataclass(slots=True)
+class Distance:
+    """What was found at the positions of all texts, in nats."""
+
+    divergences: list[float] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
+    """Of the token that is there in truth: minus the logarithm of its probability."""
+    num_same_top: int = 0
+
+    def add(self, reference: Floats, logits: Floats, following: npt.NDArray[np.int64]) -> None:
+        """Count positions: logits `[n, vocab]` of both and the token that follows each."""
+        for start in range(0, len(following), SLICE):
+            rows = slice(start, start + SLICE)
+            expected, found = log_softmax(reference[rows]), log_softmax(logits[rows])
+            self.divergences += (np.exp(expected) * (expected - found)).sum(axis=1).tolist()
+            self.surprises += (-np.take_along_axis(found, following[rows, None], axis=1)[:, 0]).tolist()
+            self.num_same_top += int((expected.argmax(axis=1) == found.argmax(axis=1)).sum())
+
+    @property
+    def perplexity(self) -> float:
+        """Of the texts."""
+        return float(np.exp(np.mean(self.surprises)))
+
+    def summary(self, reference: "Distance") -> dict[str, float]:
+        """The figures, next to the reference's."""
+        return {
+            "mean_kl": float(np.mean(self.divergences)),
+            "mean_kl_error": float(np.std(self.divergences) / np.sqrt(len(self.divergences))),
+            "p99_kl": float(np.percentile(self.divergences, 99)),
+            "max_kl": max(self.divergences),
+            "perplexity": self.perplexity,
+            "perplexity_change": self.perplexity / reference.perplexity - 1,
+            "same_top": self.num_same_top / len(self.divergences),
+        }
+
+
+def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
+    """Log-probabilities `[n, vocab]` in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
