@@ -156,7 +156,7 @@ def add_pairs(
     Of few queries the weights are scaled, if they are not float16, in which they would be subnormal.
     """
     wide, weight, fade, new_largest = weigh(largest, score, factor, DTYPE)
-    if DTYPE == tl.float16 or score.shape[0] >= MANY:
+    if tl.float16 == DTYPE or score.shape[0] >= MANY:
         even, odd = unpack_scaled(values, scale, DTYPE)
         scaled = weight
     else:
