@@ -200,10 +200,6 @@ class Cache:
             layer.flatten(0, 1).index_copy_(0, slots, mark_nonfinite(new.to(layer.dtype)))
         return layer
 
-    def scales_of(self, layer_idx: int) -> dict[str, Tensor]:
-        """The layer's scales as a keyword argument of attention backends; nothing if it has none."""
-        return {"scales": self.scales[layer_idx]} if layer_idx in self.scales else {}
-
     def __getitem__(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, `[blocks, kv_heads, block_size, head_dim]` each, as views."""
         keys, values = self.layers[layer_idx].transpose(1, 3).unbind(2)

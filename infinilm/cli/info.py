@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,7 +173,7 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
     from infinilm.executor.loader import select_devices
     from infinilm.executor.memory import context_bytes, free_memory_bytes
     from infinilm.executor.workspace import estimate_workspace
-    from infinilm.models.auto import outline_model
+    from infinilm.models.auto import check_fp8_cache, outline_model
     from infinilm.models.quantization import choose_formats
 
     config, max_len = Config(), model_config.max_context_len()
@@ -197,6 +197,10 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
             "kv_bytes_of_max_context": context_bytes(model_config, max_len, kv_dtype),
             "num_tokens_that_fit": max(left // token_bytes, 0),
         }
+        with suppress(InvalidValueError):  # of models and devices that have no such cache
+            check_fp8_cache("kv_cache_dtype", model_config, device)
+            sizes = [context_bytes(model_config, count, torch.float8_e4m3fn) for count in (1, 2)]
+            needs[name]["fp8_kv_bytes_per_token"] = sizes[1] - sizes[0]
     return needs
 
 
@@ -325,10 +329,12 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
         "weights": "weight_bytes",
         "workspace, at most": "workspace_bytes",
         "KV cache, one token": "kv_bytes_per_token",
+        "KV cache as fp8, one token": "fp8_kv_bytes_per_token",
         f"KV cache, {context:,} tokens": "kv_bytes_of_max_context",
     }
     for label, key in rows.items():
-        table.add_row(label, *(format_bytes(needs[name][key]) for name in kinds))
+        if all(key in needs[name] for name in kinds):
+            table.add_row(label, *(format_bytes(needs[name][key]) for name in kinds))
     table.add_section()
     fits = [needs[name]["num_tokens_that_fit"] for name in kinds]
     where = f"{format_bytes(needs['free_bytes'])} free on {needs['device']}"

@@ -105,7 +105,7 @@ class Attention(Mixer):
         q, cache = self._rope_and_store_kv(heads, cache, step)
         if self.rotary.query_scale is not None:
             q = q * self.rotary.query_scale.index_select(0, step.batch.positions)
-        scoring: dict[str, Any] = {"scale": self.scale, "window": self.window, **step.cache.scales_of(self.layer)}
+        scoring: dict[str, Any] = {"scale": self.scale, "window": self.window, **step.scales_of(self.layer)}
         if self.cap is not None or self.sinks is not None:
             scoring |= {"cap": self.cap, "sinks": self.sinks}
         attended = step.backend.attend(q, cache, step.plan, **scoring)
@@ -141,7 +141,7 @@ class Attention(Mixer):
                 eps=0.0 if self.q_norm is None else self.q_norm.eps,
                 is_interleaved=self.rotary.is_interleaved,
                 marks_nonfinite=getattr(step.plan, "has_prompts", True) or self.window is not None,
-                **step.cache.scales_of(self.layer),
+                **step.scales_of(self.layer),
             )
             return queries, cache
         qk = heads[:, : -self.num_kv_heads]
@@ -156,7 +156,7 @@ class Attention(Mixer):
             self._show(step.taps, heads, "after_rope")
         kv = heads[:, self.num_heads :].view(len(heads), 2, self.num_kv_heads, self.head_dim)
         if step.cache.only_stores:
-            step.backend.store(kv, cache, step.plan, **step.cache.scales_of(self.layer))
+            step.backend.store(kv, cache, step.plan, **step.scales_of(self.layer))
         else:
             cache = step.update_cache(self.layer, kv)
         return heads[:, : self.num_heads], cache

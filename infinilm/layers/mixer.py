@@ -31,6 +31,10 @@ class ForwardContext:
             self._angles[rotary] = rotary(self.batch.positions)
         return self._angles[rotary]
 
+    def scales_of(self, layer: int) -> dict[str, Tensor]:
+        """The scales of a layer's cache as a keyword argument of backends; nothing if it has none."""
+        return {"scales": self.cache.scales[layer]} if self.cache.scales else {}
+
     def update_cache(self, layer: int, kv: Tensor) -> Tensor:
         """Give the cache's own `update` the new keys and values `[T, 2, kv_heads, head_dim]`: what to attend to."""
         current = self.cache.layers[layer]

@@ -175,7 +175,7 @@ class Gemma4Attention(Attention):
             self._show(step.taps, turned, "after_rope")
             q, kv[:, 0] = turned[:, : self.num_heads], turned[:, self.num_heads :]
         if step.cache.only_stores:
-            step.backend.store(kv, cache, step.plan, **step.cache.scales_of(self.layer))
+            step.backend.store(kv, cache, step.plan, **step.scales_of(self.layer))
         else:
             cache = step.update_cache(self.layer, kv)
         return q, cache
