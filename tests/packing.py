@@ -9,12 +9,24 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from infinilm.kernels import native
+from infinilm.layers.formats import WeightFormats
+from infinilm.models import auto
+from infinilm.models.quantization import choose_formats
 
 FORMATS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 scales of a block begin, in the formats that the gguf package can't make."""
 
 needs_native = pytest.mark.skipif(native.load() is None, reason="the native library was not built")
+
+
+def pack_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines on a CPU keep matrices as a GPU does."""
+
+    def choose(checkpoint: Any, model_type: str, **settings: Any) -> WeightFormats:
+        return choose_formats(checkpoint, model_type, **{**settings, "device": torch.device("cuda", 0)})
+
+    monkeypatch.setattr(auto, "choose_formats", choose)
 
 
 def library() -> Any:

@@ -9,18 +9,21 @@ from torch import Tensor
 GROUP_STEP = 16
 """Groups have a multiple of so many columns."""
 SCALE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+EXPONENTS = "E8M0"
+"""Scales that are exponents of 2 plus 127, uint8."""
+MXFP4 = "MXFP4"
 _WHOLE = "row"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedFormat:
-    """`value = scale * (code - zero)`; codes are 4-bit integers, or 8-bit floats, which have no zeros."""
+    """`value = scale * (code - zero)`; codes are 4-bit integers, or floats, which have no zeros."""
 
     bits: int
     group: int | None
     """Columns that share a scale; None: whole rows."""
     scale_type: str
-    """One of `SCALE_TYPES`."""
+    """One of `SCALE_TYPES`; or `EXPONENTS`, if codes are 4-bit floats."""
     has_zeros: bool = False
     """Otherwise a 4-bit code of 8 is 0."""
     rounds_inputs: bool = False
@@ -29,12 +32,16 @@ class GroupedFormat:
     @property
     def name(self) -> str:
         """`INT4 128 F16 zeros`: what `parse` reads."""
+        if self.is_mxfp4:
+            return MXFP4
         words = ["INT4" if self.bits == 4 else "FP8", str(self.group or _WHOLE), self.scale_type]
         return " ".join([*words, *["zeros"] * self.has_zeros, *["rounded"] * self.rounds_inputs])
 
     @classmethod
     def parse(cls, name: str) -> "GroupedFormat | None":
         """The format of this name; None if it is another kind of format."""
+        if name == MXFP4:
+            return cls(4, 32, EXPONENTS)
         kind, *rest = name.split(" ")
         if kind not in ("INT4", "FP8"):
             return None
@@ -43,9 +50,13 @@ class GroupedFormat:
         return cls(bits, group, rest[1], has_zeros="zeros" in rest, rounds_inputs="rounded" in rest)
 
     @property
+    def is_mxfp4(self) -> bool:
+        return self.scale_type == EXPONENTS
+
+    @property
     def block_columns(self) -> int:
         """A rank's piece of a row must be whole blocks of so many columns: groups, and what a kernel reads at once."""
-        return lcm(self.group or 1, 256 // self.bits)
+        return lcm(self.group or 1, 1 if self.is_mxfp4 else 256 // self.bits)
 
     def sizes(self, columns: int) -> tuple[int, int, int]:
         """The bytes of a row's codes, scales and zeros."""
@@ -54,7 +65,7 @@ class GroupedFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return SCALE_TYPES[self.scale_type]
+        return torch.uint8 if self.is_mxfp4 else SCALE_TYPES[self.scale_type]
 
     def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Rows as bytes, uint8 `[n, sum of sizes]`, of codes `[n, columns]`, scales and zeros `[n, groups]`."""
@@ -66,10 +77,15 @@ class GroupedFormat:
         return torch.cat([part.reshape(-1).view(torch.uint8).view(len(part), -1) for part in parts], dim=1)
 
     def take_apart(self, rows: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes uint8 `[n, columns]`, scales float32 `[n, groups]`, and zeros, twice in an int32, of packed rows."""
+        """Codes uint8 `[n, columns]`, scales float32 `[n, groups]`, and zeros, twice in an int32, of packed rows.
+
+        Scales of 4-bit floats stay as they are.
+        """
         codes, scales, zeros = rows.split(self.sizes(columns), dim=1)
         if self.bits == 4:
             codes = unpack_codes(codes)
+        if self.is_mxfp4:
+            return codes, scales, None
         floats = scales.contiguous().view(self.scale_dtype).float()
         return codes, floats, zeros.int() * 0x10001 if self.has_zeros else None
 

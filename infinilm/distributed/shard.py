@@ -93,15 +93,17 @@ class PackedShard:
     """A rank's part of a quantised matrix."""
 
     matrix: PackedMatrix
-    shape: tuple[int, int]
-    """Of this part. The matrix may have padding rows."""
-    full_shape: tuple[int, int]
-    starts: tuple[int, int]
+    shape: tuple[int, ...]
+    """Of this part: rows and columns, or experts, columns and rows. The matrix may have padding rows."""
+    full_shape: tuple[int, ...]
+    starts: tuple[int, ...]
     """Start of the part in each dimension of the full matrix."""
 
     @classmethod
-    def of(cls, matrix: PackedMatrix, rows: ShardRange, columns: ShardRange) -> "PackedShard":
-        return cls(matrix, (rows.length, columns.length), (rows.full, columns.full), (rows.start, columns.start))
+    def of(cls, matrix: PackedMatrix, *pieces: ShardRange) -> "PackedShard":
+        """A weight of which `matrix` holds one range per dimension."""
+        shape, full = tuple(piece.length for piece in pieces), tuple(piece.full for piece in pieces)
+        return cls(matrix, shape, full, tuple(piece.start for piece in pieces))
 
     @property
     def num_bytes(self) -> int:

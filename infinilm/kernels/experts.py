@@ -21,6 +21,8 @@ from torch import Tensor
 from infinilm.kernels.early_launch import launches_early
 from infinilm.kernels.experts_kernels import choose_kernel, combine_kernel, count_kernel, place_kernel, product_kernel
 from infinilm.kernels.experts_torch import GELU, ClampedGate, Gate, Routing
+from infinilm.kernels.packed_lines import PackedLines
+from infinilm.kernels.unpack import MAGIC_BITS
 
 FEW_ROWS = 16
 """So many rows are not sorted."""
@@ -103,8 +105,8 @@ def mix_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedLines,
+    down: Tensor | PackedLines,
     residual: Tensor | None = None,
     tiles: Tiles | None = None,
     *,
@@ -114,13 +116,14 @@ def mix_experts(
     """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
 
     `gate_up` is `[experts, 2 * inner, hidden]`, the gate's lines first, `down` `[experts, hidden, inner]`, both
-    contiguous. A row's ids are different. The `biases` `[experts, 2 * inner]` and `[experts, hidden]` are added to the
-    products. Without a `gate` it is `silu(gate) * up`. The `residual` `[T, hidden]` is added before the single rounding
-    of the sum; what is between is rounded to the type of `x`. `tiles` are for measuring others than
-    `choose_tiles`'s.
+    contiguous; or they are packed, the lines of all experts below each other. A row's ids are different. The `biases`
+    `[experts, 2 * inner]` and `[experts, hidden]` are added to the products. Without a `gate` it is `silu(gate) * up`.
+    The `residual` `[T, hidden]` is added before the single rounding of the sum; what is between is rounded to the type
+    of `x`. `tiles` are for measuring others than `choose_tiles`'s.
     """
     num_rows, hidden = x.shape
-    (num_experts, _, inner), top_k = down.shape, ids.shape[1]
+    inner, top_k = down.inputs if isinstance(down, PackedLines) else down.shape[2], ids.shape[1]
+    num_experts = len(gate_up.codes) // (2 * inner) if isinstance(gate_up, PackedLines) else len(gate_up)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -150,10 +153,12 @@ def mix_experts(
         (tiles.down, activated, down, biases[1], results, False),
     )
     for tile, source, matrix, bias, target, is_gated in products:
-        in_size, out_size = matrix.shape[2], target.shape[1]
+        in_size, out_size = source.shape[1], target.shape[1]
+        block_in = min(tile.inputs, triton.next_power_of_2(max(16, in_size)))
+        parts, layout = _layout(matrix, block_in)
         product_kernel[(triton.cdiv(out_size, tile.outputs), num_groups)](
             source,
-            matrix,
+            *parts,
             bias,
             target,
             ids,
@@ -164,13 +169,14 @@ def mix_experts(
             source.stride(0),
             alpha,
             limit,
-            IN=in_size,
+            MAGIC_BITS,
             IS_GATED=is_gated,
             BLOCK_OUT=tile.outputs,
-            BLOCK_IN=min(tile.inputs, triton.next_power_of_2(max(16, in_size))),
+            BLOCK_IN=block_in,
             IS_SWAPPED=tile.is_swapped,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **layout,
             **shared,
         )
     combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
@@ -187,6 +193,14 @@ def mix_experts(
         launch_pdl=early,
     )
     return out
+
+
+def _layout(matrix: Tensor | PackedLines, block_in: int) -> tuple[list[Tensor | None], dict[str, Any]]:
+    """What the kernel takes of a matrix: codes, scales, factors and zeros; and their layout."""
+    if isinstance(matrix, PackedLines):
+        return [matrix.words(), matrix.scales, matrix.factors, matrix.zeros], matrix.options(block_in)
+    dense = dict.fromkeys(("BITS", "GROUP", "RUN", "MIDDLE", "HAS_MINIMUMS"), 0)
+    return [matrix, None, None, None], {"IN": matrix.shape[2], **dense}
 
 
 class _Groups(NamedTuple):

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from infinilm.kernels.activation import gated
 from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
+from infinilm.kernels.unpack import unpack_tile
 
 NAN_RANK = tl.constexpr(-1e30)
 OUT_RANK = tl.constexpr(-1e31)
@@ -135,10 +136,13 @@ def place_kernel(
             tl.store(tiles + (start + offsets) * 3, tl.full((CHUNK,), -1, tl.int32), mask=start + offsets < num_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["magic_bits"])
 def product_kernel(
     x,
     matrix,
+    scales,  # or None: the matrix is dense
+    factors,  # or None
+    zeros,  # or None
     bias,
     out,
     ids,
@@ -149,9 +153,15 @@ def product_kernel(
     x_stride,
     alpha,
     limit,
+    magic_bits,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IN: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_CLAMPED: tl.constexpr,
     IS_GELU: tl.constexpr,
@@ -200,8 +210,6 @@ def product_kernel(
     STEP: tl.constexpr = 2 if IS_GATED and IS_CLAMPED else 1
     to_up = 1 if IS_CLAMPED else out_size
     numbers_of_lines = expert.to(tl.int64) * LINES * out_size + outputs * STEP
-    lines = matrix + numbers_of_lines[None, :] * IN + inputs[:, None]
-    up_lines = tl.cast(to_up, tl.int64) * IN
     source = pairs // K if IS_GATED else pairs
     x += source.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     FIRST: tl.constexpr = BLOCK_OUT if IS_SWAPPED else BLOCK_ROWS
@@ -209,14 +217,33 @@ def product_kernel(
     sums = tl.zeros((FIRST, SECOND), tl.float32)
     more = tl.zeros((FIRST, SECOND), tl.float32)
     for start in range(0, IN, BLOCK_IN):
-        is_value, inside = has_pair[:, None], has_output[None, :]
+        is_value = has_pair[:, None]
         if IN % BLOCK_IN != 0:
             is_value = is_value & (start + inputs < IN)[None, :]
-            inside = inside & (start + inputs < IN)[:, None]
         values = tl.load(x + start, mask=is_value, other=0.0)
-        sums = _added(sums, values, tl.load(lines + start, mask=inside, other=0.0), IS_SWAPPED, WIDEN)
-        if IS_GATED:
-            more = _added(more, values, tl.load(lines + up_lines + start, mask=inside, other=0.0), IS_SWAPPED, WIDEN)
+        for half in tl.static_range(LINES):
+            lines = _load_lines(
+                matrix,
+                scales,
+                factors,
+                zeros,
+                numbers_of_lines + half * to_up,
+                has_output,
+                start,
+                magic_bits,
+                IN,
+                BITS,
+                GROUP,
+                RUN,
+                MIDDLE,
+                HAS_MINIMUMS,
+                BLOCK_OUT,
+                BLOCK_IN,
+            ).to(x.dtype.element_ty)
+            if half == 0:
+                sums = _added(sums, values, lines, IS_SWAPPED, WIDEN)
+            else:
+                more = _added(more, values, lines, IS_SWAPPED, WIDEN)
     if IS_SWAPPED:
         sums, more = sums.trans(), more.trans()
     if bias is not None:
@@ -229,6 +256,54 @@ def product_kernel(
         result = _gated_by_limits(result, up, alpha, limit) if IS_CLAMPED else gated(result, up, IS_GELU)
     target = out + pairs.to(tl.int64)[:, None] * out_size + outputs[None, :]
     tl.store(target, result, mask=has_pair[:, None] & has_output[None, :])
+
+
+@triton.jit
+def _load_lines(
+    matrix,
+    scales,  # or None
+    factors,  # or None
+    zeros,  # or None
+    numbers,
+    has_line,
+    start,
+    magic_bits,
+    IN: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """Inputs `start` and on of the lines of these `numbers`, `[BLOCK_IN, BLOCK_OUT]`."""
+    if scales is None:
+        inputs = start + tl.arange(0, BLOCK_IN)
+        inside = has_line[None, :]
+        if IN % BLOCK_IN != 0:
+            inside = inside & (inputs < IN)[:, None]
+        lines = tl.load(matrix + numbers[None, :] * IN + inputs[:, None], mask=inside, other=0.0)
+    else:
+        lines = unpack_tile(
+            matrix,
+            scales,
+            factors,
+            zeros,
+            numbers,
+            has_line,
+            start,
+            magic_bits,
+            IN,
+            BITS,
+            GROUP,
+            RUN,
+            MIDDLE,
+            HAS_MINIMUMS,
+            BLOCK_OUT,
+            BLOCK_IN,
+        ).trans()
+    return lines
 
 
 @triton.jit

@@ -28,7 +28,7 @@ class TileFormat:
     group: int
     """Inputs that share a scale; 0: whole lines."""
     is_float: bool = False
-    """Whether codes are 8-bit floats (e4m3)."""
+    """Whether codes are 8-bit floats (e4m3), or 4-bit ones (e2m1), which are not kept in tiles."""
     zero: int = 0
     """Of all codes, if there are no zeros of groups."""
     has_zeros: bool = False
@@ -44,6 +44,8 @@ class TileFormat:
     @property
     def has_tiles(self) -> bool:
         """Whether groups and chunks divide each other, as the kernels need it."""
+        if self.is_float and self.bits == 4:
+            return False
         return self.group == 0 or self.chunk % self.group == 0 or self.group % self.chunk == 0
 
     @property

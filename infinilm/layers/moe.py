@@ -11,7 +11,7 @@ from infinilm.errors import InvalidValueError
 from infinilm.kernels.experts_torch import Gate, Routing, choose_experts_torch
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightFormats, WeightOptions, below
-from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts
+from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts, UnpackedExperts
 from infinilm.layers.formats.gguf import load_library
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
@@ -57,14 +57,26 @@ class Experts(nn.Module):
             for names in self._tensor_names()
         ]
         self.matrix: ExpertWeights
-        is_packed = formats.is_native and all(None not in own for own in found)
-        if not names.is_stacked and gate is None and is_packed:
+        is_native = formats.is_native and all(None not in own for own in found)
+        sizes = (num_experts, hidden_size, self._inner.length)
+        how: dict[str, Any] = {"has_biases": names.is_stacked, "adds_last_bias": group.rank == 0, "gate": gate}
+        how |= {"dtype": options["dtype"], "device": options["device"]}
+        if not names.is_stacked and gate is None and is_native:
             packed = [[each for part in own for each in part or ()] for own in found]
             self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"])
+        elif kinds := self._device_formats(formats):
+            self.matrix = UnpackedExperts(kinds, *sizes, **how)
         else:
-            sizes = (num_experts, hidden_size, self._inner.length)
-            how: dict[str, Any] = {"has_biases": names.is_stacked, "adds_last_bias": group.rank == 0, "gate": gate}
-            self.matrix = DenseExperts(*sizes, **how, dtype=options["dtype"], device=options["device"])
+            self.matrix = DenseExperts(*sizes, **how)
+
+    def _device_formats(self, formats: WeightFormats) -> tuple[str, str] | None:
+        """The formats of gate and up, and of down, if a device keeps those of all experts in one."""
+        gate_ups = [name for names in self._tensor_names() for name in names[:2]]
+        downs = [names[2] for names in self._tensor_names()]
+        if self._names.is_stacked:
+            gate_ups, downs = [f"experts.{self._names.gate}"], [f"experts.{self._names.down}"]
+        kinds = formats.find_one(gate_ups, self._hidden), formats.find_one(downs, self._inner)
+        return None if kinds[0] is None or kinds[1] is None else (kinds[0], kinds[1])
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
@@ -76,7 +88,7 @@ class Experts(nn.Module):
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by their names in a checkpoint."""
-        if self._names.is_stacked and isinstance(self.matrix, DenseExperts):
+        if self._names.is_stacked and isinstance(self.matrix, (DenseExperts, UnpackedExperts)):
             parts = [f"{prefix}experts.{part}" for part in (self._names.gate, self._names.down)]
             names = [name for part in parts for name in (part, f"{part}_bias")]
             return dict(zip(names, self.matrix.stacked_shards(self._inner, self._hidden), strict=True))

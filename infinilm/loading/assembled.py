@@ -43,8 +43,7 @@ class AssembledCheckpoint:
         return plain | {name: stored[each.sources[0]] for name, each in self._assembled.items()}
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:
-        source = self._assembled[name].sources[0] if name in self._assembled else name
-        return self._stored.packed_format(source, is_native=is_native)
+        return None if name in self._assembled else self._stored.packed_format(name, is_native=is_native)
 
     def check_values(self) -> None:
         self._stored.check_values()

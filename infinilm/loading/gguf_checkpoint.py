@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
@@ -65,7 +66,8 @@ class GGUFCheckpoint:
         return {name: tensor.ggml_type.name for name, tensor in self._tensors.items()}
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
-        return self._tensor(name).ggml_type.name
+        stored = self._tensor(name).ggml_type.name
+        return stored if stored in BLOCK_FORMATS else None
 
     def check_values(self) -> None:
         """There is nothing to check."""

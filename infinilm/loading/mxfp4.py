@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from infinilm.distributed.grouped import MXFP4
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
 from infinilm.loading.quantize import PackedRows
@@ -58,8 +59,8 @@ class Mxfp4Checkpoint:
         plain = {name: format for name, format in self._stored.formats().items() if name not in parts}
         return plain | dict.fromkeys(self._decoded, "MXFP4")
 
-    def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
-        return None
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:
+        return MXFP4 if name in self._decoded and not is_native else None
 
     def check_values(self) -> None:
         """There is nothing to check."""
@@ -75,25 +76,40 @@ class Mxfp4Checkpoint:
         if name not in self._decoded:
             self._stored.read_into(name, target, starts)
             return
-        expert, column, row = locate_part(self.path, name, self._decoded[name], target.shape, starts)
-        _, num_columns, num_rows = target.shape
+        starts = locate_part(self.path, name, self._decoded[name], target.shape, starts)
+        for own, (blocks, scales) in zip(target, self._read_experts(name, starts, target.shape), strict=True):
+            own.copy_(decode(blocks, scales).narrow(1, starts[1] % GROUP, len(own)).t())
+
+    def _read_experts(self, name: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The blocks and scales of each expert, `[out, groups, 16]` and `[out, groups]`, that hold a part."""
+        expert, column, row = starts
+        num_experts, num_columns, num_rows = shape
         first = column // GROUP
         num_groups = -(-(column + num_columns) // GROUP) - first
         blocks = torch.empty(1, num_rows, num_groups, GROUP // 2, dtype=torch.uint8)
         scales = torch.empty(1, num_rows, num_groups, dtype=torch.uint8)
-        for index in range(len(target)):
-            self._stored.read_into(name + _BLOCKS, blocks, (expert + index, row, first, 0))
-            self._stored.read_into(name + _SCALES, scales, (expert + index, row, first))
+        for index in range(expert, expert + num_experts):
+            self._stored.read_into(name + _BLOCKS, blocks, (index, row, first, 0))
+            self._stored.read_into(name + _SCALES, scales, (index, row, first))
             if bool((scales == _NO_NUMBER).any()):
                 raise CheckpointError(
-                    f"{self.path}: {name + _SCALES!r} of expert {expert + index} has {_NO_NUMBER}, which stands for no "
-                    "number; the file is damaged"
+                    f"{self.path}: {name + _SCALES!r} of expert {index} has {_NO_NUMBER}, which stands for no number; the "
+                    "file is damaged"
                 )
-            values = decode(blocks[0], scales[0]).narrow(1, column - first * GROUP, num_columns)
-            target[index].copy_(values.t())
+            yield blocks[0], scales[0]
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        return self._stored.read_packed(name, format, starts, shape)
+        """See `Checkpoint`. The rows of experts, uint8 `[out, in / 2 + in / 32]`, are codes and scales."""
+        if name not in self._decoded or format != MXFP4:
+            yield from self._stored.read_packed(name, format, starts, shape)
+            return
+        starts = locate_part(self.path, name, self._decoded[name], shape, starts)
+        if starts[1] % GROUP or shape[1] % GROUP:
+            raise CheckpointError(
+                f"{self.path}: columns of {name!r} from {starts[1]} on are no whole groups of {GROUP}"
+            )
+        for index, (blocks, scales) in enumerate(self._read_experts(name, starts, shape)):
+            yield torch.cat((blocks.flatten(1), scales), dim=1), torch.arange(shape[2]) + index * shape[2]
 
     def tokenizer(self) -> Tokenizer | None:
         return self._stored.tokenizer()

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from infinilm.checks import check_choice
-from infinilm.distributed.grouped import GroupedFormat
+from infinilm.distributed.grouped import MXFP4, GroupedFormat
 from infinilm.distributed.shard import PackedShard, Weights
 from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
@@ -39,21 +39,27 @@ def choose_formats(
     checkpoint: Checkpoint, model_type: str, *, quantization: str | None, dtype: str, device: torch.device
 ) -> WeightFormats:
     """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
+    is_native = device.type == "cpu"
     if quantization is not None:
         check_choice("quantization", quantization, ("none", *{**_DEVICE_FORMATS, **QUANTIZED_TO}))
     if quantization not in (None, "none"):
         _check_quantization(model_type, quantization, dtype, device)
-    elif quantization == "none" or not keeps_quantized(model_type) or (device.type == "cpu" and dtype != "auto"):
+    elif (
+        quantization == "none"
+        or not keeps_quantized(model_type, is_native=is_native)
+        or (is_native and dtype != "auto")
+    ):
         return DENSE
     found: dict[str, str] = {}
     exact: Counter[tuple[str, str]] = Counter()
     inexact: Counter[str] = Counter()
-    shapes, is_native = checkpoint.shapes(), device.type == "cpu"
+    shapes = checkpoint.shapes()
     for name, stored in checkpoint.formats().items():
         is_table = name == OUTER_NAMES[0] and not is_native  # which a GPU looks up dense
-        if len(shapes[name]) != 2 or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
-            continue
         packed = checkpoint.packed_format(name, is_native=is_native)
+        is_matrix = len(shapes[name]) == 2 or packed == MXFP4
+        if not is_matrix or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
+            continue
         if packed in FORMATS or (packed is not None and GroupedFormat.parse(packed)):
             found[name] = packed
             if is_native and stored in QUANTIZED_KINDS:
@@ -98,8 +104,8 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
     if dense:
         listed = ", ".join(dense[:_MAX_LISTED]) + (", …" if len(dense) > _MAX_LISTED else "")
         logger.warning(
-            "%d of %d quantised matrices are computed dense, because they are experts on a GPU, or their columns, or "
-            "those of matrices that they are multiplied with, can't be cut into whole blocks, or for want of an "
+            "%d of %d quantised matrices are computed dense, because their columns, or those of matrices that they are "
+            "multiplied with, can't be cut into whole blocks, or experts have several formats, or for want of an "
             "activation in the native library: %s",
             len(dense),
             len(formats.by_name),
@@ -114,7 +120,7 @@ def _check_quantization(model_type: str, quantization: str, dtype: str, device: 
         raise InvalidValueError(f"{asked} is for GPUs: the native library has no 8-bit floats; use quantization='q8'")
     if device.type == "cpu" and dtype not in ("auto", "float32"):
         raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")
-    if not keeps_quantized(model_type):
+    if not keeps_quantized(model_type, is_native=device.type == "cpu"):
         raise InvalidValueError(
             f"{asked}: the builder of model_type={model_type!r} has no parameter `formats`, or can't keep matrices "
             "quantised; use quantization='none'"

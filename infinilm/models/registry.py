@@ -202,10 +202,10 @@ class InfinilmModelFactory:
     register = staticmethod(register_model)
 
 
-def keeps_quantized(model_type: str) -> bool:
-    """Whether models of this type can keep matrices quantised."""
+def keeps_quantized(model_type: str, *, is_native: bool) -> bool:
+    """Whether models of this type can keep matrices quantised, in the native library or on another device."""
     builder = FAMILIES[model_type].builder
-    return _takes_formats(builder) and getattr(builder, "keeps_quantized", True)
+    return _takes_formats(builder) and (not is_native or getattr(builder, "keeps_quantized", True))
 
 
 def _takes_formats(builder: Any) -> bool:

@@ -287,7 +287,7 @@ class GptOssForCausalLM(SparseCausalLM):
     expert_names = ExpertNames(router="router", gate="gate_up_proj", is_stacked=True)
 
     keeps_quantized: ClassVar[bool] = False
-    """A tensor of all experts can't be kept quantised."""
+    """The native library can't keep a tensor of all experts quantised."""
 
     def expert_options(self) -> dict[str, Any]:
         gate = ClampedGate(self.config.swiglu_alpha, self.config.swiglu_limit)

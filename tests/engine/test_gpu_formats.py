@@ -8,19 +8,17 @@ import torch
 from checkpoints import make_reference, reference_logits, save
 from gguf_files import write_gguf
 from narrow import present, worker_of
+from packing import pack_as_on_gpus
 from torch import Tensor
 
 from benchmarks.random_checkpoint import Q4_K, SHAPES, write
 from infinilm import LLM, InferEngine
 from infinilm.distributed import DistConfig
 from infinilm.distributed.shard import ShardRange
-from infinilm.layers.formats import TiledWeight, WeightFormats
+from infinilm.layers.formats import TiledWeight
 from infinilm.loading.quantize import quantize
-from infinilm.models import auto
-from infinilm.models.quantization import choose_formats
 
 TOKENS = list(range(3, 40))
-GPU = torch.device("cuda", 0)
 TINY_LLAMA = {
     **SHAPES["llama-3.1-8b"],
     **{"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},
@@ -31,12 +29,7 @@ MADE = {"fp8": "FP8 row F32", "int4": "INT4 64 F16", "q8": "Q8_0", "q4": "Q4_1"}
 
 @pytest.fixture(autouse=True)
 def _packs_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines on a CPU keep matrices as a GPU does."""
-
-    def choose(checkpoint: Any, model_type: str, **settings: Any) -> WeightFormats:
-        return choose_formats(checkpoint, model_type, **{**settings, "device": GPU})
-
-    monkeypatch.setattr(auto, "choose_formats", choose)
+    pack_as_on_gpus(monkeypatch)
 
 
 def logits(path: Path, tp_size: int = 1, **settings: Any) -> Tensor:

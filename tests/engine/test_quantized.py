@@ -121,7 +121,7 @@ def test_torch_computes_with_one_thread_meanwhile(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "q5"}, "quantization='q5' is unknown; use one of none, q8, q4"),
+        ({"quantization": "q5"}, "quantization='q5' is unknown; use one of none, fp8, int4, q8, q4"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' is unknown; use one of auto, float32"),
         ({"quantization": "q8", "dtype": "bfloat16"}, "quantization='q8' computes in float32, and dtype='bfloat16'"),
     ],

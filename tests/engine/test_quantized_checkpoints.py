@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import reference_logits
 from narrow import present, worker_of
-from packing import needs_native
+from packing import needs_native, pack_as_on_gpus
 from quantized_files import write_checkpoint
 
 from infinilm import LLM, InferEngine, SamplingParams
@@ -17,7 +17,7 @@ from infinilm.debug import HookRegistry
 from infinilm.distributed import DistConfig
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import EngineError
-from infinilm.layers.formats import TiledWeight, WeightFormats
+from infinilm.layers.formats import TiledWeight
 from infinilm.loading.checkpoint import open_checkpoint
 from infinilm.models import auto
 from infinilm.models.quantization import choose_formats
@@ -37,12 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture
 def packs_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines on a CPU keep matrices as a GPU does."""
-
-    def choose(checkpoint: Any, model_type: str, **settings: Any) -> WeightFormats:
-        return choose_formats(checkpoint, model_type, **{**settings, "device": GPU})
-
-    monkeypatch.setattr(auto, "choose_formats", choose)
+    pack_as_on_gpus(monkeypatch)
 
 
 def logits(path: Path, tp_size: int = 1, **settings: Any) -> torch.Tensor:
@@ -152,7 +147,7 @@ def test_packed_weights_can_be_read_dense_only(written: Written) -> None:
 @pytest.mark.usefixtures("packs_as_on_gpus")
 @pytest.mark.parametrize(("name", "architecture"), [("compressed-fp8-channel", "qwen3-moe"), ("awq", "phi3")])
 def test_experts_and_fused_projections(tmp_path: Path, name: str, architecture: str) -> None:
-    """Experts are computed dense, and a rank reads a part of a fused matrix."""
+    """A rank has a share of each expert, and reads a part of a fused matrix."""
     path, reference = write_checkpoint(name, tmp_path, architecture)
     torch.testing.assert_close(logits(path, 2), reference_logits(reference, TOKENS), atol=1e-4, rtol=0)
 

@@ -3,13 +3,19 @@
 import interpreter  # noqa: F401
 import pytest
 import torch
+from packing import make_blocks
 from torch import Tensor
 
+from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
 from infinilm.kernels.experts import FEW_ROWS, Tile, Tiles, choose_experts, choose_tiles, mix_experts
 from infinilm.kernels.experts_torch import GELU, ClampedGate, Routing, choose_experts_torch, mix_experts_torch
+from infinilm.kernels.packed_lines import PackedLines, unpack_lines_torch
+from infinilm.layers.formats.lines import LinesPart
+from infinilm.layers.formats.tiled import tile_format
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
+PACKED = ["MXFP4", "FP8 row F32", "FP8 32 F32", "INT4 32 F16 zeros", "INT4 row F16", "Q4_K", "Q6_K", "Q4_1", "Q8_0"]
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 6, 3, 48, 40
 
 
@@ -154,3 +160,37 @@ def test_a_row_of_nan_harms_no_other() -> None:
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:
     rows = [choose_tiles(num_rows, 8, 128).rows for num_rows in (1, 16, 64, 256, 2048, 16384)]
     assert rows == [16, 16, 16, 32, 64, 128]
+
+
+def packed_lines(format: str, num_lines: int, columns: int) -> tuple[PackedLines, Tensor]:
+    """Random packed lines, and their values."""
+    matrix = PackedLines.empty(tile_format(format), num_lines, columns, DEVICE)
+    matrix.codes.copy_(torch.randint(0, 126 if matrix.format.is_float else 256, matrix.codes.shape))
+    if format == "MXFP4":
+        matrix.scales.copy_(torch.randint(118, 124, matrix.scales.shape))
+    elif matrix.scales.dtype == torch.float32:
+        matrix.scales.copy_(torch.rand(matrix.scales.shape) * 0.01)
+    if matrix.zeros is not None:
+        matrix.zeros.copy_(torch.randint(0, 16, matrix.zeros.shape))
+    if format in BLOCK_FORMATS:
+        blocks, values = make_blocks(format, num_lines, columns)
+        LinesPart(format, matrix, 0, num_lines).load(blocks, torch.arange(num_lines))
+        assert unpack_lines_torch(matrix, torch.float32).cpu().equal(values)
+    return matrix, unpack_lines_torch(matrix, torch.float32)
+
+
+@pytest.mark.parametrize("num_rows", [3, 30])
+@pytest.mark.parametrize("format", PACKED)
+def test_packed_experts(format: str, num_rows: int) -> None:
+    """Of matrices that are not whole tiles, except in the formats whose blocks are as large as them."""
+    torch.manual_seed(0)
+    hidden, inner, num_experts = (256, 256, 2) if "_K" in format else (32, 96, 2)
+    gate_up, gate_up_values = packed_lines(format, num_experts * 2 * inner, hidden)
+    down, down_values = packed_lines(format, num_experts * hidden, inner)
+    x = torch.randn(num_rows, hidden, device=DEVICE) * 0.1
+    ids, weights = choose_experts_torch(torch.randn(num_rows, num_experts), Routing(num_experts, 2, True))
+    ids, weights = ids.to(DEVICE), weights.to(DEVICE)
+    dense = gate_up_values.view(num_experts, 2 * inner, hidden), down_values.view(num_experts, hidden, inner)
+    expected = mix_experts_torch(x, ids, weights, *dense, None)
+    found = mix_experts(x, ids, weights, gate_up, down)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

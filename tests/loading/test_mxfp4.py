@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_reference, reference_logits, save
+from packing import pack_as_on_gpus
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infinilm import InferEngine
 from infinilm.distributed import DistConfig
 from infinilm.errors import CheckpointError, InvalidValueError
+from infinilm.layers.formats.experts import UnpackedExperts
 from infinilm.loading.checkpoint import open_checkpoint
 
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -56,6 +58,26 @@ def checkpoint(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_logits_are_those_of_the_decoded_weights(checkpoint: Path, reference: Any, tp_size: int) -> None:
     with InferEngine(checkpoint, DistConfig(tp_size), "cpu", dtype="float32") as engine:
         found = engine.forward(input_ids=[TOKENS], return_logits=True).logits
+    assert found is not None
+    torch.testing.assert_close(found[0], reference_logits(reference, TOKENS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_experts_stay_packed_on_a_gpu(
+    checkpoint: Path, reference: Any, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixed: list[UnpackedExperts] = []
+    mix = UnpackedExperts.mix
+
+    def counted(experts: UnpackedExperts, *args: Any, **options: Any) -> Tensor:
+        mixed.append(experts)
+        return mix(experts, *args, **options)
+
+    monkeypatch.setattr(UnpackedExperts, "mix", counted)
+    pack_as_on_gpus(monkeypatch)
+    with InferEngine(checkpoint, DistConfig(tp_size), "cpu", dtype="float32") as engine:
+        found = engine.forward(input_ids=[TOKENS], return_logits=True).logits
+    assert len(mixed) == 3  # one for each layer
     assert found is not None
     torch.testing.assert_close(found[0], reference_logits(reference, TOKENS), atol=1e-4, rtol=0)
 

@@ -11,6 +11,7 @@ from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.layers.formats.dense import DenseWeight
 from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline, PackedFormat
+from infinilm.layers.formats.lines import LinesPart
 from infinilm.layers.formats.rounded import RoundedPart, RoundedWeight, can_round
 from infinilm.layers.formats.tiled import TiledPart, TiledWeight, tile_format
 from infinilm.layers.formats.weight import Weight
@@ -63,11 +64,16 @@ class WeightFormats:
 
     def find_grouped(self, names: Sequence[str], columns: ShardRange) -> str | None:
         """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
+        name = self.find_one(names, columns)
+        return name if name is not None and name not in FORMATS and tile_format(name).has_tiles else None
+
+    def find_one(self, names: Sequence[str], columns: ShardRange) -> str | None:
+        """The format in which a device keeps all of these matrices; None if they have none, or several."""
         (name, *others) = {self.by_name.get(self.prefix + name) for name in names}
-        format = None if name is None or others else GroupedFormat.parse(name)
-        if name is None or format is None or not _has_whole_blocks(columns, format):
+        if name is None or others or self.is_native:
             return None
-        return name if tile_format(name).has_tiles else None
+        format = FORMATS.get(name) or GroupedFormat.parse(name)
+        return name if format is not None and _has_whole_blocks(columns, format) else None
 
     def create(
         self,
@@ -100,7 +106,7 @@ DENSE = WeightFormats()
 
 def is_native(shard: Shard) -> bool:
     """Whether the native library keeps and multiplies this matrix."""
-    return isinstance(shard, PackedShard) and not isinstance(shard.matrix, TiledPart | RoundedPart)
+    return isinstance(shard, PackedShard) and not isinstance(shard.matrix, TiledPart | RoundedPart | LinesPart)
 
 
 def _has_whole_blocks(columns: ShardRange, format: PackedFormat | GroupedFormat) -> bool:

@@ -21,7 +21,7 @@ def tile_format(name: str) -> TileFormat:
     """How a device keeps matrices in a `GroupedFormat` or in one of GGML's formats."""
     grouped = GroupedFormat.parse(name)
     if grouped is not None:
-        is_float = grouped.bits == 8
+        is_float = grouped.bits == 8 or grouped.is_mxfp4
         zero = 0 if is_float or grouped.has_zeros else 8
         return TileFormat(grouped.bits, grouped.group or 0, is_float, zero, has_zeros=grouped.has_zeros)
     block = BLOCK_FORMATS[name]

@@ -1,0 +1,72 @@
+"""Packed matrices of one format below each other, line by line, for the kernels of experts."""
+
+import torch
+from torch import Tensor, nn
+
+from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
+from infinilm.distributed.grouped import GroupedFormat
+from infinilm.distributed.shard import PackedShard, ShardRange
+from infinilm.kernels.packed_lines import PackedLines, unpack_lines_torch
+from infinilm.layers.formats.tiled import tile_format
+
+
+class LinesPart:
+    """Some of the lines of `Lines`, which `load` fills."""
+
+    def __init__(self, format: str, matrix: PackedLines, first: int, num_lines: int) -> None:
+        self.format, self._first = format, first
+        self._matrix, self._num_lines = matrix, num_lines
+
+    @property
+    def num_bytes(self) -> int:
+        matrix = self._matrix
+        return sum(each.nbytes for each in matrix[2:] if each is not None) * self._num_lines // len(matrix.codes)
+
+    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+        """See `PackedMatrix`. Rows are taken apart on the device."""
+        matrix, device = self._matrix, self._matrix.codes.device
+        blocks, lines = blocks.to(device), self._first + rows.to(device)
+        grouped, factors, zeros = GroupedFormat.parse(self.format), None, None
+        if grouped is None:
+            codes, scales, factors = BLOCK_FORMATS[self.format].take_apart(blocks)
+        else:
+            codes, scales, zeros = grouped.take_apart(blocks, matrix.inputs)
+        if matrix.format.bits == 4:
+            codes = codes[:, ::2] | (codes[:, 1::2] << 4)
+        matrix.codes[lines] = codes
+        for table, values in ((matrix.scales, scales), (matrix.factors, factors)):
+            if table is not None and values is not None:
+                table[lines] = values.contiguous().view(table.dtype)
+        if matrix.zeros is not None and zeros is not None:
+            matrix.zeros[lines] = (zeros & 0x0F).to(torch.uint8)
+
+
+class Lines(nn.Module):
+    """Matrices of one format; each has `rows` lines."""
+
+    def __init__(
+        self, format: str, num_matrices: int, rows: int, columns: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self._format, self._dtype = format, dtype
+        self._num_matrices, self._rows = num_matrices, rows
+        found = PackedLines.empty(tile_format(format), num_matrices * rows, columns, device)
+        self.codes = nn.Parameter(found.codes, requires_grad=False)
+        self.scales = nn.Parameter(found.scales, requires_grad=False)
+        self.zeros = None if found.zeros is None else nn.Parameter(found.zeros, requires_grad=False)
+        self.factors = None if found.factors is None else nn.Parameter(found.factors, requires_grad=False)
+        self.packed = PackedLines(found.format, columns, self.codes, self.scales, self.zeros, self.factors)
+
+    def shards(self, rows: ShardRange, columns: ShardRange) -> list[PackedShard]:
+        """Where to load to: one shard for each matrix, which holds these rows and columns of the whole."""
+        firsts = range(0, self._num_matrices * self._rows, self._rows)
+        parts = [LinesPart(self._format, self.packed, first, self._rows) for first in firsts]
+        return [PackedShard.of(part, rows, columns) for part in parts]
+
+    def whole(self) -> LinesPart:
+        """All matrices as one."""
+        return LinesPart(self._format, self.packed, 0, self._num_matrices * self._rows)
+
+    def dequantized(self) -> Tensor:
+        """In the type that is computed in, `[matrices, rows, columns]`: each value is rounded once."""
+        return unpack_lines_torch(self.packed, self._dtype).view(self._num_matrices, self._rows, -1)
