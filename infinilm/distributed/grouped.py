@@ -81,7 +81,7 @@ class GroupedFormat:
 
         Scales of 4-bit floats stay as they are.
         """
-        codes, scales, zeros = rows.split(self.sizes(columns), dim=1)
+        codes, scales, zeros = torch.split(rows, list(self.sizes(columns)), dim=1)
         if self.bits == 4:
             codes = unpack_codes(codes)
         if self.is_mxfp4:

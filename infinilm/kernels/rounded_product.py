@@ -4,6 +4,8 @@ They have twice the rate of 16-bit products. Scales of rows and lines are multip
 fewer it is faster without them: its sums are scaled by a kernel that does what follows, too.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -94,13 +96,9 @@ def round_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales
 
 
+@cache
 def _one(device: torch.device) -> Tensor:
-    if device not in _ONES:
-        _ONES[device] = torch.ones((), dtype=torch.float32, device=device)
-    return _ONES[device]
-
-
-_ONES: dict[torch.device, Tensor] = {}
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 @triton.jit

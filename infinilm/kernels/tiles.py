@@ -93,15 +93,6 @@ class TiledMatrix(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [each for each in self[3:] if each is not None]
 
-    def part(self, first: int, lines: int) -> "TiledMatrix":
-        """Some lines, which are whole tiles, as a matrix of its own that shares its memory."""
-        size = len(self.codes) // (self.scales.shape[1] // TILE_LINES)
-        tiles = slice(first // TILE_LINES, -(-(first + lines) // TILE_LINES))
-        own = slice(tiles.start * TILE_LINES, tiles.stop * TILE_LINES)
-        codes = self.codes[tiles.start * size : tiles.stop * size]
-        rest = [None if each is None else each[:, own] for each in self[4:]]
-        return self._replace(lines=lines, codes=codes, scales=rest[0], zeros=rest[1], factors=rest[2])
-
     def load_codes(self, codes: Tensor, rows: Tensor) -> None:
         """Put codes, uint8 `[n, inputs]`, into lines `rows` `[n]`."""
         warp, half, place = _split(rows % TILE_LINES, _LANES)

@@ -93,8 +93,8 @@ class Mxfp4Checkpoint:
             self._stored.read_into(name + _SCALES, scales, (index, row, first))
             if bool((scales == _NO_NUMBER).any()):
                 raise CheckpointError(
-                    f"{self.path}: {name + _SCALES!r} of expert {index} has {_NO_NUMBER}, which stands for no number; the "
-                    "file is damaged"
+                    f"{self.path}: {name + _SCALES!r} of expert {index} has {_NO_NUMBER}, which stands for no number; "
+                    "the file is damaged"
                 )
             yield blocks[0], scales[0]
 

@@ -63,10 +63,10 @@ class TiledRows(nn.Module):
 
     def __init__(self, format: str, rows: int, columns: int, device: torch.device | str) -> None:
         super().__init__()
-        found = TiledMatrix.empty(tile_format(format), rows, columns, device)
-        kept = [None if each is None else nn.Parameter(each, requires_grad=False) for each in found[3:]]
-        self.codes, self.scales, self.zeros, self.factors = kept
-        self.matrix = TiledMatrix(*found[:3], *kept)
+        self.matrix = TiledMatrix.empty(tile_format(format), rows, columns, device)
+        for name in ("codes", "scales", "zeros", "factors"):
+            tensor = getattr(self.matrix, name)
+            setattr(self, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
 
 
 class TiledWeight(nn.Module):
@@ -101,7 +101,7 @@ class TiledWeight(nn.Module):
         if has_kernels(device):
             from infinilm.kernels.tile_product import MAX_ROWS, can_multiply
 
-            self._has_kernels = can_multiply(dtype, self._runs[0].codes.device)
+            self._has_kernels = can_multiply(dtype, self._runs[0].matrix.codes.device)
             self._max_kernel_rows = MAX_ROWS if self._has_kernels else 0
 
     @property
