@@ -32,15 +32,16 @@ void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
     for (int64_t i = 0; i < count; ++i) unpack_row(view_, int(rows[i]), out + i * view_.columns);
 }
 
-const Activations& QuantizedRows::reserve(int64_t rows, int columns) {
+const Activations& QuantizedRows::reserve(int64_t rows, int columns, int64_t fewest) {
     const int blocks = (columns / kGroup + kBlockGroups - 1) / kBlockGroups;
-    const size_t groups = size_t(rows) * blocks * kBlockGroups;
+    const size_t count = size_t(rows) * blocks, groups = count * kBlockGroups;
+    const bool has_bytes = fewest < kAlwaysMany, has_whole = rows >= kAlwaysFew;
     view_ = {rows,
              columns,
-             coarse_.reserve(groups * kGroup),
-             fine_.reserve(groups * kGroup),
-             whole_.reserve(groups * kGroup),
-             scales_.reserve(groups),
+             has_bytes ? coarse_.reserve(groups * kGroup) : nullptr,
+             has_bytes ? fine_.reserve(groups * kGroup) : nullptr,
+             has_whole ? whole_.reserve(groups * kGroup) : nullptr,
+             scales_.reserve(count),
              sums_.reserve(groups),
              halves_.reserve(2 * groups)};
     return view_;
@@ -74,7 +75,6 @@ void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool 
 void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
-    constexpr int kTaskRows = kMaxTaskRows;
     constexpr int kTaskPanels = 4;  // of many rows, which are read once for all of them
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
@@ -86,11 +86,12 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
     int64_t tasks = 0;
     for (const Product& each : products) {
         const PackedMatrix& matrix = *each.matrix;
-        const int least = each.end_row - each.first_row < kTaskRows ? 1 : kTaskPanels;
+        const int64_t rows = each.end_row - each.first_row;
+        const int least = rows < kAlwaysMany ? 1 : kTaskPanels;
         const int most = std::max(least, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
-        const int64_t row_blocks = (each.end_row - each.first_row + kTaskRows - 1) / kTaskRows;
+        const int64_t row_blocks = (rows + kMaxTaskRows - 1) / kMaxTaskRows;
         pieces.push_back({per_task, row_blocks, tasks});
         tasks += row_blocks * ((matrix.panels() + per_task - 1) / per_task);
     }
@@ -101,9 +102,14 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         const Piece& piece = *(after - 1);
         const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        const int64_t row = own.first_row + place % piece.row_blocks * kTaskRows;
+        const int64_t block = place % piece.row_blocks;
         const int panel = int(place / piece.row_blocks) * piece.panels_per_task;
-        k.multiply(*own.matrix, x, int(row), int(std::min(row + kTaskRows, own.end_row)), panel,
+        // Blocks of about as many rows, all but the last whole units.
+        const int64_t units = (own.end_row - own.first_row + kTaskUnit - 1) / kTaskUnit;
+        const auto first_of = [&](int64_t index) {
+            return int(std::min(own.end_row, own.first_row + units * index / piece.row_blocks * kTaskUnit));
+        };
+        k.multiply(*own.matrix, x, first_of(block), first_of(block + 1), panel,
                    std::min(panel + piece.panels_per_task, own.matrix->panels()), own.bias, own.out, own.stride,
                    own.accumulate);
     });

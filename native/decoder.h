@@ -29,7 +29,9 @@ private:
 // Rounded rows, with the memory they are in.
 class QuantizedRows {
 public:
-    const Activations& reserve(int64_t rows, int columns);
+    const Activations& reserve(int64_t rows, int columns) { return reserve(rows, columns, rows); }
+    // The same for products of some of the rows, at least `fewest`.
+    const Activations& reserve(int64_t rows, int columns, int64_t fewest);
     const Activations& view() const { return view_; }
 
 private:

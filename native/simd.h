@@ -45,6 +45,7 @@ inline Floats all(float value) { return value - Floats{}; }  // minus, for 0 + -
 inline Ints all(int32_t value) { return value - Ints{}; }
 inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 inline Floats absolute(Floats a) { return (Floats)((Ints)a & 0x7fffffff); }
 
 // a * b + c, rounded once where there is an instruction for it. Never left to the compiler, which might decide
@@ -241,7 +242,14 @@ inline float sum_of(Floats values) {
     return reduce(values, [](Floats a, Floats b) { return a + b; });
 }
 
-inline float largest_of(Floats values) { return reduce(values, larger); }
+inline float largest_of(Floats values) {
+    return reduce(values, [](Floats a, Floats b) { return larger(a, b); });
+}
+
+inline int32_t largest_of(Ints values) {
+    const float bits = reduce((Floats)values, [](Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); });
+    return int32_t(bits_of(bits));
+}
 
 // ---- functions ----
 
