@@ -226,6 +226,25 @@ inline Floats sums_of(Floats (&vectors)[kLanes]) {
     return vectors[0];
 }
 
+// Rows become columns: of two rows `kWidth` apart, pieces of `kWidth` lanes are exchanged; then twice as wide ones.
+template <int kWidth = 1>
+inline void transpose(Floats (&rows)[kLanes]) {
+    Ints first{}, second{};
+    for (int i = 0; i < kLanes; ++i) {
+        const bool is_odd = i / kWidth % 2;
+        first[i] = is_odd ? kLanes + i - kWidth : i;
+        second[i] = is_odd ? kLanes + i : i + kWidth;
+    }
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kLanes / 2; ++pair) {
+        const int i = pair / kWidth * 2 * kWidth + pair % kWidth;
+        const Floats a = rows[i], b = rows[i + kWidth];
+        rows[i] = pick(a, b, first);
+        rows[i + kWidth] = pick(a, b, second);
+    }
+    if constexpr (2 * kWidth < kLanes) transpose<2 * kWidth>(rows);
+}
+
 // Combine all lanes of a vector: halves first, then quarters, and so on.
 template <int kWidth = kLanes / 2, typename Combine>
 inline float reduce(Floats values, const Combine& combine) {
