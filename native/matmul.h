@@ -52,15 +52,15 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
     constexpr Format format = kFormats[kFormat];
     constexpr int kQuadsPerScale = kQuads / format.scales;
     constexpr int kRun = std::min(kQuadsPerSum<format.bits>, kQuadsPerScale);
-    constexpr size_t kBytes = format.group_bytes() + format.scale_values() * sizeof(uint16_t);
+    constexpr size_t kBytes = format.all_bytes();
     constexpr int kZero = kHasShortSums && format.bits == 8 ? 0 : format.zero;
     constexpr int kStride = kBlockGroups;  // from row to row, in groups
 
-    const uint8_t* group = w.panel(panel);
-    const uint8_t* ahead = group + kAhead;
-    const uint16_t* scales = w.scales(panel) + part * kLanes;
+    const uint8_t* ahead = w.panel(panel) + kAhead;
     for (Floats& sum : sums) sum = all(0.0f);
     for (int first = 0; first < w.groups(); first += kBlockGroups) {
+        const uint8_t* group = w.numbers(panel, first);
+        const uint16_t* scales = w.scales(panel, first) + part * kLanes;
         int64_t place = x.place(row, first / kBlockGroups);
         const float* x_scales = x.scales + place / kBlockGroups;
         Floats block_sums[kRows];
@@ -194,8 +194,8 @@ inline void unpack_block(const PackedMatrix& w, int panel, int first_group, int 
     typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
     const Shorts zero = int16_t(format.zero) - Shorts{};
     for (int g = 0; g < groups; ++g) {
-        const uint8_t* group = w.panel(panel) + (first_group + g) * format.group_bytes();
-        const uint16_t* scales = w.scales(panel) + (first_group + g) * format.scale_values();
+        const uint8_t* group = w.numbers(panel, first_group + g);
+        const uint16_t* scales = w.scales(panel, first_group + g);
         for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
             for (int quad = 0; quad < kQuads; ++quad) {
