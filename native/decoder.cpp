@@ -79,7 +79,7 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
         int panels_per_task;
-        int64_t row_blocks, first_task;
+        int64_t panel_tasks, row_blocks, first_task;
     };
     std::vector<Piece> pieces;
     pieces.reserve(products.size());
@@ -92,8 +92,9 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
         const int64_t row_blocks = (rows + kMaxTaskRows - 1) / kMaxTaskRows;
-        pieces.push_back({per_task, row_blocks, tasks});
-        tasks += row_blocks * ((matrix.panels() + per_task - 1) / per_task);
+        const int64_t panel_tasks = (matrix.panels() + per_task - 1) / per_task;
+        pieces.push_back({per_task, panel_tasks, row_blocks, tasks});
+        tasks += row_blocks * panel_tasks;
     }
     const Kernels& k = kernels();
     parallel_for(tasks, 1, [&](int64_t task) {
@@ -102,8 +103,9 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         const Piece& piece = *(after - 1);
         const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        const int64_t block = place % piece.row_blocks;
-        const int panel = int(place / piece.row_blocks) * piece.panels_per_task;
+        // Rows by rows, so that of a long prompt a thread gets the rows that it had in the kernel before, near to it.
+        const int64_t block = place / piece.panel_tasks;
+        const int panel = int(place % piece.panel_tasks) * piece.panels_per_task;
         // Blocks of about as many rows, all but the last whole units.
         const int64_t units = (own.end_row - own.first_row + kTaskUnit - 1) / kTaskUnit;
         const auto first_of = [&](int64_t index) {
@@ -273,6 +275,15 @@ void run_attention(const Attention& own, const Surroundings& around, const Step&
 }  // namespace
 
 void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
+    // Of a long prompt as many tokens at a time as the threads multiply at once: what lies between the products is large.
+    const int64_t most = int64_t(kMaxTaskRows) * num_threads();
+    for (int64_t first = 0; first < tokens; first += most) {
+        const int64_t count = std::min(most, tokens - first);
+        run_some(around, x + first * hidden(), count, out + first * hidden());
+    }
+}
+
+void MLP::run_some(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
     Workspace& space = workspace();
     const int64_t inner_size = gate_up_->out_features();
     const Activations& normed = round_input(around, x, tokens, gate_up_->in_features());

@@ -133,6 +133,8 @@ public:
     void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
 
 private:
+    void run_some(const Surroundings& around, const float* x, int64_t tokens, float* out) const;
+
     std::shared_ptr<const Linear> gate_up_, down_;
     Activation activation_;
 };
