@@ -98,7 +98,7 @@ inline void normalize(Gathered row, int dim, const float* sink, float* out) {
 // addresses are constants. A score's sum does not depend on how many rows there are: lanes first, then across them.
 template <int kDim, int kRows>
 inline void score(const float* queries, const float* keys, int any_dim, float* scores) {
-    constexpr int kAtOnce = std::max(1, kLanes / kRows);  // keys
+    constexpr int kAtOnce = std::max(1, kLanes / (kRows == 3 ? 4 : kRows));  // keys
     const int dim = kDim ? kDim : any_dim;
     for (int first = 0; first < kTileKeys; first += kLanes) {
         Floats sums[kRows][kLanes];
@@ -255,7 +255,7 @@ public:
 
 private:
     static constexpr int kMaxRows = kMaxGroupHeads;
-    static constexpr int kTogether = 4;
+    static constexpr int kTogether = 4;   // at most
     static constexpr int kTurnFrom = 12;  // rows from which on it pays to turn keys
 
     int wide() const { return padded(kDim ? kDim : dim_); }  // a constant where it can be
@@ -288,33 +288,32 @@ private:
             first[r] = task_.window ? int(std::clamp<int64_t>(own - task_.window + 1, 0, kTileKeys)) : 0;
             end[r] = int(std::clamp<int64_t>(own + 1, 0, count));
         }
-        // One thing after the other for all rows, so that a row need not wait for its own results; several rows that
-        // see keys share what is read of them.
-        const auto for_rows = [&](const auto& several, const auto& one) {
+        // One thing after the other for all rows, so that a row need not wait for its own results; up to kTogether
+        // neighbours that see keys share what is read of them: `act(r, how many)`.
+        const auto for_rows = [&](const auto& act) {
             for (int r = 0; r < rows_;) {
                 int seeing = 0;
                 while (seeing < kTogether && r + seeing < rows_ && first[r + seeing] < end[r + seeing]) ++seeing;
-                if (seeing == kTogether) {
-                    several(r);
-                    r += kTogether;
-                } else {
-                    if (seeing > 0) one(r);
-                    ++r;
+                switch (seeing) {
+                    case 4: act(r, std::integral_constant<int, 4>()); break;
+                    case 3: act(r, std::integral_constant<int, 3>()); break;
+                    case 2: act(r, std::integral_constant<int, 2>()); break;
+                    case 1: act(r, std::integral_constant<int, 1>()); break;
                 }
+                r += std::max(1, seeing);
             }
         };
-        const auto score_alone = [&](int r) {
-            score<kDim, 1>(queries_ + r * wide(), keys_, wide(), scores_ + r * kTileKeys);
-        };
         if (rows_ < kTurnFrom) {
-            for_rows([&](int r) { score<kDim, kTogether>(queries_ + r * wide(), keys_, wide(), scores_ + r * kTileKeys); },
-                     score_alone);
+            for_rows([&](int r, auto count_of) {
+                score<kDim, decltype(count_of)::value>(queries_ + r * wide(), keys_, wide(), scores_ + r * kTileKeys);
+            });
         } else {
             for (int k = 0; k < count; k += kLanes) {
                 turn_keys(keys_ + k * wide(), wide(), turned_);
-                for_rows([&](int r) {
-                    score_turned<kDim, kTogether>(queries_ + r * wide(), turned_, wide(), scores_ + r * kTileKeys + k);
-                }, [&](int r) { if (k == 0) score_alone(r); });
+                for_rows([&](int r, auto count_of) {
+                    score_turned<kDim, decltype(count_of)::value>(queries_ + r * wide(), turned_, wide(),
+                                                                  scores_ + r * kTileKeys + k);
+                });
             }
         }
         for (int r = 0; r < rows_ && task_.cap > 0.0f; ++r) {
@@ -325,19 +324,17 @@ private:
         }
         const auto add = [&](int d, auto vectors) {
             constexpr int kVectors = decltype(vectors)::value;
-            const auto add_to = [&](int r, int from) {
-                add_values<1, kVectors>(scores_ + r * kTileKeys, values_, from, end[r], wide(), d, row(split_, r).values, 0);
-            };
-            for_rows(
-                [&](int r) {
-                    const int shared = *std::min_element(end + r, end + r + kTogether);
-                    add_values<kTogether, kVectors>(scores_ + r * kTileKeys, values_, 0, shared, wide(), d,
-                                                    row(split_, r).values, wide() + 2);
-                    for (int i = r; i < r + kTogether; ++i) {
-                        if (shared < end[i]) add_to(i, shared);
-                    }
-                },
-                [&](int r) { add_to(r, 0); });
+            for_rows([&](int r, auto count_of) {
+                constexpr int kRows = decltype(count_of)::value;
+                const int shared = *std::min_element(end + r, end + r + kRows);
+                add_values<kRows, kVectors>(scores_ + r * kTileKeys, values_, 0, shared, wide(), d, row(split_, r).values,
+                                            wide() + 2);
+                for (int i = r; i < r + kRows; ++i) {
+                    if (shared == end[i]) continue;
+                    add_values<1, kVectors>(scores_ + i * kTileKeys, values_, shared, end[i], wide(), d,
+                                            row(split_, i).values, 0);
+                }
+            });
         };
         // Some of the values' numbers for all rows, then the next: so that they stay near.
         int d = 0;

@@ -198,6 +198,18 @@ void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<
     tasks.swap(parts);
 }
 
+// For each tile of tokens and each of its splits: the index of the first head's part, and how far it is to the next head's.
+std::vector<std::pair<size_t, int64_t>> group_splits(const std::vector<AttentionTask>& tasks, int heads) {
+    std::vector<std::pair<size_t, int64_t>> groups;
+    for (size_t first = 0; first < tasks.size();) {
+        size_t end = first + 1;
+        while (end < tasks.size() && tasks[end].out == tasks[first].out) ++end;
+        for (size_t part = first; part < end; ++part) groups.emplace_back(part, int64_t(end - first));
+        first += (end - first) * heads;
+    }
+    return groups;
+}
+
 }  // namespace
 
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
@@ -215,7 +227,16 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     list_tasks(step, cache, like, tasks);
     // If that makes too few to keep the threads busy, the keys are shared out, too.
     if (int64_t(tasks.size()) < 8 * num_threads()) split_tasks(partial_row, tasks, space.partials);
-    parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend(tasks[i], cache); });
+    // Heads lie side by side in the cache, so a thread that has read a split for one head reads it for all, if that leaves
+    // no thread idle. Parts of a task lie next to each other: of `splits` parts each, for all heads of a tile of tokens.
+    const std::vector<std::pair<size_t, int64_t>> groups = group_splits(tasks, cache.kv_heads);
+    if (int64_t(groups.size()) < num_threads()) {
+        parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend(tasks[i], cache); });
+    } else {
+        parallel_for(int64_t(groups.size()), 1, [&](int64_t i) {
+            for (int head = 0; head < cache.kv_heads; ++head) k.attend(tasks[groups[i].first + head * groups[i].second], cache);
+        });
+    }
     for (size_t first = 0, end; first < tasks.size(); first = end) {
         const AttentionTask& task = tasks[first];
         for (end = first + 1; task.partial && end < tasks.size() && tasks[end].out == task.out;) ++end;
