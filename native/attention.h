@@ -98,7 +98,7 @@ inline void normalize(Gathered row, int dim, const float* sink, float* out) {
 // addresses are constants. A score's sum does not depend on how many rows there are: lanes first, then across them.
 template <int kDim, int kRows>
 inline void score(const float* queries, const float* keys, int any_dim, float* scores) {
-    constexpr int kAtOnce = std::max(1, kLanes / kRows);  // keys
+    constexpr int kAtOnce = std::max(1, kLanes / (kRows == 3 ? 4 : kRows));  // keys
     const int dim = kDim ? kDim : any_dim;
     for (int first = 0; first < kTileKeys; first += kLanes) {
         Floats sums[kRows][kLanes];
@@ -124,6 +124,45 @@ inline void score(const float* queries, const float* keys, int any_dim, float* s
     }
 }
 
+// Keys [kLanes, dim] turned to [dim, kLanes].
+inline void turn_keys(const float* keys, int dim, float* turned) {
+    for (int d = 0; d < dim; d += kLanes) {
+        Floats block[kLanes];
+        for (int k = 0; k < kLanes; ++k) block[k] = load(keys + k * dim + d);
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) store(turned + (d + i) * kLanes, block[i]);
+    }
+}
+
+// For kRows rows and kLanes keys that are turned: what the lanes from kFirst on, kCount of them, are when `score` is done
+// with a row's dimensions, added up as `sums_of` adds them.
+template <int kDim, int kRows, int kFirst, int kCount>
+inline __attribute__((always_inline)) void score_lanes(const float* queries, const float* turned, int any_dim,
+                                                       Floats (&sums)[kRows]) {
+    if constexpr (kCount == 1) {
+        const int dim = kDim ? kDim : any_dim;
+        for (Floats& sum : sums) sum = all(0.0f);
+#pragma GCC unroll 4
+        for (int d = kFirst; d < dim; d += kLanes) {
+            const Floats keys = load(turned + d * kLanes);
+            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(all(queries[r * dim + d]), keys, sums[r]);
+        }
+    } else {
+        Floats others[kRows];
+        score_lanes<kDim, kRows, kFirst, kCount / 2>(queries, turned, any_dim, sums);
+        score_lanes<kDim, kRows, kFirst + kCount / 2, kCount / 2>(queries, turned, any_dim, others);
+        for (int r = 0; r < kRows; ++r) sums[r] += others[r];
+    }
+}
+
+// What `score` computes, the same bits, without additions across a vector: for kLanes keys that are turned.
+template <int kDim, int kRows>
+inline void score_turned(const float* queries, const float* turned, int dim, float* scores) {
+    Floats sums[kRows];
+    score_lanes<kDim, kRows, 0, kLanes>(queries, turned, dim, sums);
+    for (int r = 0; r < kRows; ++r) store(scores + r * kTileKeys, sums[r]);
+}
+
 // cap * tanh(score / cap) of a row's scores.
 inline void cap_scores(float* scores, float cap) {
     for (int k = 0; k < kTileKeys; k += kLanes) {
@@ -132,34 +171,28 @@ inline void cap_scores(float* scores, float cap) {
     }
 }
 
-// The weighted sums of some of a tile's values, on top of `out`, for kRows rows: their weights lie kTileKeys apart, their
-// sums `out_stride`. Keys are added in their order.
-template <int kDim, int kRows>
-inline void add_values(const float* weights, const float* values, int first, int end, int any_dim, float* out,
+constexpr int kValueVectors = kLanes < 16 ? 2 : 4;  // of a value's numbers, that are summed at a time
+
+// The weighted sums of some of a tile's values, on top of `out`, for kRows rows and the values' numbers from `d` on: the
+// rows' weights lie kTileKeys apart, their sums `out_stride`. Keys are added in their order.
+template <int kRows, int kVectors>
+inline void add_values(const float* weights, const float* values, int first, int end, int dim, int d, float* out,
                        int out_stride) {
-    const int dim = kDim ? kDim : any_dim;
-    const auto add = [&](int d, auto vectors) {
-        constexpr int kVectors = decltype(vectors)::value;
-        Floats sums[kRows][kVectors];
+    Floats sums[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+        for (int i = 0; i < kVectors; ++i) sums[r][i] = load(out + r * out_stride + d + i * kLanes);
+    }
+    for (int k = first; k < end; ++k) {
+        Floats value[kVectors];
+        for (int i = 0; i < kVectors; ++i) value[i] = load(values + k * dim + d + i * kLanes);
         for (int r = 0; r < kRows; ++r) {
-            for (int i = 0; i < kVectors; ++i) sums[r][i] = load(out + r * out_stride + d + i * kLanes);
+            const Floats weight = all(weights[r * kTileKeys + k]);
+            for (int i = 0; i < kVectors; ++i) sums[r][i] = multiply_add(weight, value[i], sums[r][i]);
         }
-        for (int k = first; k < end; ++k) {
-            Floats value[kVectors];
-            for (int i = 0; i < kVectors; ++i) value[i] = load(values + k * dim + d + i * kLanes);
-            for (int r = 0; r < kRows; ++r) {
-                const Floats weight = all(weights[r * kTileKeys + k]);
-                for (int i = 0; i < kVectors; ++i) sums[r][i] = multiply_add(weight, value[i], sums[r][i]);
-            }
-        }
-        for (int r = 0; r < kRows; ++r) {
-            for (int i = 0; i < kVectors; ++i) store(out + r * out_stride + d + i * kLanes, sums[r][i]);
-        }
-    };
-    constexpr int kAtOnce = kRows > 1 && kLanes < 16 ? 2 : 4;
-    int d = 0;
-    for (; d + kAtOnce * kLanes <= dim; d += kAtOnce * kLanes) add(d, std::integral_constant<int, kAtOnce>());
-    for (; d < dim; d += kLanes) add(d, std::integral_constant<int, 1>());
+    }
+    for (int r = 0; r < kRows; ++r) {
+        for (int i = 0; i < kVectors; ++i) store(out + r * out_stride + d + i * kLanes, sums[r][i]);
+    }
 }
 
 // Turn a row's scores into weights, of which those from `first` up to `end` count, and make room for them: the row's
@@ -194,12 +227,11 @@ public:
     Rows(const AttentionTask& task, const CacheView& cache, int first_token, int tokens)
         : task_(task), cache_(cache), first_token_(first_token), rows_(tokens * task.heads) {
         dim_ = kDim ? kDim : cache.head_dim;
-        wide_ = padded(dim_);
         position_ = task.position + first_token;
         for (int r = 0; r < rows_; ++r) {
             const float* query = task.query + offset(r, task.query_stride);
-            for (int d = 0; d < wide_; ++d) queries_[r * wide_ + d] = d < dim_ ? query[d] * task.scale : 0.0f;
-            clear(row(total_, r), wide_);
+            for (int d = 0; d < wide(); ++d) queries_[r * wide() + d] = d < dim_ ? query[d] * task.scale : 0.0f;
+            clear(row(total_, r), wide());
         }
         end_key_ = std::min(task.end_key, position_ + tokens);
     }
@@ -210,22 +242,25 @@ public:
         int64_t begin = std::max(task_.first_key, seen_from / kTileKeys * kTileKeys);
         while (begin < end_key_) {
             const int64_t end = std::min((begin / kSplit + 1) * kSplit, end_key_);
-            for (int r = 0; r < rows_; ++r) clear(row(split_, r), wide_);
+            for (int r = 0; r < rows_; ++r) clear(row(split_, r), wide());
             for (; begin < end; begin += kTileKeys) {
                 const int count = int(std::min<int64_t>(kTileKeys, end - begin));
                 read_tile(begin, count);
                 meet_tile(begin, count);
             }
-            for (int r = 0; r < rows_; ++r) merge_into(row(total_, r), row(split_, r), wide_);
+            for (int r = 0; r < rows_; ++r) merge_into(row(total_, r), row(split_, r), wide());
         }
         write();
     }
 
 private:
     static constexpr int kMaxRows = kMaxGroupHeads;
-    static constexpr int kTogether = 4;
+    static constexpr int kTogether = 4;   // at most
+    static constexpr int kTurnFrom = 12;  // rows from which on it pays to turn keys
 
-    Gathered row(float* all_rows, int r) const { return gathered_at(all_rows + r * (wide_ + 2), wide_); }
+    int wide() const { return padded(kDim ? kDim : dim_); }  // a constant where it can be
+
+    Gathered row(float* all_rows, int r) const { return gathered_at(all_rows + r * (wide() + 2), wide()); }
 
     // Where a row's head lies in the query or the output.
     int64_t offset(int r, int64_t stride) const {
@@ -239,10 +274,10 @@ private:
             const int64_t slot = task_.blocks[key / cache_.block_size] * cache_.block_size + key % cache_.block_size;
             const int64_t place = slot * 2 * value_offset + int64_t(task_.kv_head) * dim_;
             const uint16_t* scales = cache_.scales ? cache_.scales_of(slot, task_.kv_head) : nullptr;
-            read_head<kType>(cache_.data, place, dim_, keys_ + k * wide_, scales, 0);
-            read_head<kType>(cache_.data, place + value_offset, dim_, values_ + k * wide_, scales, 1);
+            read_head<kType>(cache_.data, place, dim_, keys_ + k * wide(), scales, 0);
+            read_head<kType>(cache_.data, place + value_offset, dim_, values_ + k * wide(), scales, 1);
         }
-        std::fill(keys_ + count * wide_, keys_ + kTileKeys * wide_, 0.0f);
+        std::fill(keys_ + count * wide(), keys_ + kTileKeys * wide(), 0.0f);
     }
 
     void meet_tile(int64_t first_key, int count) {
@@ -253,42 +288,60 @@ private:
             first[r] = task_.window ? int(std::clamp<int64_t>(own - task_.window + 1, 0, kTileKeys)) : 0;
             end[r] = int(std::clamp<int64_t>(own + 1, 0, count));
         }
-        // One thing after the other for all rows, so that a row need not wait for its own results; several rows that
-        // see keys share what is read of them.
-        const auto for_rows = [&](const auto& several, const auto& one) {
+        // One thing after the other for all rows, so that a row need not wait for its own results; up to kTogether
+        // neighbours that see keys share what is read of them: `act(r, how many)`.
+        const auto for_rows = [&](const auto& act) {
             for (int r = 0; r < rows_;) {
                 int seeing = 0;
                 while (seeing < kTogether && r + seeing < rows_ && first[r + seeing] < end[r + seeing]) ++seeing;
-                if (seeing == kTogether) {
-                    several(r);
-                    r += kTogether;
-                } else {
-                    if (seeing > 0) one(r);
-                    ++r;
+                switch (seeing) {
+                    case 4: act(r, std::integral_constant<int, 4>()); break;
+                    case 3: act(r, std::integral_constant<int, 3>()); break;
+                    case 2: act(r, std::integral_constant<int, 2>()); break;
+                    case 1: act(r, std::integral_constant<int, 1>()); break;
                 }
+                r += std::max(1, seeing);
             }
         };
-        for_rows([&](int r) { score<kDim, kTogether>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys); },
-                 [&](int r) { score<kDim, 1>(queries_ + r * wide_, keys_, wide_, scores_ + r * kTileKeys); });
+        if (rows_ < kTurnFrom) {
+            for_rows([&](int r, auto count_of) {
+                score<kDim, decltype(count_of)::value>(queries_ + r * wide(), keys_, wide(), scores_ + r * kTileKeys);
+            });
+        } else {
+            for (int k = 0; k < count; k += kLanes) {
+                turn_keys(keys_ + k * wide(), wide(), turned_);
+                for_rows([&](int r, auto count_of) {
+                    score_turned<kDim, decltype(count_of)::value>(queries_ + r * wide(), turned_, wide(),
+                                                                  scores_ + r * kTileKeys + k);
+                });
+            }
+        }
         for (int r = 0; r < rows_ && task_.cap > 0.0f; ++r) {
             if (first[r] < end[r]) cap_scores(scores_ + r * kTileKeys, task_.cap);
         }
         for (int r = 0; r < rows_; ++r) {
-            if (first[r] < end[r]) weigh(scores_ + r * kTileKeys, first[r], end[r], wide_, row(split_, r));
+            if (first[r] < end[r]) weigh(scores_ + r * kTileKeys, first[r], end[r], wide(), row(split_, r));
         }
-        const auto add_to = [&](int r, int from) {
-            add_values<kDim, 1>(scores_ + r * kTileKeys, values_, from, end[r], wide_, row(split_, r).values, 0);
-        };
-        for_rows(
-            [&](int r) {
-                const int shared = *std::min_element(end + r, end + r + kTogether);
-                add_values<kDim, kTogether>(scores_ + r * kTileKeys, values_, 0, shared, wide_, row(split_, r).values,
-                                            wide_ + 2);
-                for (int i = r; i < r + kTogether; ++i) {
-                    if (shared < end[i]) add_to(i, shared);
+        const auto add = [&](int d, auto vectors) {
+            constexpr int kVectors = decltype(vectors)::value;
+            for_rows([&](int r, auto count_of) {
+                constexpr int kRows = decltype(count_of)::value;
+                const int shared = *std::min_element(end + r, end + r + kRows);
+                add_values<kRows, kVectors>(scores_ + r * kTileKeys, values_, 0, shared, wide(), d, row(split_, r).values,
+                                            wide() + 2);
+                for (int i = r; i < r + kRows; ++i) {
+                    if (shared == end[i]) continue;
+                    add_values<1, kVectors>(scores_ + i * kTileKeys, values_, shared, end[i], wide(), d,
+                                            row(split_, i).values, 0);
                 }
-            },
-            [&](int r) { add_to(r, 0); });
+            });
+        };
+        // Some of the values' numbers for all rows, then the next: so that they stay near.
+        int d = 0;
+        for (; d + kValueVectors * kLanes <= wide(); d += kValueVectors * kLanes) {
+            add(d, std::integral_constant<int, kValueVectors>());
+        }
+        for (; d < wide(); d += kLanes) add(d, std::integral_constant<int, 1>());
     }
 
     void write() {
@@ -296,7 +349,7 @@ private:
             const Gathered result = row(total_, r);
             if (task_.partial) {
                 const int64_t index = int64_t(first_token_) * task_.heads + r;
-                std::copy(result.values, result.values + wide_ + 2, task_.partial + index * (wide_ + 2));
+                std::copy(result.values, result.values + wide() + 2, task_.partial + index * (wide() + 2));
             } else {
                 const float* sink = task_.sinks ? task_.sinks + r % task_.heads : nullptr;
                 normalize(result, dim_, sink, task_.out + offset(r, task_.out_stride));
@@ -306,9 +359,10 @@ private:
 
     const AttentionTask& task_;
     const CacheView& cache_;
-    int first_token_, rows_, dim_, wide_;
+    int first_token_, rows_, dim_;
     int64_t position_, end_key_;
     alignas(64) float keys_[kTileKeys * kMaxHeadDim];
+    alignas(64) float turned_[kLanes * kMaxHeadDim];
     alignas(64) float values_[kTileKeys * kMaxHeadDim];
     alignas(64) float queries_[kMaxRows * kMaxHeadDim];
     alignas(64) float scores_[kMaxRows * kTileKeys];

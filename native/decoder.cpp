@@ -32,15 +32,16 @@ void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
     for (int64_t i = 0; i < count; ++i) unpack_row(view_, int(rows[i]), out + i * view_.columns);
 }
 
-const Activations& QuantizedRows::reserve(int64_t rows, int columns) {
+const Activations& QuantizedRows::reserve(int64_t rows, int columns, int64_t fewest) {
     const int blocks = (columns / kGroup + kBlockGroups - 1) / kBlockGroups;
-    const size_t groups = size_t(rows) * blocks * kBlockGroups;
+    const size_t count = size_t(rows) * blocks, groups = count * kBlockGroups;
+    const bool has_bytes = fewest < kAlwaysMany, has_whole = rows >= kAlwaysFew;
     view_ = {rows,
              columns,
-             coarse_.reserve(groups * kGroup),
-             fine_.reserve(groups * kGroup),
-             whole_.reserve(groups * kGroup),
-             scales_.reserve(groups),
+             has_bytes ? coarse_.reserve(groups * kGroup) : nullptr,
+             has_bytes ? fine_.reserve(groups * kGroup) : nullptr,
+             has_whole ? whole_.reserve(groups * kGroup) : nullptr,
+             scales_.reserve(count),
              sums_.reserve(groups),
              halves_.reserve(2 * groups)};
     return view_;
@@ -74,25 +75,26 @@ void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool 
 void multiply_all(const std::vector<Product>& products, const Activations& x) {
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
-    constexpr int kTaskRows = kMaxTaskRows;
     constexpr int kTaskPanels = 4;  // of many rows, which are read once for all of them
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
         int panels_per_task;
-        int64_t row_blocks, first_task;
+        int64_t panel_tasks, row_blocks, first_task;
     };
     std::vector<Piece> pieces;
     pieces.reserve(products.size());
     int64_t tasks = 0;
     for (const Product& each : products) {
         const PackedMatrix& matrix = *each.matrix;
-        const int least = each.end_row - each.first_row < kTaskRows ? 1 : kTaskPanels;
+        const int64_t rows = each.end_row - each.first_row;
+        const int least = rows < kAlwaysMany ? 1 : kTaskPanels;
         const int most = std::max(least, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
         const int per_task = std::min(most, even);
-        const int64_t row_blocks = (each.end_row - each.first_row + kTaskRows - 1) / kTaskRows;
-        pieces.push_back({per_task, row_blocks, tasks});
-        tasks += row_blocks * ((matrix.panels() + per_task - 1) / per_task);
+        const int64_t row_blocks = (rows + kMaxTaskRows - 1) / kMaxTaskRows;
+        const int64_t panel_tasks = (matrix.panels() + per_task - 1) / per_task;
+        pieces.push_back({per_task, panel_tasks, row_blocks, tasks});
+        tasks += row_blocks * panel_tasks;
     }
     const Kernels& k = kernels();
     parallel_for(tasks, 1, [&](int64_t task) {
@@ -101,9 +103,15 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         const Piece& piece = *(after - 1);
         const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        const int64_t row = own.first_row + place % piece.row_blocks * kTaskRows;
-        const int panel = int(place / piece.row_blocks) * piece.panels_per_task;
-        k.multiply(*own.matrix, x, int(row), int(std::min(row + kTaskRows, own.end_row)), panel,
+        // Rows by rows, so that of a long prompt a thread gets the rows that it had in the kernel before, near to it.
+        const int64_t block = place / piece.panel_tasks;
+        const int panel = int(place % piece.panel_tasks) * piece.panels_per_task;
+        // Blocks of about as many rows, all but the last whole units.
+        const int64_t units = (own.end_row - own.first_row + kTaskUnit - 1) / kTaskUnit;
+        const auto first_of = [&](int64_t index) {
+            return int(std::min(own.end_row, own.first_row + units * index / piece.row_blocks * kTaskUnit));
+        };
+        k.multiply(*own.matrix, x, first_of(block), first_of(block + 1), panel,
                    std::min(panel + piece.panels_per_task, own.matrix->panels()), own.bias, own.out, own.stride,
                    own.accumulate);
     });
@@ -190,6 +198,18 @@ void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<
     tasks.swap(parts);
 }
 
+// For each tile of tokens and each of its splits: the index of the first head's part, and how far it is to the next head's.
+std::vector<std::pair<size_t, int64_t>> group_splits(const std::vector<AttentionTask>& tasks, int heads) {
+    std::vector<std::pair<size_t, int64_t>> groups;
+    for (size_t first = 0; first < tasks.size();) {
+        size_t end = first + 1;
+        while (end < tasks.size() && tasks[end].out == tasks[first].out) ++end;
+        for (size_t part = first; part < end; ++part) groups.emplace_back(part, int64_t(end - first));
+        first += (end - first) * heads;
+    }
+    return groups;
+}
+
 }  // namespace
 
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
@@ -207,7 +227,16 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     list_tasks(step, cache, like, tasks);
     // If that makes too few to keep the threads busy, the keys are shared out, too.
     if (int64_t(tasks.size()) < 8 * num_threads()) split_tasks(partial_row, tasks, space.partials);
-    parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend(tasks[i], cache); });
+    // Heads lie side by side in the cache, so a thread that has read a split for one head reads it for all, if that leaves
+    // no thread idle. Parts of a task lie next to each other: of `splits` parts each, for all heads of a tile of tokens.
+    const std::vector<std::pair<size_t, int64_t>> groups = group_splits(tasks, cache.kv_heads);
+    if (int64_t(groups.size()) < num_threads()) {
+        parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend(tasks[i], cache); });
+    } else {
+        parallel_for(int64_t(groups.size()), 1, [&](int64_t i) {
+            for (int head = 0; head < cache.kv_heads; ++head) k.attend(tasks[groups[i].first + head * groups[i].second], cache);
+        });
+    }
     for (size_t first = 0, end; first < tasks.size(); first = end) {
         const AttentionTask& task = tasks[first];
         for (end = first + 1; task.partial && end < tasks.size() && tasks[end].out == task.out;) ++end;
@@ -267,6 +296,15 @@ void run_attention(const Attention& own, const Surroundings& around, const Step&
 }  // namespace
 
 void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
+    // Of a long prompt as many tokens at a time as the threads multiply at once: what lies between the products is large.
+    const int64_t most = int64_t(kMaxTaskRows) * num_threads();
+    for (int64_t first = 0; first < tokens; first += most) {
+        const int64_t count = std::min(most, tokens - first);
+        run_some(around, x + first * hidden(), count, out + first * hidden());
+    }
+}
+
+void MLP::run_some(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
     Workspace& space = workspace();
     const int64_t inner_size = gate_up_->out_features();
     const Activations& normed = round_input(around, x, tokens, gate_up_->in_features());

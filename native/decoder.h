@@ -29,7 +29,9 @@ private:
 // Rounded rows, with the memory they are in.
 class QuantizedRows {
 public:
-    const Activations& reserve(int64_t rows, int columns);
+    const Activations& reserve(int64_t rows, int columns) { return reserve(rows, columns, rows); }
+    // The same for products of some of the rows, at least `fewest`.
+    const Activations& reserve(int64_t rows, int columns, int64_t fewest);
     const Activations& view() const { return view_; }
 
 private:
@@ -131,6 +133,8 @@ public:
     void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
 
 private:
+    void run_some(const Surroundings& around, const float* x, int64_t tokens, float* out) const;
+
     std::shared_ptr<const Linear> gate_up_, down_;
     Activation activation_;
 };

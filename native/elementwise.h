@@ -1,6 +1,7 @@
 // What happens to a row or a head by itself: norms, rounding, turning by position, storing.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -8,6 +9,8 @@
 #include "simd.h"
 
 namespace infinilm::INFINILM_ISA {
+
+constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
 // 1 / rms(x); columns need not be a multiple of anything.
 inline float norm_factor(const float* x, int columns, float eps) {
@@ -44,43 +47,51 @@ void score(const float* x, const float* weight, int columns, int count, float* o
     }
 }
 
-// Round one group of 32 floats. What is no number becomes 0, but a scale that is none either shows in the results.
-inline void quantize_group(const Floats (&x)[kGroup / kLanes], int row, int group, const Activations& out) {
-    constexpr int kPerHalf = kGroup / kLanes / 2;
-    Floats largest = absolute(x[0]);
-    for (Floats part : x) largest = larger(absolute(part), largest);
-    const float scale = largest_of(largest) / float(kLargest);
-    const float inverse = scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f;
-    const int64_t place = out.place(row, group / kBlockGroups) + group % kBlockGroups;
-    Floats sums[2] = {all(0.0f), all(0.0f)};  // of whole numbers, too small to be rounded
-    for (int i = 0; i < kGroup / kLanes; ++i) {
-        Floats whole = round_to_even(x[i] * inverse);
+// Round a block of up to kBlockGroups groups. What is no number becomes 0, but then the scale is none either, which shows
+// in the results.
+inline void quantize_block(const float* x, int groups, int row, int block, const Activations& out) {
+    constexpr int kHalf = kGroup / 2;
+    Ints largest{};  // as integers, among which infinity is large, and what is no number larger
+    for (int i = 0; i < groups * kGroup; i += kLanes) largest = larger((Ints)absolute(load(x + i)), largest);
+    const float scale = float_of(uint32_t(largest_of(largest))) / float(kLargest);
+    const float inverse = scale >= std::numeric_limits<float>::min() && scale < kNoLimit ? 1.0f / scale : 0.0f;
+    const int64_t place = out.place(row, block);
+    Floats sums[2 * kBlockGroups / kLanes][kLanes] = {};  // of whole numbers, too small to be rounded
+    for (int i = 0; i < groups * kGroup; i += kLanes) {
+        Floats whole = round_to_even(load(x + i) * inverse);
         whole = whole == whole ? whole : all(0.0f);
-        sums[i / kPerHalf] += whole;
-        const Floats coarse = round_to_even(whole * (1.0f / kCoarseStep));
-        store_shorts(out.whole + place * kGroup + i * kLanes, whole);
-        store_bytes(out.coarse + place * kGroup + i * kLanes, coarse);
-        store_bytes(out.fine + place * kGroup + i * kLanes, whole - coarse * float(kCoarseStep));
+        sums[i / kHalf / kLanes][i / kHalf % kLanes] += whole;
+        if (out.whole) store_shorts(out.whole + place * kGroup + i, whole);
+        if (out.coarse) {
+            const Floats coarse = round_to_even(whole * (1.0f / kCoarseStep));
+            store_bytes(out.coarse + place * kGroup + i, coarse);
+            store_bytes(out.fine + place * kGroup + i, whole - coarse * float(kCoarseStep));
+        }
     }
-    const float halves[2] = {sum_of(sums[0]), sum_of(sums[1])};
-    out.scales[place] = scale;
-    out.sums[place] = scale * (halves[0] + halves[1]);
-    out.halves[2 * place] = int32_t(halves[0]);
-    out.halves[2 * place + 1] = int32_t(halves[1]);
+    float halves[2 * kBlockGroups];
+    for (int i = 0; i < 2 * kBlockGroups / kLanes; ++i) store(halves + i * kLanes, sums_of(sums[i]));
+    out.scales[place / kBlockGroups] = scale;
+    for (int g = 0; g < kBlockGroups; ++g) out.sums[place + g] = halves[2 * g] + halves[2 * g + 1];
+    for (int i = 0; i < 2 * kBlockGroups; ++i) out.halves[2 * place + i] = int32_t(halves[i]);
+}
+
+// Round a row of which `numbers(column)` gives a vector.
+template <typename Numbers>
+inline void quantize_row(int row, const Activations& out, const Numbers& numbers) {
+    constexpr int kBlock = kBlockGroups * kGroup;
+    alignas(64) float x[kBlock];
+    for (int first = 0; first < out.columns; first += kBlock) {
+        const int count = std::min(kBlock, out.columns - first);
+        for (int i = 0; i < count; i += kLanes) store(x + i, numbers(first + i));
+        quantize_block(x, count / kGroup, row, first / kBlock, out);
+    }
 }
 
 void quantize(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out) {
     x += row * stride;
-    const float factor = norm ? norm_factor(x, out.columns, eps) : 1.0f;
-    for (int g = 0; g < out.columns / kGroup; ++g) {
-        Floats parts[kGroup / kLanes];
-        for (int i = 0; i < kGroup / kLanes; ++i) {
-            const int column = g * kGroup + i * kLanes;
-            parts[i] = load(x + column);
-            if (norm) parts[i] = parts[i] * factor * load(norm + column);
-        }
-        quantize_group(parts, row, g, out);
-    }
+    if (norm == nullptr) return quantize_row(row, out, [&](int column) { return load(x + column); });
+    const float factor = norm_factor(x, out.columns, eps);
+    quantize_row(row, out, [&](int column) { return load(x + column) * factor * load(norm + column); });
 }
 
 void add_normed(const float* x, const float* norm, float eps, float scale, int columns, float* hidden) {
@@ -107,14 +118,7 @@ inline Floats activate(Floats x) {
 
 template <Activation kActivation>
 inline void gate_quantize_as(const float* gate, const float* up, int row, const Activations& out) {
-    for (int g = 0; g < out.columns / kGroup; ++g) {
-        Floats parts[kGroup / kLanes];
-        for (int i = 0; i < kGroup / kLanes; ++i) {
-            const int column = g * kGroup + i * kLanes;
-            parts[i] = activate<kActivation>(load(gate + column)) * load(up + column);
-        }
-        quantize_group(parts, row, g, out);
-    }
+    quantize_row(row, out, [&](int column) { return activate<kActivation>(load(gate + column)) * load(up + column); });
 }
 
 void gate_quantize(const float* gate_up, int64_t stride, Activation activation, int row, const Activations& out) {

@@ -12,7 +12,11 @@
 // lower four bits of all numbers come first, in 4 x 64 bytes; then the fifth bits in 64 bytes, one bit a vector; or the
 // fifth and sixth in 2 x 64 bytes, two bits a vector.
 //
-//     panel:  numbers of group 0, of group 1, ... | scales (and minimums) of group 0, of group 1, ...
+//     block of 8 groups:  numbers of group 0, of group 1, ... | scales (and minimums) of group 0, of group 1, ...
+//     panel:              block 0, block 1, ... the last of which may have fewer groups
+//
+// So a panel is read from its beginning to its end: scales that lay behind all of a panel's numbers would be waited for at
+// each panel's beginning.
 #pragma once
 
 #include <cstddef>
@@ -37,10 +41,16 @@ struct Format {
 
     constexpr size_t group_bytes() const { return size_t(kPanelRows) * kGroup * bits / 8; }
     constexpr size_t scale_values() const { return size_t(kPanelRows) * (scales + has_minimum); }
-    constexpr size_t panel_bytes(int columns) const {
-        const size_t groups = columns / kGroup;
-        const size_t bytes = groups * (group_bytes() + scale_values() * sizeof(uint16_t));
-        return (bytes + 63) / 64 * 64;
+    // Of a group, with its scales.
+    constexpr size_t all_bytes() const { return group_bytes() + scale_values() * sizeof(uint16_t); }
+    constexpr size_t panel_bytes(int columns) const { return (columns / kGroup * all_bytes() + 63) / 64 * 64; }
+    // Where a group's numbers and its scales begin in a panel of so many groups.
+    constexpr size_t numbers_at(int group) const {
+        return group / kBlockGroups * kBlockGroups * all_bytes() + group % kBlockGroups * group_bytes();
+    }
+    constexpr size_t scales_at(int group, int groups) const {
+        const int first = group / kBlockGroups * kBlockGroups, own = groups - first < kBlockGroups ? groups - first : kBlockGroups;
+        return first * all_bytes() + own * group_bytes() + (group - first) * scale_values() * sizeof(uint16_t);
     }
 };
 
@@ -60,8 +70,9 @@ struct PackedMatrix {
     int panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
     int groups() const { return columns / kGroup; }
     const uint8_t* panel(int index) const { return data + size_t(index) * format->panel_bytes(columns); }
-    const uint16_t* scales(int panel_index) const {
-        return reinterpret_cast<const uint16_t*>(panel(panel_index) + groups() * format->group_bytes());
+    const uint8_t* numbers(int panel_index, int group) const { return panel(panel_index) + format->numbers_at(group); }
+    const uint16_t* scales(int panel_index, int group) const {
+        return reinterpret_cast<const uint16_t*>(panel(panel_index) + format->scales_at(group, groups()));
     }
 };
 

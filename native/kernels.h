@@ -7,27 +7,32 @@
 
 namespace infinilm {
 
-// Rows of floats, rounded to 16 bits by groups of 32 columns: x = scale * whole, with whole = 255 * coarse + fine, both
+// Rows of floats, rounded to 16 bits by blocks of 256 columns: x = scale * whole, with whole = 255 * coarse + fine, both
 // from -127 to 127.
 //
-// Columns are cut into blocks of kBlockGroups groups. A block of all rows lies together, so that from a row to the next
-// it is a fixed distance, whatever the matrix.
+// A block is kBlockGroups groups of columns; the last may have fewer. A block of all rows lies together, so that from a
+// row to the next it is a fixed distance, whatever the matrix.
 struct Activations {
     int64_t rows;
     int columns;
-    int8_t* coarse;   // [blocks, rows, kBlockGroups, 32], like all that follow
+    int8_t* coarse;   // [blocks, rows, kBlockGroups, 32], like fine and whole; null where all products are of many rows
     int8_t* fine;
-    int16_t* whole;
-    float* scales;    // [blocks, rows, kBlockGroups]
-    float* sums;      // of x
-    int32_t* halves;  // [blocks, rows, kBlockGroups, 2], sums of whole
+    int16_t* whole;   // null where all products are of few rows
+    float* scales;    // [blocks, rows]
+    float* sums;      // [blocks, rows, kBlockGroups], sums of whole
+    int32_t* halves;  // [blocks, rows, kBlockGroups, 2], those of a group's halves
 
     // The first group of a row in a block.
     int64_t place(int64_t row, int block) const { return (block * rows + row) * kBlockGroups; }
 };
 
+// Products of fewer rows than the first multiply bytes, those of at least the second multiply whole numbers. In between it
+// depends on the format and the instruction set.
+constexpr int kAlwaysFew = 16;
+constexpr int kAlwaysMany = 48;
+
 constexpr int kCoarseStep = 255;
-constexpr int kLargest = 127 * kCoarseStep + 127;  // what a group's largest number becomes
+constexpr int kLargest = 127 * kCoarseStep + 127;  // what a block's largest number becomes
 
 enum class CacheType { kFloat32, kFloat16, kBFloat16, kFloat8 };
 
@@ -124,7 +129,8 @@ struct Kernels {
     void (*weigh)(const float* logits, int count, float row_max, float temperature, int64_t* weights);
 };
 
-constexpr int kMaxTaskRows = 192;  // a multiple of the rows that are multiplied at a time
+constexpr int kTaskUnit = 12;       // rows: a multiple of those that are multiplied at a time
+constexpr int kMaxTaskRows = 264;   // a multiple of kTaskUnit
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxGroupHeads = 64;  // query heads of one key-value head
 

@@ -22,7 +22,7 @@ constexpr size_t kAhead = 8192;
 constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
 // Rows from which on it pays to unpack weights once for all, by measurement.
 template <int kFormat>
-constexpr int kMany = kLanes == 16 && kFormats[kFormat].scales == 1 ? 48 : 16;
+constexpr int kMany = kLanes == 16 && kFormats[kFormat].scales == 1 ? kAlwaysMany : kAlwaysFew;
 
 // Vector `quad` of a group: four columns of kLanes rows, one number a byte.
 template <int kBits>
@@ -52,59 +52,67 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
     constexpr Format format = kFormats[kFormat];
     constexpr int kQuadsPerScale = kQuads / format.scales;
     constexpr int kRun = std::min(kQuadsPerSum<format.bits>, kQuadsPerScale);
-    constexpr size_t kBytes = format.group_bytes() + format.scale_values() * sizeof(uint16_t);
+    constexpr size_t kBytes = format.all_bytes();
     constexpr int kZero = kHasShortSums && format.bits == 8 ? 0 : format.zero;
     constexpr int kStride = kBlockGroups;  // from row to row, in groups
 
-    const int groups = w.groups();
-    const uint8_t* group = w.panel(panel);
-    const uint16_t* scales = w.scales(panel) + part * kLanes;
+    const uint8_t* ahead = w.panel(panel) + kAhead;
     for (Floats& sum : sums) sum = all(0.0f);
-    int64_t place = 0;  // of row `row`
-    for (int g = 0; g < groups; ++g, ++place, group += format.group_bytes(), scales += format.scale_values()) {
-        if (g % kBlockGroups == 0) place = x.place(row, g / kBlockGroups);
-        const int8_t* coarse = x.coarse + place * kGroup;
-        const int8_t* fine = x.fine + place * kGroup;
-        if (is_first) {
-            const uint8_t* ahead = w.panel(panel) + g * kBytes + kAhead;
-            for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
-        }
-        for (int s = 0; s < format.scales; ++s) {
-            Ints totals[kRows];
-            for (int r = 0; r < kRows; ++r) {
-                int offset = 0;
-                if constexpr (kZero != 0) {
-                    const int32_t* half = x.halves + (place + r * kStride) * 2;
-                    offset = -kZero * (format.scales == 1 ? half[0] + half[1] : half[s]);
-                }
-                totals[r] = all(offset);
+    for (int first = 0; first < w.groups(); first += kBlockGroups) {
+        const uint8_t* group = w.numbers(panel, first);
+        const uint16_t* scales = w.scales(panel, first) + part * kLanes;
+        int64_t place = x.place(row, first / kBlockGroups);
+        const float* x_scales = x.scales + place / kBlockGroups;
+        Floats block_sums[kRows];
+        for (Floats& sum : block_sums) sum = all(0.0f);
+        const int groups = std::min(kBlockGroups, w.groups() - first);
+        for (int g = 0; g < groups; ++g, ++place, group += format.group_bytes(), scales += format.scale_values()) {
+            const int8_t* coarse = x.coarse + place * kGroup;
+            const int8_t* fine = x.fine + place * kGroup;
+            if (is_first) {
+                for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
+                ahead += kBytes;
             }
-            for (int first = s * kQuadsPerScale; first < (s + 1) * kQuadsPerScale; first += kRun) {
-                Ints coarse_sums[kRows], fine_sums[kRows];
-                for (int r = 0; r < kRows; ++r) coarse_sums[r] = fine_sums[r] = Ints{};
+            for (int s = 0; s < format.scales; ++s) {
+                Ints totals[kRows];
+                for (int r = 0; r < kRows; ++r) {
+                    int offset = 0;
+                    if constexpr (kZero != 0) {
+                        const int32_t* half = x.halves + (place + r * kStride) * 2;
+                        offset = -kZero * (format.scales == 1 ? half[0] + half[1] : half[s]);
+                    }
+                    totals[r] = all(offset);
+                }
+                for (int first_quad = s * kQuadsPerScale; first_quad < (s + 1) * kQuadsPerScale; first_quad += kRun) {
+                    Ints coarse_sums[kRows], fine_sums[kRows];
+                    for (int r = 0; r < kRows; ++r) coarse_sums[r] = fine_sums[r] = Ints{};
 #pragma GCC unroll 8
-                for (int quad = first; quad < first + kRun; ++quad) {
-                    const Bytes q = unpack<format.bits>(group, quad, part);
+                    for (int quad = first_quad; quad < first_quad + kRun; ++quad) {
+                        const Bytes q = unpack<format.bits>(group, quad, part);
+                        for (int r = 0; r < kRows; ++r) {
+                            const int at = r * kStride * kGroup + 4 * quad;
+                            coarse_sums[r] = add_products<format.bits>(coarse_sums[r], q, coarse + at);
+                            fine_sums[r] = add_products<format.bits>(fine_sums[r], q, fine + at);
+                        }
+                    }
                     for (int r = 0; r < kRows; ++r) {
-                        const int at = r * kStride * kGroup + 4 * quad;
-                        coarse_sums[r] = add_products<format.bits>(coarse_sums[r], q, coarse + at);
-                        fine_sums[r] = add_products<format.bits>(fine_sums[r], q, fine + at);
+                        const Ints much = widen(coarse_sums[r]);
+                        totals[r] += (much << 8) - much + widen(fine_sums[r]);
                     }
                 }
+                const Floats scale = load_half(scales + s * kPanelRows);
                 for (int r = 0; r < kRows; ++r) {
-                    const Ints much = widen(coarse_sums[r]);
-                    totals[r] += (much << 8) - much + widen(fine_sums[r]);
+                    block_sums[r] = multiply_add(to_floats(totals[r]), scale, block_sums[r]);
                 }
             }
-            const Floats scale = load_half(scales + s * kPanelRows);
-            for (int r = 0; r < kRows; ++r) {
-                sums[r] = multiply_add(to_floats(totals[r]), scale * x.scales[place + r * kStride], sums[r]);
+            if constexpr (format.has_minimum) {
+                const Floats minimum = load_half(scales + format.scales * kPanelRows);
+                for (int r = 0; r < kRows; ++r) {
+                    block_sums[r] = multiply_add(minimum, all(x.sums[place + r * kStride]), block_sums[r]);
+                }
             }
         }
-        if constexpr (format.has_minimum) {
-            const Floats minimum = load_half(scales + format.scales * kPanelRows);
-            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x.sums[place + r * kStride]), sums[r]);
-        }
+        for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(block_sums[r], all(x_scales[r]), sums[r]);
     }
 }
 
@@ -186,8 +194,8 @@ inline void unpack_block(const PackedMatrix& w, int panel, int first_group, int 
     typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
     const Shorts zero = int16_t(format.zero) - Shorts{};
     for (int g = 0; g < groups; ++g) {
-        const uint8_t* group = w.panel(panel) + (first_group + g) * format.group_bytes();
-        const uint16_t* scales = w.scales(panel) + (first_group + g) * format.scale_values();
+        const uint8_t* group = w.numbers(panel, first_group + g);
+        const uint16_t* scales = w.scales(panel, first_group + g);
         for (int part = 0; part < kParts; ++part) {
 #pragma GCC unroll 8
             for (int quad = 0; quad < kQuads; ++quad) {
@@ -212,10 +220,10 @@ template <int kScales, bool kHasMinimum, int kRows>
 inline void multiply_block(const UnpackedBlock& block, int part, int groups, const Activations& x, int64_t place,
                            float* sums_of_rows) {
     const int16_t* whole = x.whole + place * kGroup;
-    const float* x_scales = x.scales + place;
+    const float* x_scales = x.scales + place / kBlockGroups;
     const float* x_sums = x.sums + place;
     Floats sums[kRows];
-    for (int r = 0; r < kRows; ++r) sums[r] = load(sums_of_rows + r * kPanelRows);
+    for (Floats& sum : sums) sum = all(0.0f);
     for (int g = 0; g < groups; ++g, whole += kGroup) {
         for (int s = 0; s < kScales; ++s) {
             Ints totals[kRows];
@@ -228,16 +236,17 @@ inline void multiply_block(const UnpackedBlock& block, int part, int groups, con
                 }
             }
             const Floats scale = block.scales[part][g][s];
-            for (int r = 0; r < kRows; ++r) {
-                sums[r] = multiply_add(to_floats(totals[r]), scale * x_scales[r * kBlockGroups + g], sums[r]);
-            }
+            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(to_floats(totals[r]), scale, sums[r]);
         }
         if constexpr (kHasMinimum) {
             const Floats minimum = block.minimums[part][g];
             for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x_sums[r * kBlockGroups + g]), sums[r]);
         }
     }
-    for (int r = 0; r < kRows; ++r) store(sums_of_rows + r * kPanelRows, sums[r]);
+    for (int r = 0; r < kRows; ++r) {
+        float* to = sums_of_rows + r * kPanelRows;
+        store(to, multiply_add(sums[r], all(x_scales[r]), load(to)));
+    }
 }
 
 template <int kScales, bool kHasMinimum, int kRows>
@@ -292,7 +301,7 @@ void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, i
 template <int kFormat>
 void multiply_format(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
                      int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
-    if (end_row - first_row < kMany<kFormat>) {
+    if (x.whole == nullptr || (x.coarse != nullptr && end_row - first_row < kMany<kFormat>)) {
         return multiply_few<kFormat>(w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
     }
     for (int panel = first_panel; panel < end_panel; panel += kManyPanels) {

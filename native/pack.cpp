@@ -145,9 +145,10 @@ const Format& find_format(const std::string& name) {
 void pack_row(const Format& format, int columns, const uint8_t* blocks, int row, uint8_t* data) {
     const ReadGroup read = kReaders[&format - kFormats];
     const int lane = row % kPanelRows, groups = columns / kGroup, groups_per_block = format.block_columns / kGroup;
-    uint8_t* numbers = data + size_t(row / kPanelRows) * format.panel_bytes(columns);
-    auto* scales = reinterpret_cast<uint16_t*>(numbers + groups * format.group_bytes());
-    for (int g = 0; g < groups; ++g, numbers += format.group_bytes(), scales += format.scale_values()) {
+    uint8_t* panel = data + size_t(row / kPanelRows) * format.panel_bytes(columns);
+    for (int g = 0; g < groups; ++g) {
+        uint8_t* numbers = panel + format.numbers_at(g);
+        auto* scales = reinterpret_cast<uint16_t*>(panel + format.scales_at(g, groups));
         Group group{};
         read(blocks + size_t(g / groups_per_block) * format.block_bytes, g % groups_per_block, group);
         clear(numbers, format.bits, lane);
@@ -160,9 +161,9 @@ void pack_row(const Format& format, int columns, const uint8_t* blocks, int row,
 void unpack_row(const PackedMatrix& matrix, int row, float* out) {
     const Format& format = *matrix.format;
     const int lane = row % kPanelRows, columns_per_scale = kGroup / format.scales;
-    const uint8_t* numbers = matrix.panel(row / kPanelRows);
-    const uint16_t* scales = matrix.scales(row / kPanelRows);
-    for (int g = 0; g < matrix.groups(); ++g, numbers += format.group_bytes(), scales += format.scale_values()) {
+    for (int g = 0; g < matrix.groups(); ++g) {
+        const uint8_t* numbers = matrix.numbers(row / kPanelRows, g);
+        const uint16_t* scales = matrix.scales(row / kPanelRows, g);
         for (int i = 0; i < kGroup; ++i) {
             const float scale = half_to_float(scales[i / columns_per_scale * kPanelRows + lane]);
             const int q = get(numbers, format.bits, i / 4, 4 * lane + i % 4) - format.zero;

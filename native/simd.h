@@ -45,6 +45,7 @@ inline Floats all(float value) { return value - Floats{}; }  // minus, for 0 + -
 inline Ints all(int32_t value) { return value - Ints{}; }
 inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 inline Floats absolute(Floats a) { return (Floats)((Ints)a & 0x7fffffff); }
 
 // a * b + c, rounded once where there is an instruction for it. Never left to the compiler, which might decide
@@ -225,6 +226,25 @@ inline Floats sums_of(Floats (&vectors)[kLanes]) {
     return vectors[0];
 }
 
+// Rows become columns: of two rows `kWidth` apart, pieces of `kWidth` lanes are exchanged; then twice as wide ones.
+template <int kWidth = 1>
+inline void transpose(Floats (&rows)[kLanes]) {
+    Ints first{}, second{};
+    for (int i = 0; i < kLanes; ++i) {
+        const bool is_odd = i / kWidth % 2;
+        first[i] = is_odd ? kLanes + i - kWidth : i;
+        second[i] = is_odd ? kLanes + i : i + kWidth;
+    }
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kLanes / 2; ++pair) {
+        const int i = pair / kWidth * 2 * kWidth + pair % kWidth;
+        const Floats a = rows[i], b = rows[i + kWidth];
+        rows[i] = pick(a, b, first);
+        rows[i + kWidth] = pick(a, b, second);
+    }
+    if constexpr (2 * kWidth < kLanes) transpose<2 * kWidth>(rows);
+}
+
 // Combine all lanes of a vector: halves first, then quarters, and so on.
 template <int kWidth = kLanes / 2, typename Combine>
 inline float reduce(Floats values, const Combine& combine) {
@@ -241,7 +261,14 @@ inline float sum_of(Floats values) {
     return reduce(values, [](Floats a, Floats b) { return a + b; });
 }
 
-inline float largest_of(Floats values) { return reduce(values, larger); }
+inline float largest_of(Floats values) {
+    return reduce(values, [](Floats a, Floats b) { return larger(a, b); });
+}
+
+inline int32_t largest_of(Ints values) {
+    const float bits = reduce((Floats)values, [](Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); });
+    return int32_t(bits_of(bits));
+}
 
 // ---- functions ----
 

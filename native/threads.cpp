@@ -56,6 +56,7 @@ public:
 private:
     // Let threads in to this piece of work; what was written before is seen by all who come.
     void open(uint64_t number) {
+        latest_.store(number);
         open_.store(number);
         if (sleepers_.load() > 0) {
             { std::lock_guard lock(mutex_); }  // whoever is about to sleep has seen the number, or is asleep by now
@@ -86,20 +87,21 @@ private:
     }
 
     uint64_t wait_for_other_than(uint64_t seen) {
-        const auto is_new = [&](uint64_t number) { return number != 0 && number != seen; };
-        const auto begin = std::chrono::steady_clock::now();
-        for (int spins = 0;; ++spins) {
-            const uint64_t number = open_.load(std::memory_order_relaxed);
-            if (is_new(number)) return number;
-            pause();
-            if (spins % 64 == 63 && std::chrono::steady_clock::now() - begin > kPatience) break;
+        for (;;) {
+            const uint64_t latest = latest_.load();
+            const auto begin = std::chrono::steady_clock::now();
+            for (int spins = 0;; ++spins) {
+                const uint64_t number = open_.load(std::memory_order_relaxed);
+                if (number != 0 && number != seen) return number;
+                pause();
+                if (spins % 64 == 63 && std::chrono::steady_clock::now() - begin > kPatience) break;
+            }
+            // Whoever wakes up after its piece of work is over looks for the next one, which mostly comes at once.
+            std::unique_lock lock(mutex_);
+            sleepers_.fetch_add(1);
+            wake_.wait(lock, [&] { return latest_.load() != latest; });
+            sleepers_.fetch_sub(1);
         }
-        std::unique_lock lock(mutex_);
-        sleepers_.fetch_add(1);
-        uint64_t number = 0;
-        wake_.wait(lock, [&] { return is_new(number = open_.load()); });
-        sleepers_.fetch_sub(1);
-        return number;
     }
 
     struct alignas(64) Share {
@@ -114,6 +116,7 @@ private:
     uint64_t number_ = 0;  // of the piece of work
     alignas(64) std::atomic<int> inside_{0};
     alignas(64) std::atomic<uint64_t> open_{0};  // the number of the piece that may be entered; 0: none
+    alignas(64) std::atomic<uint64_t> latest_{0};  // the number of the piece that was opened last
     alignas(64) std::atomic<int> sleepers_{0};
     std::atomic<bool> is_over_{false};
     std::mutex mutex_;

@@ -43,7 +43,8 @@ def test_sums_equal_torch(experts: tuple[Any, Tensor, Tensor], num_rows: int) ->
     x, ids, weights = make_rows(num_rows)
     expected, out = mix_experts_torch(x, ids, weights, gate_up, down), torch.full_like(x, torch.nan)
     packed.mix(x, ids, weights, out, False)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4 * float(down.abs().max() + 1))
+    # Activations are rounded to 1 / 65,024 of the largest of their block, twice.
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-4 * float(down.abs().max() + 1))
     added = torch.ones_like(x)
     packed.mix(x, ids, weights, added, True)
     torch.testing.assert_close(added, out + 1, rtol=1e-5, atol=1e-5)

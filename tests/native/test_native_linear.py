@@ -94,6 +94,31 @@ def test_extreme_numbers_do_no_harm(native: Any) -> None:
     assert not out[2].isfinite().any()
 
 
+@pytest.mark.parametrize("rows", [3, 60])
+def test_what_is_no_number_shows_in_its_row_alone(native: Any, rows: int) -> None:
+    matrix, _ = make_matrix(native, "Q4_1", 16, 512)
+    linear, x = native.Linear([matrix], None), torch.randn(rows, 512)
+    sound, out = torch.empty(rows, 16), torch.empty(rows, 16)
+    linear.multiply(x, sound, False)
+    for column in (0, 21, 255, 300, 511):
+        broken = x.clone()
+        broken[1, column] = torch.nan
+        linear.multiply(broken, out, False)
+        assert not out[1].isfinite().any()
+        assert torch.equal(out[0], sound[0])
+        assert torch.equal(out[2:], sound[2:])
+
+
+def test_rows_of_many_tasks(native: Any) -> None:
+    """More rows than a task has, in numbers that do not divide evenly."""
+    matrix, weight = make_matrix(native, "Q4_K", 40, 256)
+    linear = native.Linear([matrix], None)
+    for rows in (265, 529, 1000):
+        x, out = torch.randn(rows, 256), torch.full((rows, 40), torch.nan)
+        linear.multiply(x, out, False)
+        assert_close(out, x, weight)
+
+
 def test_what_does_not_fit_is_refused(native: Any) -> None:
     matrix, _ = make_matrix(native, "Q4_0", 16, 64)
     other, _ = make_matrix(native, "Q4_0", 16, 96)
