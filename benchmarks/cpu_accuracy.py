@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.cpu_texts import read_texts
-from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess
-from benchmarks.llamacpp.peer import LlamaCpp
-from benchmarks.llamacpp.side_by_side import count_cores
+from benchmarks.peers import LLAMA_CPP, OURS
+from benchmarks.peers.engine_process import EngineProcess
+from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.side_by_side import count_cores
 from infinilm import LLM
 from infinilm.attention import HostBatch
 from infinilm.bench.measure import Workload, describe_machine
