@@ -14,7 +14,7 @@ SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
 .PHONY: run serve docs model-table test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
-	clean
+	wheels clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -101,12 +101,16 @@ sanitize: $(VENV)/.dev
 	INFINILM_NATIVE="$$(ls $(abspath $(SANITIZED))/_native.*)" \
 	$(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --quiet --capture=sys tests/native
 
+# Wheels for Linux on x86-64, which need no compiler where they are installed: dist/. Each is checked and tried out.
+wheels:
+	$(PYTHON) tools/build_wheels.py
+
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
 	$(PIP) scikit-build-core nanobind cmake ninja
-	$(EDITABLE) '.[serve,structured]'
+	$(EDITABLE) '.[torch,serve,structured]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
