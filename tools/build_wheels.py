@@ -68,7 +68,7 @@ def main() -> None:
 def find_interpreters(given: Sequence[str]) -> dict[str, str]:
     """Interpreters by version: those given, or those on the PATH and pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = {}
+    found: dict[str, str] = {}
     for path in given or [f"python{version}" for version in TRIED] + [str(p) for p in pyenv.glob("3.*/bin/python")]:
         code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
         if shutil.which(path) is None:
