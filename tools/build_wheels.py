@@ -1,10 +1,10 @@
 """Builds wheels for Linux on x86-64 into dist/: `make wheels`, or `python tools/build_wheels.py`.
 
-There is one for Python 3.11 and one of the stable ABI for 3.12 and later. The C++ library is linked statically, so what
-a wheel needs is the glibc of the system that it is built on, or an older one if that has all it uses: 2.34 on Debian
-12. Every wheel has the kernels of all instruction sets. It is checked by auditwheel, which names that glibc in the
-wheel's name, and abi3audit, then installed with its dependencies in an environment of its own for each Python, where
-the library has to pack and multiply.
+There is one for Python 3.11 and one of the stable ABI for 3.12 and later. How old a system may be on which they run
+depends on the system that they are built on, and auditwheel says it in a wheel's name: built on Debian 12 they need
+glibc 2.35. In a container of the manylinux project the same script makes wheels for older ones.
+Every wheel has the kernels of all instruction sets. It is checked by auditwheel and abi3audit, then installed with its
+dependencies in an environment of its own for each Python, where the library has to pack and multiply.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def build(interpreter: str, venv: Path, api: str) -> None:
     command += [f"--config-settings={setting}" for setting in settings]
     path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
     print(f"Compiling with Python {interpreter} …", flush=True)
-    run(command, LDFLAGS="-static-libstdc++ -static-libgcc", PATH=path)
+    run(command, PATH=path)
 
 
 def audit(raw: Path) -> Path:
