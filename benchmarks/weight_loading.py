@@ -86,7 +86,9 @@ def step(model: Path, pages: str) -> float:
     with LLM(str(model), num_kvcache_blocks=32, max_model_len=256) as llm:
         for _ in range(NUM_ROUNDS):
             start = process_time()
-            llm.generate([[5] * 8], params, use_tqdm=False)
+            [output] = llm.generate([[5] * 8], params, use_tqdm=False)
+            if output.error is not None:
+                sys.exit(output.error)
             seconds.append((process_time() - start) / NUM_TOKENS)
     return min(seconds)
 
