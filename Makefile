@@ -14,7 +14,7 @@ SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
 .PHONY: run serve docs model-table test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
-	clean
+	wheels aarch64 clean
 
 run: native
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
@@ -101,12 +101,29 @@ sanitize: $(VENV)/.dev
 	INFINILM_NATIVE="$$(ls $(abspath $(SANITIZED))/_native.*)" \
 	$(BIN)/python -m pytest -p no:xdist --override-ini=addopts= --quiet --capture=sys tests/native
 
+# Wheels for Linux on x86-64, which need no compiler where they are installed: dist/. Each is checked and tried out.
+wheels:
+	$(PYTHON) tools/build_wheels.py
+
+# The kernels on an emulated aarch64, whose results must have the same bits as here. Needs Debian's g++-aarch64-linux-gnu and
+# qemu-user.
+CHECKSUMS := $(addprefix native/,checksums.cpp decoder.cpp dispatch.cpp experts.cpp memory.cpp pack.cpp threads.cpp kernels.cpp)
+CHECKSUM_FLAGS := -std=c++17 -O2 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wno-psabi -static -pthread \
+	-DINFINILM_ISA=generic -DINFINILM_HAS_GENERIC
+aarch64:
+	@mkdir -p build/aarch64
+	aarch64-linux-gnu-g++ $(CHECKSUM_FLAGS) $(CHECKSUMS) -o build/aarch64/theirs
+	$(CXX) $(CHECKSUM_FLAGS) $(CHECKSUMS) -o build/aarch64/ours
+	qemu-aarch64 build/aarch64/theirs >build/aarch64/theirs.txt
+	build/aarch64/ours | diff - build/aarch64/theirs.txt
+	@echo "$$(wc -l <build/aarch64/theirs.txt) results have the same bits"
+
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
 	$(PIP) scikit-build-core nanobind cmake ninja
-	$(EDITABLE) '.[serve,structured]'
+	$(EDITABLE) '.[torch,serve,structured]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

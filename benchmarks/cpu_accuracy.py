@@ -23,9 +23,10 @@ import numpy as np
 
 from benchmarks.cpu_texts import read_texts
 from benchmarks.distance import Distance, Floats, Ours
-from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess
-from benchmarks.llamacpp.peer import LlamaCpp
-from benchmarks.llamacpp.side_by_side import count_cores
+from benchmarks.peers import LLAMA_CPP, OURS
+from benchmarks.peers.engine_process import EngineProcess
+from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.side_by_side import count_cores
 from infinilm import LLM
 from infinilm.bench.measure import Workload, describe_machine
 from infinilm.cli.bench import write_json

@@ -20,13 +20,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess
-from benchmarks.llamacpp.side_by_side import ENGINES, Setup, count_cores, run_by_turns
+from benchmarks.peers import LLAMA_CPP, OURS
+from benchmarks.peers.engine_process import EngineProcess
+from benchmarks.peers.side_by_side import Setup, count_cores, run_by_turns
 from infinilm.bench.measure import Workload, describe_machine
 from infinilm.cli.bench import write_json
 from infinilm.cli.display import console, format_rate, make_table
 from infinilm.loading.sources import resolve
 
+ENGINES = (OURS, LLAMA_CPP)
 OUTPUT_LEN = 32
 CONTEXT_LENS = (128, 256, 512, 1024, 2048, 4096, 8192)
 STREAMS = (1, 2, 4, 8, 16, 32, 64)

@@ -1,6 +1,8 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <new>
 #include <stdexcept>
 
@@ -23,8 +25,11 @@ size_t Matrix::num_bytes() const { return view_.panels() * view_.format->panel_b
 void Matrix::load(const uint8_t* blocks, const int64_t* rows, int64_t count) {
     const Format& format = *view_.format;
     const size_t row_bytes = size_t(view_.columns / format.block_columns) * format.block_bytes;
-    for (int64_t i = 0; i < count; ++i) {
-        pack_row(format, view_.columns, blocks + i * row_bytes, int(rows[i]), memory_.get());
+    // Of rows that were given twice the last counts.
+    std::map<int64_t, std::array<const uint8_t*, kPanelRows>> panels;
+    for (int64_t i = 0; i < count; ++i) panels[rows[i] / kPanelRows][rows[i] % kPanelRows] = blocks + i * row_bytes;
+    for (const auto& [panel, sources] : panels) {
+        pack_panel(format, view_.columns, sources.data(), memory_.get() + panel * format.panel_bytes(view_.columns));
     }
 }
 

@@ -24,8 +24,15 @@ void low_and_high_halves(const uint8_t* bytes, uint8_t* q) {
     }
 }
 
+// Eight at a time: a byte is repeated, each copy keeps its own bit, which a carry moves to the top and a shift to bit 4.
 void add_fifth_bits(const uint8_t* bytes, uint8_t* q) {
-    for (int i = 0; i < kGroup; ++i) q[i] |= uint8_t((bytes[i / 8] >> i % 8 & 1) << 4);
+    for (int i = 0; i < kGroup / 8; ++i) {
+        const uint64_t own = bytes[i] * 0x0101010101010101 & 0x8040201008040201;
+        uint64_t eight;
+        std::memcpy(&eight, q + 8 * i, sizeof eight);
+        eight |= ((own + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;
+        std::memcpy(q + 8 * i, &eight, sizeof eight);
+    }
 }
 
 // Q4_K and Q5_K: eight scales and minimums of six bits, in twelve bytes.
@@ -104,17 +111,6 @@ constexpr ReadGroup kReaders[] = {read_q4_0, read_q4_1, read_q5_0, read_q5_1, re
 static_assert(sizeof kReaders / sizeof *kReaders == sizeof kFormats / sizeof *kFormats);
 
 // Where the bits of a number lie: vector `quad`, byte `place` in it.
-void put(uint8_t* numbers, int bits, int quad, int place, uint8_t q) {
-    if (bits == 8) {
-        numbers[quad * kVectorBytes + place] = q;
-        return;
-    }
-    numbers[quad / 2 * kVectorBytes + place] |= uint8_t((q & 15) << 4 * (quad % 2));
-    uint8_t* high = numbers + 4 * kVectorBytes + place;
-    if (bits == 5) *high |= uint8_t((q >> 4) << quad);
-    if (bits == 6) high[quad / 4 * kVectorBytes] |= uint8_t((q >> 4) << 2 * (quad % 4));
-}
-
 uint8_t get(const uint8_t* numbers, int bits, int quad, int place) {
     if (bits == 8) return numbers[quad * kVectorBytes + place];
     uint8_t q = numbers[quad / 2 * kVectorBytes + place] >> 4 * (quad % 2) & 15;
@@ -124,10 +120,29 @@ uint8_t get(const uint8_t* numbers, int bits, int quad, int place) {
     return q;
 }
 
-void clear(uint8_t* numbers, int bits, int lane) {
-    for (size_t vector = 0; vector < size_t(bits); ++vector) {  // as many vectors as bits: 8 share 64 bytes each
-        std::memset(numbers + vector * kVectorBytes + 4 * lane, 0, 4);
+// A group of a panel: 8 vectors, each with the same four columns of 16 rows as one word a row.
+using Tile = uint32_t[kQuads][kPanelRows];
+
+// Write the numbers of a tile with so many bits each. Words hold four numbers, whose bits do not touch.
+void write_tile(const Tile& tile, int bits, uint8_t* numbers) {
+    Tile out{};
+    if (bits == 8) {
+        std::memcpy(out, tile, sizeof out);
+    } else {
+        for (int quad = 0; quad < kQuads; ++quad) {
+            uint32_t* low = out[quad / 2];
+            uint32_t* high = bits == 6 ? out[4 + quad / 4] : out[4];
+            const int low_shift = 4 * (quad % 2), high_shift = bits == 6 ? 2 * (quad % 4) : quad;
+            for (int lane = 0; lane < kPanelRows; ++lane) {
+                low[lane] |= (tile[quad][lane] & 0x0f0f0f0f) << low_shift;
+            }
+            if (bits == 4) continue;
+            for (int lane = 0; lane < kPanelRows; ++lane) {
+                high[lane] |= (tile[quad][lane] >> 4 & 0x03030303) << high_shift;
+            }
+        }
     }
+    std::memcpy(numbers, out, size_t(bits) * kVectorBytes);  // as many vectors as bits: 8 share 64 bytes each
 }
 
 }  // namespace
@@ -142,19 +157,27 @@ const Format& find_format(const std::string& name) {
     throw std::invalid_argument("format '" + name + "' is unknown; known are " + known);
 }
 
-void pack_row(const Format& format, int columns, const uint8_t* blocks, int row, uint8_t* data) {
+void pack_panel(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel) {
     const ReadGroup read = kReaders[&format - kFormats];
-    const int lane = row % kPanelRows, groups = columns / kGroup, groups_per_block = format.block_columns / kGroup;
-    uint8_t* panel = data + size_t(row / kPanelRows) * format.panel_bytes(columns);
+    const int groups = columns / kGroup, groups_per_block = format.block_columns / kGroup;
     for (int g = 0; g < groups; ++g) {
         uint8_t* numbers = panel + format.numbers_at(g);
         auto* scales = reinterpret_cast<uint16_t*>(panel + format.scales_at(g, groups));
-        Group group{};
-        read(blocks + size_t(g / groups_per_block) * format.block_bytes, g % groups_per_block, group);
-        clear(numbers, format.bits, lane);
-        for (int i = 0; i < kGroup; ++i) put(numbers, format.bits, i / 4, 4 * lane + i % 4, group.q[i]);
-        for (int i = 0; i < format.scales; ++i) scales[i * kPanelRows + lane] = group.scale[i];
-        if (format.has_minimum) scales[format.scales * kPanelRows + lane] = group.minimum;
+        Tile tile;
+        for (int lane = 0; lane < kPanelRows; ++lane) {
+            Group group;
+            if (rows[lane] == nullptr) {
+                for (int i = 0; i < kGroup; ++i) group.q[i] = get(numbers, format.bits, i / 4, 4 * lane + i % 4);
+            } else {
+                read(rows[lane] + size_t(g / groups_per_block) * format.block_bytes, g % groups_per_block, group);
+                for (int i = 0; i < format.scales; ++i) scales[i * kPanelRows + lane] = group.scale[i];
+                if (format.has_minimum) scales[format.scales * kPanelRows + lane] = group.minimum;
+            }
+            uint32_t words[kQuads];
+            std::memcpy(words, group.q, sizeof words);
+            for (int quad = 0; quad < kQuads; ++quad) tile[quad][lane] = words[quad];
+        }
+        write_tile(tile, format.bits, numbers);
     }
 }
 

@@ -11,8 +11,8 @@ namespace infinilm {
 // The format of that name; throws std::invalid_argument if there is none.
 const Format& find_format(const std::string& name);
 
-// Write one row of GGML's blocks to `row` of the matrix whose memory is `data`.
-void pack_row(const Format& format, int columns, const uint8_t* blocks, int row, uint8_t* data);
+// Write up to 16 rows of GGML's blocks to a panel; rows that are null stay as they are.
+void pack_panel(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel);
 
 // Read one row of a matrix as floats.
 void unpack_row(const PackedMatrix& matrix, int row, float* out);

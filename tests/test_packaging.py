@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -125,6 +126,16 @@ def test_kernels_share_no_code_between_instruction_sets(name: str) -> None:
     shared = re.findall(r"^\S+ [TW] (.+)$", listing, re.MULTILINE)
     assert shared
     assert [symbol for symbol in shared if f"infinilm::{name}::" not in symbol] == []
+
+
+def test_torch_is_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["serve"], *extras["structured"]]
+    names = {re.split(r"[\[<>=; ]", text)[0] for text in required}
+    assert "numpy" in names
+    assert not names & {"torch", "triton", "infinilm"}
+    assert [re.split("[<>=]", text)[0] for text in extras["torch"]] == ["torch"]
 
 
 def test_the_version_is_written_once(tmp_path: Path) -> None:

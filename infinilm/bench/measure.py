@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinilm.checks import check_integer
-from infinilm.engine.garbage import gc_paused
 from infinilm.errors import EngineError, InvalidValueError
+from infinilm.garbage import gc_paused
 from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

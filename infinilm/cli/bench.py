@@ -1,6 +1,6 @@
 """`infinilm bench`: how fast a workload is, here and in another engine.
 
-`bench --peer llama.cpp` and `bench serve` are in `benchmarks/`, which is not part of the wheel.
+`bench --peer llama.cpp`, `--peer openvino` and `bench serve` are in `benchmarks/`, which is not part of the wheel.
 """
 
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from infinilm.bench.transformers_peer import TransformersPeer
 
 DEFAULT_WORKLOADS = ("single", "batch", "prefill")
-PEERS = ("transformers", "llama.cpp")
+PEERS = ("transformers", "llama.cpp", "openvino")
 OURS = "infinilm"
 RATES = ("prefill_per_second", "decode_per_second")  # fields of `Summary`, in the order of the table's columns
 TIMES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
@@ -40,7 +40,7 @@ Workloads = Annotated[
         "-w",
         metavar="NAME",
         help="single, batch, prefill, prefix or custom; can be given several times. "
-        f"Default: {', '.join(DEFAULT_WORKLOADS)}. Not with --peer llama.cpp, whose work is always the same.",
+        f"Default: {', '.join(DEFAULT_WORKLOADS)}. Not with --peer llama.cpp or openvino.",
         rich_help_panel="Workload",
         show_default=False,
     ),
@@ -81,18 +81,18 @@ def bench(
     """Measure how fast a model runs here.
 
     Prompts are random token ids, the same everywhere; answers are greedy and of full length. With --peer, both
-    engines do the same work in turns: transformers in this process, llama.cpp and this engine each in its own process,
-    so that memory and start time are measured as well. To measure a server, use bench serve.
+    engines do the same work in turns: transformers in this process; llama.cpp or OpenVINO and this engine each in its
+    own process, so that memory and start time are measured as well. To measure a server, use bench serve.
     """
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
     if peer not in (None, *PEERS):
         raise InvalidValueError(f"peer={peer!r} is unknown; use one of {', '.join(PEERS)}")
-    if peer == "llama.cpp":
+    if peer not in (None, "transformers"):
         if workloads or sizes:
             raise InvalidValueError(f"--peer {peer} has work of its own; leave out --workload and sizes of workloads")
-        report, table = import_benchmark("llamacpp.side_by_side", f"--peer {peer}").report(config, threads, repeat)
+        report, table = import_benchmark("peers.side_by_side", f"--peer {peer}").report(config, threads, repeat, peer)
         _write(report, json_file, [table, ""])
         return
     chosen = _choose(workloads or list(DEFAULT_WORKLOADS), sizes)

@@ -19,7 +19,6 @@ from xxhash import xxh3_64_intdigest
 from infinilm.checks import check_integer, check_text
 from infinilm.config import Config
 from infinilm.engine.block_manager import BlockManager
-from infinilm.engine.garbage import gc_paused
 from infinilm.engine.prompts import (
     Prompt,
     as_conversations,
@@ -37,6 +36,7 @@ from infinilm.engine.stats import EngineStats, ProgressBar
 from infinilm.engine.step import Step
 from infinilm.errors import EngineError, InvalidValueError, WorkerDiedError
 from infinilm.executor.step_io import StepInput, StepOutput
+from infinilm.garbage import gc_paused
 from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams

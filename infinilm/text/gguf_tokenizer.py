@@ -15,9 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm.errors import CheckpointError
+from infinilm.garbage import gc_paused
+from infinilm.text.merges import derive_merges
 
 # Values of tokenizer.ggml.token_type that matter here (0 undefined, 1 normal and 5 unused are plain tokens).
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -165,6 +168,7 @@ class GGUFVocabulary:
         return None if token_id is None else self.tokens[token_id]
 
 
+@gc_paused()  # a vocabulary is a million small objects
 def build_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     try:
         build = _build_byte_level if vocabulary.kind == "gpt2" else _build_sentencepiece
@@ -232,32 +236,23 @@ def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that form another token, the best score first.
-
-    SentencePiece merges the pair whose result scores highest. Ties are broken as in transformers: longer left part,
-    then longer right part, then the result's index in the vocabulary.
-    """
+    """All pairs of tokens that form another token: SentencePiece merges the pair whose result scores highest."""
     if vocabulary.scores is None:
         raise CheckpointError(
             "GGUF metadata has neither tokenizer.ggml.scores nor tokenizer.ggml.merges; a 'llama' tokenizer "
             "needs one of them"
         )
-    ranked: list[tuple[float, int, int, str, str]] = []
-    for index, (piece, score) in enumerate(zip(vocabulary.tokens, vocabulary.scores, strict=True)):
-        # Text never merges into these; of duplicates the last counts.
-        if vocabulary.token_types[index] in (_UNKNOWN, _CONTROL, _BYTE) or ids[piece] != index:
-            continue
-        if len(piece) > _MAX_PIECE_CHARS:
-            raise CheckpointError(
-                f"GGUF metadata tokenizer.ggml.tokens[{index}] has {len(piece)} characters; at most "
-                f"{_MAX_PIECE_CHARS} make sense for a 'llama' tokenizer"
-            )
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in ids and right in ids:
-                ranked.append((score, len(left), len(right), left, right))
-    ranked.sort(key=lambda merge: merge[:3], reverse=True)
-    return [(left, right) for *_, left, right in ranked]
+    # Text never merges into these; of duplicates the last counts.
+    results = ~np.isin(vocabulary.token_types, (_UNKNOWN, _CONTROL, _BYTE))
+    results &= np.fromiter(map(ids.__getitem__, vocabulary.tokens), np.int64, len(results)) == np.arange(len(results))
+    lengths = np.fromiter(map(len, vocabulary.tokens), np.int64, len(results))
+    if (too_long := results & (lengths > _MAX_PIECE_CHARS)).any():
+        index = int(too_long.argmax())
+        raise CheckpointError(
+            f"GGUF metadata tokenizer.ggml.tokens[{index}] has {lengths[index]} characters; at most "
+            f"{_MAX_PIECE_CHARS} make sense for a 'llama' tokenizer"
+        )
+    return derive_merges(vocabulary.tokens, lengths, vocabulary.scores, np.flatnonzero(results))
 
 
 def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death
-from benchmarks.llamacpp.peer import LlamaCpp
-from benchmarks.llamacpp.side_by_side import (
+from benchmarks.peers import LLAMA_CPP, OPENVINO, OURS
+from benchmarks.peers.engine_process import EngineProcess, describe_death
+from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.side_by_side import (
     WORKS,
     Comparison,
     Setup,
@@ -115,7 +116,7 @@ def test_our_settings_go_to_the_process_and_to_the_command(smollm2: Path) -> Non
 
 
 def test_what_llamacpp_cannot_do_is_refused(tiny_dir: Path, smollm2: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"is not a \.gguf file, and llama\.cpp reads nothing else"):
+    with pytest.raises(InvalidValueError, match=r"is not a \.gguf file, which both engines can read"):
         make_setup(Config(model=tiny_dir), num_threads=None)
     with pytest.raises(InvalidValueError, match="leave out --device cuda"):
         make_setup(Config(model=smollm2, device="cuda"), num_threads=None)
@@ -135,7 +136,7 @@ def test_a_missing_llamacpp_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_an_unknown_peer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(["bench", "--peer", "ollama"]) == 2
-    assert "peer='ollama' is unknown; use one of transformers, llama.cpp" in capsys.readouterr().err
+    assert "peer='ollama' is unknown; use one of transformers, llama.cpp, openvino" in capsys.readouterr().err
 
 
 # --- engines in processes -----------------------------------------------------------------------------------
@@ -247,3 +248,22 @@ def test_streams_are_apart_and_rows_make_no_difference(smollm2: Path) -> None:
     for found in logits.values():
         assert found[8:12].argmax(axis=1).tolist() == apart.token_ids[0] == together.token_ids[0]
     peer.close()
+
+
+# --- OpenVINO -----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_openvino_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "openvino_genai", None)
+    assert run_cli(["bench", "--peer", "openvino"]) == 2
+    assert "needs openvino-genai; install it with: pip install 'infinilm[peers]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("openvino_genai") is None, reason="openvino-genai is not installed")
+def test_openvino_does_the_same_work(smollm2: Path) -> None:
+    work = Workload("w", num_prompts=2, input_len=9, output_len=4)
+    with EngineProcess(OPENVINO, {"model": str(smollm2)}, num_threads=1) as process:
+        run = process.run(work, work.prompts(process.vocab_size, repeat=0))
+    assert (process.vocab_size, process.max_len) == (49152, 8192)
+    assert [len(ids) for ids in run.token_ids] == [4, 4]
+    assert (run.num_prefill_tokens, run.num_decode_tokens, len(run.gaps), len(run.ttfts)) == (18, 6, 6, 2)

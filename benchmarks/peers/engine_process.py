@@ -15,17 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
 
+from benchmarks.peers import LLAMA_CPP, OPENVINO
 from infinilm.bench.measure import Run, Workload
 from infinilm.errors import EngineError, InfinilmError
-
-OURS = "infinilm"
-LLAMA_CPP = "llama.cpp"
 
 Runner = Callable[[Workload, list[list[int]]], Run]
 
 
 class EngineProcess:
-    """`name` is one of ours and llama.cpp; `settings` are a `Config`'s, of which llama.cpp uses the model only."""
+    """`name` is ours or that of one of `PEERS`; `settings` are a `Config`'s, of which peers use the model only."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], num_threads: int) -> None:
         self.name = name
@@ -33,7 +31,7 @@ class EngineProcess:
         """Peak resident memory up to the end of the last run. None where the system does not report it."""
         self._errors = TemporaryFile()  # noqa: SIM115 (closed by `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.llamacpp.engine_process", name, json.dumps(settings), str(num_threads)],
+            [sys.executable, "-m", "benchmarks.peers.engine_process", name, json.dumps(settings), str(num_threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -96,7 +94,7 @@ def environment(num_threads: int) -> dict[str, str]:
 def describe_death(name: str, code: int, errors: str) -> str:
     """Why an engine's process ended, by its exit code and stderr."""
     if code == -signal.SIGILL and name == LLAMA_CPP:
-        from benchmarks.llamacpp.peer import PACKAGE, REMEDY
+        from benchmarks.peers.llamacpp import PACKAGE, REMEDY
 
         return f"{PACKAGE} died of an illegal instruction: it was built for another CPU than this one is; {REMEDY}"
     last = errors.strip().rpartition("\n")[2]
@@ -130,10 +128,15 @@ def main(name: str, settings: dict[str, Any], num_threads: int) -> None:
 def _load(name: str, settings: dict[str, Any], num_threads: int) -> tuple[Runner, str, int, int]:
     """The function that runs a workload, the engine's version, its vocabulary size and its maximum length."""
     if name == LLAMA_CPP:
-        from benchmarks.llamacpp.peer import LlamaCpp
+        from benchmarks.peers.llamacpp import LlamaCpp
 
         peer = LlamaCpp(Path(settings["model"]), num_threads=num_threads)
         return peer.run, peer.version, peer.vocab_size, peer.max_len
+    if name == OPENVINO:
+        from benchmarks.peers.openvino import OpenVINO
+
+        other = OpenVINO(Path(settings["model"]), num_threads=num_threads)
+        return other.run, other.version, other.vocab_size, other.max_len
     from functools import partial
 
     from infinilm import LLM, Config, __version__

@@ -1,4 +1,4 @@
-"""This engine and llama.cpp on the same file, prompts and threads: in turns, each in its own process."""
+"""This engine and another on the same file, prompts and threads: in turns, each in its own process."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.llamacpp.engine_process import LLAMA_CPP, OURS, EngineProcess, describe_death, environment
-from benchmarks.llamacpp.peer import check_installed
+from benchmarks.peers import LLAMA_CPP, OURS, PEERS, check_installed
+from benchmarks.peers.engine_process import EngineProcess, describe_death, environment
 from infinilm.bench.measure import Run, Summary, Workload, describe_machine
 from infinilm.cli.display import format_rate, make_table, note
 from infinilm.config import Config
@@ -22,19 +22,9 @@ from infinilm.loading.sources import resolve
 if TYPE_CHECKING:
     from rich.table import Table
 
-ENGINES = (OURS, LLAMA_CPP)
 FIRST_PROMPT = "The capital of France is"
 SETTLE_SECONDS = 0.05
 """Between turns: idle threads spin for a moment before they sleep."""
-
-# What a user would write to see a first token; `infinilm generate` is the other side of it.
-LLAMA_CPP_START = """
-import sys
-from llama_cpp import Llama
-model = Llama(sys.argv[1], n_threads=int(sys.argv[2]), n_threads_batch=int(sys.argv[2]), verbose=False)
-for piece in model(sys.argv[3], max_tokens=1, temperature=0.0, stream=True):
-    print(piece["choices"][0]["text"], end="", flush=True)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +52,19 @@ class Setup:
 
     settings: Mapping[str, Any]
     num_threads: int
+    peer: str = LLAMA_CPP
+
+    @property
+    def engines(self) -> tuple[str, str]:
+        return OURS, self.peer
 
     def start(self, engine: str) -> EngineProcess:
         return EngineProcess(engine, self.settings, self.num_threads)
 
     def first_token_command(self, engine: str) -> list[str]:
         """A command that prints an engine's first token."""
-        if engine == LLAMA_CPP:
-            arguments = ["-c", LLAMA_CPP_START, str(self.settings["model"]), str(self.num_threads), FIRST_PROMPT]
+        if engine != OURS:
+            arguments = ["-c", PEERS[engine].start, str(self.settings["model"]), str(self.num_threads), FIRST_PROMPT]
         else:
             options = ((f"--{name.replace('_', '-')}", str(value)) for name, value in self.settings.items())
             flat = [part for option in options for part in option]
@@ -100,9 +95,9 @@ class Comparison:
     versions: dict[str, str] = field(default_factory=dict)
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     """By workload name and engine."""
-    peak_bytes: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+    peak_bytes: dict[str, list[int]] = field(default_factory=dict)
     """Empty where the system does not report it."""
-    start_seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in ENGINES})
+    start_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def summary(self, workload: Workload, engine: str) -> Summary:
         return Summary.of(self.runs[workload.name][engine])
@@ -111,17 +106,18 @@ class Comparison:
         """Medians of everything."""
         works = self.works
         decode, streams = (
-            [self.summary(work, name).decode_per_second for name in ENGINES] for work in (works.decode, works.streams)
+            [self.summary(work, name).decode_per_second for name in self.versions]
+            for work in (works.decode, works.streams)
         )
-        prefill = [self.summary(works.prefill, name).prefill_per_second for name in ENGINES]
+        prefill = [self.summary(works.prefill, name).prefill_per_second for name in self.versions]
         count = works.streams.num_prompts
         found: list[tuple[str, str, Sequence[float | None], bool]] = [
             ("decode, one stream", "tok/s", decode, True),
             (f"prefill, {works.prefill.input_len}-token prompt", "tok/s", prefill, True),
             (f"{count} streams, against its one", "tok/s", (streams[0], decode[1]), True),
             (f"{count} streams, against its {count}", "tok/s", streams, True),
-            ("peak resident memory", "MiB", _medians(self.peak_bytes, 2**20), False),
-            ("start to first token", "s", _medians(self.start_seconds), False),
+            ("peak resident memory", "MiB", self._medians(self.peak_bytes, 2**20), False),
+            ("start to first token", "s", self._medians(self.start_seconds), False),
         ]
         return [
             Figure(name, unit, ours, theirs, is_more_better)
@@ -129,9 +125,8 @@ class Comparison:
             if ours is not None and theirs is not None
         ]
 
-
-def _medians(values: Mapping[str, Sequence[float]], unit: float = 1.0) -> list[float | None]:
-    return [median(values[name]) / unit if values[name] else None for name in ENGINES]
+    def _medians(self, values: Mapping[str, Sequence[float]], unit: float = 1.0) -> list[float | None]:
+        return [median(values[name]) / unit if values.get(name) else None for name in self.versions]
 
 
 def compare(setup: Setup, repeat: int, note: Callable[[str], None], works: Works = WORKS) -> Comparison:
@@ -140,23 +135,23 @@ def compare(setup: Setup, repeat: int, note: Callable[[str], None], works: Works
     _measure_workloads(found, setup, repeat, note)
     note(f"Measuring the peak of resident memory · {repeat} times …")
     for number in range(repeat):
-        for name in ENGINES:
+        for name in setup.engines:
             with setup.start(name) as engine:
                 engine.run(found.works.memory, found.works.memory.prompts(engine.vocab_size, number))
                 if engine.peak_bytes is not None:
-                    found.peak_bytes[name].append(engine.peak_bytes)
+                    found.peak_bytes.setdefault(name, []).append(engine.peak_bytes)
     note(f"Measuring the start to the first token · {repeat} times …")
     for number in range(repeat + 1):
-        for name in ENGINES:
+        for name in setup.engines:
             seconds = time_to_output(name, setup)
             if number > 0:  # the first one reads files that the others find in memory
-                found.start_seconds[name].append(seconds)
+                found.start_seconds.setdefault(name, []).append(seconds)
     return found
 
 
 def _measure_workloads(found: Comparison, setup: Setup, repeat: int, note: Callable[[str], None]) -> None:
     with ExitStack() as stack:
-        engines = [stack.enter_context(setup.start(name)) for name in ENGINES]
+        engines = [stack.enter_context(setup.start(name)) for name in setup.engines]
         found.versions = {engine.name: engine.version for engine in engines}
         for workload in (found.works.decode, found.works.prefill, found.works.streams):
             note(f"Measuring {workload} · {repeat} times …")
@@ -210,10 +205,10 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def report(config: Config, num_threads: int | None, repeat: int) -> tuple[dict[str, Any], "Table"]:
+def report(config: Config, num_threads: int | None, repeat: int, peer: str) -> tuple[dict[str, Any], "Table"]:
     """Measure both engines: the report, and its figures as a table."""
-    check_installed()
-    setup = make_setup(config, num_threads)
+    check_installed(peer)
+    setup = make_setup(config, num_threads, peer)
     found = compare(setup, repeat, note)
     content = {
         "model": Path(setup.settings["model"]).name,
@@ -229,25 +224,25 @@ def report(config: Config, num_threads: int | None, repeat: int) -> tuple[dict[s
         "peak_bytes": found.peak_bytes,
         "start_seconds": found.start_seconds,
     }
-    return content, make_comparison(found.figures())
+    return content, make_comparison(found.figures(), peer)
 
 
-def make_setup(config: Config, num_threads: int | None) -> Setup:
+def make_setup(config: Config, num_threads: int | None, peer: str = LLAMA_CPP) -> Setup:
     """How both engines are started; `num_threads` None: one per core."""
     path = resolve(config.model)
     if path.suffix != ".gguf":
-        raise InvalidValueError(f"--peer llama.cpp: {path} is not a .gguf file, and llama.cpp reads nothing else")
+        raise InvalidValueError(f"--peer {peer}: {path} is not a .gguf file, which both engines can read")
     if config.device == "cuda":
-        raise InvalidValueError("--peer llama.cpp compares on the CPU; leave out --device cuda")
+        raise InvalidValueError(f"--peer {peer} compares on the CPU; leave out --device cuda")
     config = config.replace(model=str(path), device="cpu")
     settings = {item.name: getattr(config, item.name) for item in fields(config)}
     changed = {item.name: settings[item.name] for item in fields(config) if settings[item.name] != item.default}
-    return Setup(changed, num_threads or count_cores())
+    return Setup(changed, num_threads or count_cores(), peer)
 
 
-def make_comparison(figures: Sequence[Figure]) -> "Table":
+def make_comparison(figures: Sequence[Figure], peer: str = LLAMA_CPP) -> "Table":
     """A table with one line per figure."""
-    table = make_table("", "", "infinilm", "llama.cpp", "ratio", "better", left=2)
+    table = make_table("", "", OURS, peer, "ratio", "better", left=2)
     for figure in figures:
         values = [figure.ours, figure.theirs]
         table.add_row(

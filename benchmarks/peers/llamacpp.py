@@ -7,7 +7,6 @@ less per token than llama-cpp-python's classes and computes several streams at o
 import logging
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
@@ -15,11 +14,11 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.peers import LLAMA_CPP, PEERS, check_installed
 from infinilm.bench.measure import Run, Workload
 from infinilm.errors import EngineError
 
-PACKAGE = "llama-cpp-python"
-INSTALL = "pip install 'infinilm[peers]'"
+PACKAGE = PEERS[LLAMA_CPP].package
 REMEDY = (
     "build it for less than the CPU announces: "
     'CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON '
@@ -35,19 +34,14 @@ CACHE_PIECE = 256
 Logits = npt.NDArray[np.float32]
 
 
-def check_installed() -> None:
-    if find_spec("llama_cpp") is None:
-        raise EngineError(f"comparing with llama.cpp needs {PACKAGE}; install it with: {INSTALL}")
-
-
 class LlamaCpp:
     """A .gguf file loaded by llama.cpp, with its own defaults: mapped weights, a float16 cache, flash attention."""
 
     def __init__(self, path: Path, *, num_threads: int) -> None:
-        check_installed()
+        check_installed(LLAMA_CPP)
         self._lib = lib = import_module("llama_cpp")
         logging.getLogger(PACKAGE).setLevel(logging.ERROR)
-        self.name = "llama.cpp"
+        self.name = LLAMA_CPP
         self.version = f"{lib.__version__} (llama-cpp-python)"
         self._num_threads = num_threads
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())

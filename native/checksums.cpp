@@ -1,0 +1,87 @@
+// Prints checksums of products and attention over made-up numbers, for one instruction set. They must be the same on every
+// machine: `make aarch64` compares those of an emulated aarch64 with this machine's. Not a part of the module.
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "decoder.h"
+#include "dispatch.h"
+#include "half.h"
+
+namespace infinilm {
+namespace {
+
+uint64_t state = 1;
+
+uint32_t random_bits() {
+    state = state * 6364136223846793005 + 1442695040888963407;
+    return uint32_t(state >> 33);
+}
+
+std::vector<float> random_floats(size_t count) {
+    std::vector<float> numbers(count);
+    for (float& each : numbers) each = float(int(random_bits() % 2001) - 1000) * 1e-3f;
+    return numbers;
+}
+
+void print(const char* what, int size, const std::vector<float>& numbers) {
+    uint64_t sum = 14695981039346656037u;
+    for (float each : numbers) sum = (sum ^ bits_of(each)) * 1099511628211;
+    std::printf("%s %d: %016llx, the first %g\n", what, size, static_cast<unsigned long long>(sum), double(numbers[0]));
+}
+
+// Random blocks, whose scales are small: float16 numbers that begin blocks, or end them in Q6_K.
+std::vector<uint8_t> random_blocks(const Format& format, int rows, int columns) {
+    std::vector<uint8_t> bytes(size_t(rows) * (columns / format.block_columns) * format.block_bytes);
+    for (uint8_t& each : bytes) each = uint8_t(random_bits());
+    for (size_t block = 0; block < bytes.size(); block += format.block_bytes) {
+        const bool is_last = std::strcmp(format.name, "Q6_K") == 0;
+        for (int i = 0; i < (is_last ? 1 : 2); ++i) {
+            const uint16_t scale = float_to_half(1e-3f * float(1 + random_bits() % 100));
+            const bool is_scale = i == 0 || format.has_minimum;
+            if (is_scale) std::memcpy(&bytes[block + (is_last ? format.block_bytes - 2 : 2 * i)], &scale, 2);
+        }
+    }
+    return bytes;
+}
+
+void check_products(const Format& format) {
+    constexpr int kRows = 37, kColumns = 768;
+    auto matrix = std::make_shared<Matrix>(format.name, kRows, kColumns);
+    std::vector<int64_t> rows(kRows);
+    for (int i = 0; i < kRows; ++i) rows[i] = i;
+    matrix->load(random_blocks(format, kRows, kColumns).data(), rows.data(), kRows);
+    const Linear linear({matrix}, nullptr);
+    for (int tokens : {1, 5, 64}) {
+        const std::vector<float> x = random_floats(size_t(tokens) * kColumns);
+        std::vector<float> out(size_t(tokens) * kRows);
+        QuantizedRows quantized;
+        quantized.reserve(tokens, kColumns);
+        for (int t = 0; t < tokens; ++t) kernels().quantize(x.data(), kColumns, nullptr, 0.0f, t, quantized.view());
+        linear.multiply(quantized.view(), tokens, out.data(), false);
+        print(format.name, tokens, out);
+    }
+}
+
+void check_attention(int head_dim) {
+    constexpr int kHeads = 4, kKeyHeads = 2, kBlock = 16, kBlocks = 5, kTokens = 70;
+    std::vector<float> cache = random_floats(size_t(kBlocks) * kBlock * 2 * kKeyHeads * head_dim);
+    const CacheView view{cache.data(), CacheType::kFloat32, kBlocks, kBlock, kKeyHeads, head_dim};
+    const std::vector<float> query = random_floats(size_t(kTokens) * kHeads * head_dim);
+    std::vector<int64_t> positions(kTokens), slots(kTokens), table{4, 2, 0, 1, 3};
+    for (int i = 0; i < kTokens; ++i) positions[i] = i, slots[i] = table[i / kBlock] * kBlock + i % kBlock;
+    const int64_t length = kTokens;
+    const Step step{kTokens, 1, kBlocks, positions.data(), slots.data(), table.data(), &length, &length};
+    std::vector<float> out(query.size());
+    attend(step, view, query.data(), int64_t(kHeads) * head_dim, kHeads, {0.125f, 0}, out.data(), int64_t(kHeads) * head_dim);
+    print("attention", head_dim, out);
+}
+
+}  // namespace
+}  // namespace infinilm
+
+int main() {
+    infinilm::use_kernels("generic");
+    for (const infinilm::Format& format : infinilm::kFormats) infinilm::check_products(format);
+    for (int head_dim : {64, 80, 128}) infinilm::check_attention(head_dim);
+}
