@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infinilm.attention import ForwardBatch, TorchAttention
+from infinilm.kernels.fp8_cache import DTYPE, store_quantized
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -121,6 +122,40 @@ def test_all_kinds_of_heads(native: Any, dtype: torch.dtype, sizes: tuple[int, i
     named = dict(zip(("head_dim", "kv_heads", "group", "block_size"), sizes, strict=True))
     case = make_case([1, 18], [70, 40], dtype=dtype, **named)
     torch.testing.assert_close(case.native(native), case.torch(), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("head_dim", [10, 64])
+def test_8_bit_floats(native: Any, head_dim: int) -> None:
+    """The same codes and scales as torch's, numbers of all sizes, zeros and those that are not finite included."""
+    case = make_case([1, 18], [70, 40], head_dim=head_dim)
+    new = case.new * torch.exp(6 * torch.randn(case.new.shape, generator=torch.Generator().manual_seed(1)))
+    new[3], new[5, 0, 0, 1], new[6, 1, 0, 2], new[7, :, 1] = 0.0, torch.nan, torch.inf, 1e-38
+    backend, found = TorchAttention(), []
+    plan = backend.prepare(case.batch, block_size=16, windows={None}, dtype=torch.float32)
+    for is_native in (True, False):
+        cache = torch.zeros(case.cache.shape, dtype=DTYPE)
+        scales = torch.zeros(len(cache), cache.shape[3], 16, 2, dtype=torch.bfloat16)
+        if is_native:
+            native.store(new, cache.view(torch.uint8), make_step(native, case.batch), scales)
+        else:
+            backend.store(new, cache, plan, scales=scales)
+        found.append((cache.view(torch.uint8), scales))
+    (codes, scales), (expected_codes, expected_scales) = found
+    assert torch.equal(codes, expected_codes)
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+    assert scales[..., 0].isnan().sum() == 2
+    assert scales[..., 1].isfinite().all()
+
+    cache, scales = torch.zeros(case.cache.shape, dtype=DTYPE), torch.zeros_like(scales)
+    store_quantized(case.cache.flatten(0, 1).clamp(max=9), cache, scales, torch.arange(cache.shape[0] * 16))
+    backend.store(case.new, cache, plan, scales=scales)
+    out, step = torch.empty_like(case.query), make_step(native, case.batch)
+    native.attend(case.query, cache.view(torch.uint8), step, out, case.scale, None, None, None, scales)
+    expected = backend.attend(case.query, cache, plan, scale=case.scale, window=None, scales=scales)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    for wrong in (None, scales[:1], scales.half()):
+        with pytest.raises(ValueError, match="scales"):
+            native.store(new, cache.view(torch.uint8), step, wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_refused(native: Any) -> None:
         run_native(native, decoder, torch.zeros(3, HIDDEN), empty_cache()[:1], batch)
     with pytest.raises(ValueError, match="a cache does not fit its layer"):
         run_native(native, decoder, torch.zeros(3, HIDDEN), empty_cache()[..., :32].contiguous(), batch)
-    with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
+    with pytest.raises(ValueError, match="float32, float16, bfloat16, or uint8"):
         native.Cache(list(empty_cache(torch.float64)))
     with pytest.raises(ValueError, match="must be contiguous"):
         native.Cache(list(empty_cache()[..., :32]))
