@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from infinilm.errors import EngineError, InvalidValueError
@@ -70,9 +71,7 @@ class WeightShard:
 
     def cut(self, full: Tensor) -> Tensor:
         """This part of the `full` tensor, as a view."""
-        for dim, (start, length) in enumerate(zip(self.starts, self.tensor.shape, strict=True)):
-            full = full.narrow(dim, start, length)
-        return full
+        return _cut(full, self.starts, self.tensor.shape)
 
 
 class PackedMatrix(Protocol):
@@ -86,6 +85,9 @@ class PackedMatrix(Protocol):
     def num_bytes(self) -> int: ...
     def load(self, blocks: Tensor, rows: Tensor, /) -> None:
         """Store rows of GGML blocks, uint8 `[n, bytes of a row]`, at the indices `rows`, int64 `[n]`."""
+
+    def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
+        """Fill `out`, float32 `[n, columns]` on the host, with the values of these rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,30 @@ class PackedShard:
         shape, full = tuple(piece.length for piece in pieces), tuple(piece.full for piece in pieces)
         return cls(matrix, shape, full, tuple(piece.start for piece in pieces))
 
+    def cut(self, full: Tensor) -> Tensor:
+        """This part of the `full` tensor, as a view."""
+        return _cut(full, self.starts, self.shape)
+
     @property
     def num_bytes(self) -> int:
         return self.matrix.num_bytes
 
+    def values(self) -> Tensor:
+        """What the matrix stands for, float32 on the host."""
+        num_rows, num_columns = self.shape if len(self.shape) == 2 else (self.shape[0] * self.shape[2], self.shape[1])
+        out = torch.empty(num_rows, num_columns)
+        self.matrix.dequantize(torch.arange(num_rows), out)
+        return out if len(self.shape) == 2 else out.view(self.shape[0], -1, num_columns).transpose(1, 2).contiguous()
+
     def load(self, name: str, reader: "WeightReader") -> None:
         for blocks, rows in reader.read_packed(name, self.matrix.format, self.starts, self.shape):
             self.matrix.load(blocks, rows)
+
+
+def _cut(full: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(starts, shape, strict=True)):
+        full = full.narrow(dim, start, length)
+    return full
 
 
 Shard = WeightShard | PackedShard

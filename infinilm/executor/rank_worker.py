@@ -20,7 +20,7 @@ from infinilm.debug import HookRegistry
 from infinilm.debug.remote import RemoteHooks, serve_hooks
 from infinilm.debug.taps import Taps, show_logits
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import dense_weight, dense_weights
+from infinilm.distributed.shard import PackedShard
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.guarantee import failing_products
@@ -30,6 +30,7 @@ from infinilm.executor.step_io import StepInput
 from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
 from infinilm.loading.checkpoint import open_checkpoint
+from infinilm.loading.quantize import quantize
 from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, ModelConfig, create_model
 from infinilm.models.base import StagedModel
@@ -159,10 +160,14 @@ class RankWorker:
 
     @torch.inference_mode()
     def load_shards(self, shards: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Copy this rank's shards of some weights into the model; `shards` are by rank."""
+        """Copy this rank's shards of some weights into the model, or quantise them; `shards` are by rank."""
         targets = self.model.weight_targets()
         for name, shard in shards[self.rank].items():
-            dense_weight(name, targets[name]).tensor.copy_(shard)
+            target = targets[name]
+            if isinstance(target, PackedShard):
+                target.matrix.load(quantize(shard.float().cpu(), target.matrix.format), torch.arange(len(shard)))
+            else:
+                target.tensor.copy_(shard)
         self._wait_for_weights()
 
     def _wait_for_weights(self) -> None:
@@ -171,10 +176,12 @@ class RankWorker:
             torch.cuda.synchronize(self.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of this rank's weights, on the host, by their names in a checkpoint."""
+        """Copies of this rank's weights, on the host, by their names in a checkpoint. Quantised ones are decoded."""
         return {
-            name: shard.tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, shard in dense_weights(self.model.weight_targets()).items()
+            name: shard.values()
+            if isinstance(shard, PackedShard)
+            else shard.tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, shard in self.model.weight_targets().items()
         }
 
     def reset_cache(self, shape: CacheShape | None) -> None:

@@ -8,10 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infinilm.distributed.shard import dense_weight
-from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.distributed.shard import PackedShard
+from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.lowlevel.infer_input import share_array
 from infinilm.models import InfinilmModel
+from infinilm.models.quantization import can_be_made
 
 Param = Tensor | npt.NDArray[Any]
 
@@ -48,9 +49,7 @@ class ParamTable:
 
     def cut(self, name: str, whole: Tensor) -> list[dict[str, Tensor]]:
         """Each rank's piece of a weight, views of the whole. A rank of another pipeline stage has none."""
-        return [
-            {name: dense_weight(name, shards[name]).cut(whole)} if name in shards else {} for shards in self._shards
-        ]
+        return [{name: shards[name].cut(whole)} if name in shards else {} for shards in self._shards]
 
     def _has(self, name: str) -> bool:
         if name in self._whole:
@@ -62,7 +61,12 @@ class ParamTable:
         )
 
     def _check(self, name: str, param: Param) -> Tensor:
-        dense_weight(name, self._whole[name])
+        shard = self._whole[name]
+        if isinstance(shard, PackedShard) and not can_be_made(shard):
+            raise EngineError(
+                f"{name} is quantised ({shard.matrix.format}), which can't be made of other numbers; load the model "
+                "with quantization='none'"
+            )
         if isinstance(param, np.ndarray):
             if param.dtype.kind != "f" or param.itemsize > 8:
                 raise InvalidTypeError(f"{name} is an array of {param.dtype}; weights are one of {_DTYPE_NAMES}")

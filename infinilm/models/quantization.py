@@ -14,6 +14,7 @@ from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
 from infinilm.layers.formats import DENSE, FORMATS, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
+from infinilm.loading.quantize import QUANTIZERS
 from infinilm.models.registry import keeps_quantized
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,14 @@ def _format_of(name: str, columns: int, quantization: str, *, is_native: bool) -
         return device.name
     whole = [size for size in (device.group, device.group // 2) if columns % size == 0]
     return replace(device, group=whole[0] if whole else device.group // 4).name
+
+
+def can_be_made(shard: PackedShard) -> bool:
+    """Whether numbers can be rounded to the format of a matrix."""
+    format = GroupedFormat.parse(shard.matrix.format)
+    if format is None:
+        return shard.matrix.format in QUANTIZERS
+    return not format.has_zeros and not format.is_mxfp4
 
 
 def note_dense(weights: Weights, formats: WeightFormats) -> None:

@@ -126,17 +126,20 @@ def test_hooks_see_the_type_that_is_computed_in(written: Written) -> None:
 
 
 @pytest.mark.usefixtures("packs_as_on_gpus")
-def test_packed_weights_can_be_read_dense_only(written: Written) -> None:
+def test_packed_weights_are_decoded_and_quantised(written: Written) -> None:
     path, reference = written["awq"]
     name = "model.layers.0.self_attn.q_proj.weight"
     with InferEngine(path, device_type="cpu") as engine:
-        refused = (
-            r"q_proj.weight is quantised \(INT4 32 F16 zeros\) and can't be read or replaced; .*quantization='none'"
-        )
-        with pytest.raises(EngineError, match=refused):
-            engine.state_dict()
+        (weights,) = engine.state_dict()
+        for own, weight in weights.items():
+            torch.testing.assert_close(weight, reference.get_parameter(own).detach(), atol=1e-7, rtol=1e-6)
+        refused = r"q_proj.weight is quantised \(INT4 32 F16 zeros\), which can't be made of other numbers; .*='none'"
         with pytest.raises(EngineError, match=refused):
             engine.load_param(name, torch.zeros(64, 64))
+    with InferEngine(written["compressed-fp8-channel"][0], device_type="cpu") as engine:
+        weight = torch.randn(64, 64)
+        engine.load_param(name, weight)
+        torch.testing.assert_close(engine.state_dict()[0][name], weight, atol=1e-3, rtol=0.07)
     with InferEngine(path, device_type="cpu", quantization="none") as engine:
         (weights,) = engine.state_dict()
         torch.testing.assert_close(weights[name], reference.get_parameter(name).detach(), atol=1e-7, rtol=1e-6)

@@ -55,7 +55,7 @@ def with_plain_matrices(model: CausalLM) -> CausalLM:
         assert isinstance(target, WeightShard)
         if isinstance(shard, PackedShard):
             values = torch.empty(target.tensor.shape)
-            shard.matrix.dequantize(torch.arange(len(values)), values)  # type: ignore[attr-defined]
+            shard.matrix.dequantize(torch.arange(len(values)), values)
             target.tensor.copy_(values)
         else:
             target.tensor.copy_(shard.tensor)

@@ -60,6 +60,10 @@ class MatrixOutline:
         """Refused: there is no memory to load into."""
         raise EngineError("the outline of a model takes no weights")
 
+    def dequantize(self, _rows: Tensor, _out: Tensor, /) -> None:
+        """Refused likewise."""
+        raise EngineError("the outline of a model has no weights")
+
 
 class GGUFWeight:
     """See `Weight`. `matrices` are the native library's, one for each of `formats` and `rows`."""

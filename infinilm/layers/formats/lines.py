@@ -40,6 +40,16 @@ class LinesPart:
         if matrix.zeros is not None and zeros is not None:
             matrix.zeros[lines] = (zeros & 0x0F).to(torch.uint8)
 
+    def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
+        """See `PackedMatrix`."""
+        lines = self._first + rows.to(self._matrix.codes.device)
+        parts = [None if each is None else each[lines] for each in self._matrix[2:]]
+        codes, scales, zeros, factors = parts
+        assert codes is not None
+        assert scales is not None
+        own = self._matrix._replace(codes=codes, scales=scales, zeros=zeros, factors=factors)
+        out.copy_(unpack_lines_torch(own, torch.float32))
+
 
 class Lines(nn.Module):
     """Matrices of one format; each has `rows` lines."""

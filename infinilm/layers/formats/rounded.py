@@ -43,6 +43,11 @@ class RoundedPart:
         self._codes.view(torch.uint8)[rows.to(device)] = codes
         self._scales[rows.to(device)] = scales[:, 0]
 
+    def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
+        """See `PackedMatrix`."""
+        own = rows.to(self._codes.device)
+        out.copy_(self._codes.view(torch.uint8)[own].view(torch.float8_e4m3fn).float() * self._scales[own, None])
+
 
 class RoundedWeight(nn.Module):
     """See `Weight`. A row has one scale. One row of inputs is not rounded, more are, each with a scale of its own."""
