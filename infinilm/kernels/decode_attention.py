@@ -129,7 +129,7 @@ def decode_attention(
         tables.stride(0),
         PAD_GROUP=max(_MIN_QUERIES, pad_group),
         COMBINED_HEADS=min(pad_group, max(1, _COMBINED // options["PAD_DIM"])),
-        num_stages=3,
+        num_stages=3 if scales is None else 4,  # 8-bit floats: half the bytes are in flight
         **options,
     )
     return output

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from infinilm.kernels.activation import gated, silu_mul
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
+from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
 
+Norm = tuple[Tensor, float]
+"""Weight `[in]` and epsilon of an RMS norm of the input."""
 LARGEST = tl.constexpr(448.0)
 """The largest 8-bit float (e4m3)."""
 LEAST_CAPABILITY = (8, 9)
@@ -29,15 +32,16 @@ def rounded_product(
     codes: Tensor,
     scales: Tensor,
     *,
+    norm: Norm | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """`x` `[M, in]`, rounded, times 8-bit floats `codes` `[out, in]`, whose lines have `scales` `[out]`: `[M, out]`.
+    """`x` `[M, in]`, normed and rounded, times 8-bit floats `codes` `[out, in]`, whose lines have `scales` `[out]`: `[M, out]`.
 
     The rest is as in `gemv`.
     """
-    rounded, row_scales = round_rows(x)
+    rounded, row_scales = round_rows(x, norm)
     is_large = len(x) > _MANY_ROWS or (len(x) >= _SOME_ROWS and len(codes) > codes.shape[1])
     if is_large and x.dtype == torch.bfloat16:
         product = torch._scaled_mm(rounded, codes.t(), row_scales[:, None], scales[None, :], out_dtype=x.dtype)
@@ -67,8 +71,8 @@ def rounded_product(
     return out
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows `[M, in]` as 8-bit floats, and their scales, float32 `[M]`: a row's largest number becomes `LARGEST`."""
+def round_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """Rows `[M, in]`, normed, as 8-bit floats, and their scales, float32 `[M]`: a row's largest number becomes `LARGEST`."""
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     rounded = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
@@ -76,12 +80,15 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     early = launches_early(x.device)
     if num_rows:
         block = triton.next_power_of_2(size)
+        norm_weight, eps = norm or (None, 0.0)
         _round_kernel[(num_rows,)](
             x,
+            norm_weight,
             rounded,
             scales,
-            size,
             x.stride(0),
+            eps,
+            SIZE=size,
             BLOCK=block,
             EARLY=early,
             num_warps=min(16, max(1, block // 512)),
@@ -90,8 +97,9 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-def round_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows_torch(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
     """The same by torch operations."""
+    x = x if norm is None else rms_norm_torch(x, *norm)
     scales = x.float().abs().amax(1).clamp(min=1e-12) / LARGEST.value
     return (x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales
 
@@ -102,18 +110,33 @@ def _one(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _round_kernel(x, rounded, scales, size, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _round_kernel(
+    x,
+    norm_weight,  # or None: no norm
+    rounded,
+    scales,
+    stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Program i: row i."""
     let_next_start(EARLY)
-    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
+    inside = columns < SIZE
+    if norm_weight is not None:
+        factor = tl.load(norm_weight + columns, mask=inside, other=0.0)
+    wait_for_inputs(EARLY)
     values = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        inverse = inverse_rms(tl.sum(values * values, axis=0), SIZE, eps)
+        values = scale_and_weigh(values, inverse, factor, x.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-12) / LARGEST
     tl.store(scales + row, scale)
     values = tl.minimum(tl.maximum(tl.fdiv(values, scale), -LARGEST), LARGEST)
-    tl.store(rounded + row * size + columns, values.to(tl.float8e4nv), mask=inside)
+    tl.store(rounded + row * SIZE + columns, values.to(tl.float8e4nv), mask=inside)
 
 
 @triton.jit

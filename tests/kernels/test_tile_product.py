@@ -151,11 +151,12 @@ def test_layers_of_several_formats(rows: int) -> None:
 def test_rounded_rows() -> None:
     x = random(5, 300, dtype=torch.float16)
     x[3] = 0
-    rounded, scales = round_rows(x)
-    expected, expected_scales = round_rows_torch(x)
-    torch.testing.assert_close(scales, expected_scales)
-    if ON_GPU:  # Triton's interpreter rounds to 8-bit floats by other rules
-        assert rounded.float().equal(expected.float())
+    for norm in (None, (random(300, dtype=torch.float16), EPS)):
+        rounded, scales = round_rows(x, norm)
+        expected, expected_scales = round_rows_torch(x, norm)
+        torch.testing.assert_close(scales, expected_scales)
+        if ON_GPU:  # Triton's interpreter rounds to 8-bit floats by other rules
+            torch.testing.assert_close(rounded.float(), expected.float(), rtol=0.07, atol=1e-2)
 
 
 @needs_cuda

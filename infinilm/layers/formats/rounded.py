@@ -90,10 +90,10 @@ class RoundedWeight(nn.Module):
         from infinilm.kernels.gemv import gemv
         from infinilm.kernels.rounded_product import rounded_product
 
+        fused = None if norm is None else (norm.weight, norm.eps)
         if len(x) == 1:
-            fused = None if norm is None else (norm.weight, norm.eps)
             return gemv(x, self.codes.view(torch.uint8), scales=self.scales, norm=fused, **options)
-        return rounded_product(x if norm is None else norm(x), self.codes, self.scales, **options)
+        return rounded_product(x, self.codes, self.scales, norm=fused, **options)
 
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""
