@@ -37,9 +37,9 @@ def rounded_product(
     residual: Tensor | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """`x` `[M, in]`, normed and rounded, times 8-bit floats `codes` `[out, in]`, whose lines have `scales` `[out]`: `[M, out]`.
+    """`x` `[M, in]`, normed and rounded, times 8-bit floats `codes` `[out, in]`, whose lines have `scales` `[out]`.
 
-    The rest is as in `gemv`.
+    The result is `[M, out]`. The rest is as in `gemv`.
     """
     rounded, row_scales = round_rows(x, norm)
     is_large = len(x) > _MANY_ROWS or (len(x) >= _SOME_ROWS and len(codes) > codes.shape[1])
@@ -72,7 +72,7 @@ def rounded_product(
 
 
 def round_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-    """Rows `[M, in]`, normed, as 8-bit floats, and their scales, float32 `[M]`: a row's largest number becomes `LARGEST`."""
+    """Rows `[M, in]`, normed, as 8-bit floats, and their scales, float32 `[M]`: the largest number becomes `LARGEST`."""
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     rounded = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
