@@ -38,7 +38,7 @@ class TiledPart:
     """One of the matrices of a `TiledWeight`: lines of a `TiledMatrix`, which `load` fills."""
 
     def __init__(self, format: str, matrix: TiledMatrix, first: int, num_rows: int) -> None:
-        self.format, self._matrix, self._first, self._num_rows = format, matrix, first, num_rows
+        self.format, self._matrix, self._first = format, matrix, first
         self.num_bytes = sum(each.nbytes for each in matrix.tensors) * num_rows // matrix.lines
 
     def load(self, blocks: Tensor, rows: Tensor, /) -> None:
@@ -59,10 +59,8 @@ class TiledPart:
 
     def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
         """See `PackedMatrix`."""
-        matrix, first = self._matrix, self._first
-        if first % TILE_LINES == 0:
-            matrix, first = matrix.part(first, self._num_rows), 0
-        out.copy_(untile_torch(matrix, torch.float32)[first + rows.to(matrix.codes.device)])
+        values = untile_torch(self._matrix, torch.float32)
+        out.copy_(values[self._first + rows.to(values.device)])
 
 
 class TiledRows(nn.Module):
