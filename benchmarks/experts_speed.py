@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from infinilm.kernels.experts import FEW_ROWS, Tile, Tiles, choose_experts, choose_tiles, mix_experts
-from infinilm.kernels.experts_torch import Routing
 from infinilm.kernels.precompile import compile_together
+from infinilm.kernels.routing import Routing
 
 READ_BYTES_PER_S = 4.26e12
 """What an H200 reads from memory at best."""

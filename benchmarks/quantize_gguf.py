@@ -110,10 +110,10 @@ def to_q6_k(x: Tensor) -> Tensor:
 
 WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": to_q4_0,
-    "Q4_1": QUANTIZERS["Q4_1"],
+    "Q4_1": lambda x: torch.from_numpy(QUANTIZERS["Q4_1"](x.numpy())),
     "Q5_0": to_q5_0,
     "Q5_1": to_q5_1,
-    "Q8_0": QUANTIZERS["Q8_0"],
+    "Q8_0": lambda x: torch.from_numpy(QUANTIZERS["Q8_0"](x.numpy())),
     "Q4_K": to_q4_k,
     "Q5_K": to_q5_k,
     "Q6_K": to_q6_k,
@@ -132,12 +132,12 @@ def _convert(file: GGUFFile, tensor: GGUFTensorInfo, asked: str) -> bytes:
     """A tensor's data in its new type."""
     own = tensor.ggml_type
     sizes = (*tensor.shape[:-1], tensor.shape[-1] // own.block_elements)
-    raw = torch.from_numpy(file.read_blocks(tensor, (0,) * len(sizes), sizes))
+    raw = file.read_blocks(tensor, (0,) * len(sizes), sizes)
     chosen = type_for(tensor.name, tensor.shape, asked)
     if chosen is None:
-        return raw.numpy().tobytes()
+        return raw.tobytes()
     _, target = TYPES[chosen]
-    values = dequantize(raw, own, tensor.shape).float()
+    values = torch.from_numpy(dequantize(raw, own, tensor.shape)).float()
     return WRITERS[chosen](values.view(-1, target.block_elements)).numpy().tobytes()
 
 

@@ -270,9 +270,10 @@ def read_by_gguf(path: Path) -> Weights:
         assert isinstance(checkpoint, gguf_checkpoint.GGUFCheckpoint)
         for name, stored in checkpoint._tensors.items():
             if is_quantizable(name, stored.shape):
-                values = torch.from_numpy(decoded[stored.name].copy()).view(stored.shape)
+                values = decoded[stored.name].reshape(stored.shape)
                 head_dim = checkpoint._find_permutation(name, 0, len(values))
-                found[name] = values if head_dim is None else gguf_checkpoint._unpermute(values, head_dim)
+                ordered = values if head_dim is None else gguf_checkpoint._unpermute(values, head_dim)
+                found[name] = torch.from_numpy(ordered.copy())
     return found
 
 

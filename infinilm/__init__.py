@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinilm.config import Config
 from infinilm.outputs import CompletionOutput, RequestOutput
-from infinilm.platforms import DeviceType
+from infinilm.platforms import DeviceType, require_torch
 from infinilm.sampling_params import SamplingParams
 from infinilm.structured_output import Reasoning, StructuredOutput
 
@@ -36,7 +36,7 @@ __all__ = [
     "StructuredOutput",
 ]
 
-# The engines need torch, which takes a second to import: only when they are asked for.
+# Imported when they are asked for: some need torch, which takes a second to import.
 _LAZY = {
     "LLM": "infinilm.engine.llm_engine",
     "LLMEngine": "infinilm.engine.llm_engine",
@@ -47,10 +47,11 @@ _ROOMS = ("cache", "debug", "distributed", "engine", "generation", "layers", "li
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    if name in _ROOMS:
-        return import_module(f"infinilm.{name}")
+    with require_torch(f"infinilm.{name}"):
+        if name in _LAZY:
+            return getattr(import_module(_LAZY[name]), name)
+        if name in _ROOMS:
+            return import_module(f"infinilm.{name}")
     raise AttributeError(f"module 'infinilm' has no attribute {name!r}")
 
 

@@ -185,3 +185,10 @@ def attend(
 
 def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_finite: Tensor) -> None:
     """Draw a token from each row of `logits` `[n, vocab]`, as `infinilm.sampling.draw` says, into `tokens` `[n]`."""
+
+def logprobs(logits: Floats, targets: Ints, ids: Ints, values: Floats) -> None:
+    """Of each row of `logits` `[n, vocab]`: the rank of its target, then the likeliest tokens, into `ids` `[n, 1 + k]`;
+    their log-probabilities, the target's first, into `values` `[n, 1 + k]`. Equal logits are ordered by index."""
+
+def cap_logits(logits: Floats, cap: float) -> None:
+    """`cap * tanh(x / cap)` of each of the `logits` `[n, vocab]`, in place."""

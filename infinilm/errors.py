@@ -35,3 +35,7 @@ class OutOfMemoryError(EngineError):
 
 class WorkerDiedError(EngineError):
     """A rank's process has died, and the engine can't be used any more."""
+
+
+class MissingTorchError(InfinilmError, ImportError):
+    """Something needs torch, which is not installed."""

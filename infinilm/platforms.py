@@ -3,12 +3,18 @@
 torch is imported only where a device is asked for: settings and the command line need the names alone.
 """
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinilm.errors import InvalidTypeError, InvalidValueError
+from infinilm.errors import InvalidTypeError, InvalidValueError, MissingTorchError
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +64,65 @@ PLATFORMS = {
     ),
 }
 DEVICES = ("auto", *DeviceType)
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
+"""What Linux has where there is a GPU of NVIDIA or AMD, or one of Windows's."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostDevice:
+    """The CPU without torch. It has what `torch.device` has of names."""
+
+    type: str = "cpu"
+    index: None = None
+
+    def __str__(self) -> str:
+        return self.type
+
+
+HOST = HostDevice()
+
+
+@contextmanager
+def require_torch(what: str) -> Iterator[None]:
+    """If torch can't be imported inside, say that `what` can't run without it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingTorchError(
+            f"torch is not installed, and {what} can't run without it; install it: pip install 'infinilm[torch]'"
+        ) from error
+
+
+def count_cores() -> int:
+    """The cores that this process may use, or `OMP_NUM_THREADS`: the threads that torch would take."""
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(asked) > 0:
+        return int(asked)
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    return len(cores)
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may find a GPU that `device='auto'` means. It is not imported where nothing speaks for one."""
+    if not has_torch() or (sys.platform == "linux" and not any(map(os.path.exists, _GPU_FILES))):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def has_torch() -> bool:
+    """Whether torch is installed. It is not imported."""
+    try:
+        return find_spec("torch") is not None
+    except ValueError:  # what stands for it in `sys.modules` is no module
+        return False
 
 
 def check_device(parameter: str, name: object) -> None:
@@ -82,8 +147,10 @@ def require_device(kind: str, asked: str) -> str:
 
     `asked` is the setting in errors, such as `device='npu'`.
     """
-    import torch
-
+    if kind == DeviceType.CPU:
+        return "cpu"
+    with require_torch(asked):
+        import torch
     platform = _find(kind, asked)
     device_type = platform.device_type or kind
     needs = f"{platform.title} {platform.remedy}. Or use 'cpu'"
@@ -144,9 +211,11 @@ def collectives_of(device_type: str) -> str | None:
 
 def is_nvidia(device: "torch.device") -> bool:
     """Whether steps on the device are asynchronous, sampling included: where Triton kernels and CUDA graphs may run."""
+    if device.type != "cuda":
+        return False
     import torch
 
-    return device.type == "cuda" and torch.version.hip is None
+    return torch.version.hip is None
 
 
 def sampling_device(device: "torch.device") -> "torch.device":

@@ -13,6 +13,7 @@
 #include "decoder.h"
 #include "dispatch.h"
 #include "experts.h"
+#include "logprobs.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -393,6 +394,32 @@ void draw_py(Array<const float, 2> logits, Array<const int64_t, 2> settings, Int
     });
 }
 
+void logprobs_py(Array<const float, 2> logits, Ints1 targets, Array<int64_t, 2> ids, Array<float, 2> values) {
+    const size_t count = logits.shape(0);
+    const int64_t vocab_size = int64_t(logits.shape(1)), columns = int64_t(values.shape(1));
+    require(targets.size() == count && ids.shape(0) == count && values.shape(0) == count && ids.shape(1) == values.shape(1) &&
+                columns >= 1 && columns <= vocab_size + 1,
+            "targets must be [n], ids and values [n, 1 + up to vocab]");
+    for (size_t i = 0; i < count; ++i) {
+        require(targets.data()[i] >= 0 && targets.data()[i] < vocab_size, "a target is no token");
+    }
+    nb::gil_scoped_release release;
+    parallel_for(int64_t(count), 1, [&](int64_t i) {
+        logprobs(logits.data() + i * vocab_size, vocab_size, targets.data()[i], columns - 1, ids.data() + i * columns,
+                 values.data() + i * columns);
+    });
+}
+
+void cap_logits_py(Array<float, 2> logits, float cap) {
+    require(cap > 0.0f, "cap must be positive");
+    nb::gil_scoped_release release;
+    constexpr int64_t kPiece = 4096;
+    const int64_t count = int64_t(logits.size());
+    parallel_for((count + kPiece - 1) / kPiece, 1, [&](int64_t i) {
+        cap_logits(logits.data() + i * kPiece, std::min(kPiece, count - i * kPiece), cap);
+    });
+}
+
 }  // namespace
 }  // namespace infinilm
 
@@ -501,4 +528,7 @@ NB_MODULE(_native, module) {
                "cap"_a = nb::none(), "sinks"_a = nb::none(), "scales"_a.noconvert() = nb::none());
     module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
                "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
+    module.def("logprobs", &logprobs_py, "logits"_a.noconvert(), "targets"_a.noconvert(), "ids"_a.noconvert(),
+               "values"_a.noconvert());
+    module.def("cap_logits", &cap_logits_py, "logits"_a.noconvert(), "cap"_a);
 }

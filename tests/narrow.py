@@ -5,6 +5,7 @@ from typing import TypeVar
 from infinilm.distributed.shard import Shard, WeightShard
 from infinilm.executor.executor import Executor
 from infinilm.executor.local import LocalExecutor
+from infinilm.executor.native_worker import NativeWorker
 from infinilm.executor.rank_worker import RankWorker
 
 T = TypeVar("T")
@@ -18,6 +19,14 @@ def present(value: T | None) -> T:
 def worker_of(executor: Executor) -> RankWorker:
     """Rank 0, which is in this process."""
     assert isinstance(executor, LocalExecutor)
+    assert isinstance(executor.worker, RankWorker)
+    return executor.worker
+
+
+def native_worker_of(executor: Executor) -> NativeWorker:
+    """The rank that runs a quantised model without torch."""
+    assert isinstance(executor, LocalExecutor)
+    assert isinstance(executor.worker, NativeWorker)
     return executor.worker
 
 

@@ -1,15 +1,19 @@
 """Attention over the paged KV cache."""
 
 import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from infinilm.attention.backend import AttentionBackend
 from infinilm.attention.batch import ForwardBatch, HostBatch
 from infinilm.attention.native_backend import NativeAttention, why_not_native
-from infinilm.attention.torch_backend import TorchAttention
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.support import why_no_triton
+
+if TYPE_CHECKING:
+    import torch
+
+    from infinilm.attention.backend import AttentionBackend
+    from infinilm.attention.torch_backend import TorchAttention
 
 __all__ = [
     "AttentionBackend",
@@ -24,8 +28,17 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
+def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+    files = {"AttentionBackend": "backend", "TorchAttention": "torch_backend"}
+    if name in files:
+        return getattr(import_module(f"infinilm.attention.{files[name]}"), name)
+    raise AttributeError(f"module 'infinilm.attention' has no attribute {name!r}")
+
+
+def select_backend(name: str, device: "torch.device | str") -> "AttentionBackend":
     """Make the backend of that name, or with `auto` the best that can serve the device."""
+    import torch
+
     device = torch.device(device)
     # Best first. On a CPU the native library's is the best where weights are quantised, which the engine knows: with
     # plain weights its threads and torch's would be in each other's way. Triton would be its interpreter there.
@@ -45,12 +58,14 @@ def select_backend(name: str, device: torch.device | str) -> AttentionBackend:
     raise InvalidValueError(f"attention_backend={name!r} can't serve device {device}: {'; '.join(reasons)}")
 
 
-def _why_not(name: str, device: torch.device) -> str | None:
+def _why_not(name: str, device: "torch.device") -> str | None:
     """What the backend itself would say, without importing what it takes: Triton is only there where it is of use."""
     return {"triton": why_no_triton, "native": why_not_native}.get(name, lambda _: None)(device)
 
 
-def _make(name: str) -> AttentionBackend:
+def _make(name: str) -> "AttentionBackend":
+    from infinilm.attention.torch_backend import TorchAttention
+
     if name == "triton":
         from infinilm.attention.triton_backend import TritonAttention
 

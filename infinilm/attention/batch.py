@@ -1,14 +1,17 @@
 """The input of one forward pass."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from infinilm.kernels.copies import to_device
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
 
 IntArray = npt.NDArray[np.int64]
 
@@ -34,8 +37,10 @@ class HostBatch:
     more_slots: IntArray | None = None  # [groups - 1, T]
     more_tables: IntArray | None = None  # [groups - 1, N, max_blocks]
 
-    def to_device(self, device: torch.device, input_ids: torch.Tensor | None = None) -> "ForwardBatch":
+    def to_device(self, device: torch.device, input_ids: torch.Tensor | None = None) -> ForwardBatch:
         """The same on a device; `input_ids`, if given, are there already and take the place of the batch's."""
+        from infinilm.kernels.copies import to_device
+
         more = () if self.more_slots is None or self.more_tables is None else (self.more_slots, self.more_tables)
         ids, positions, slots, tables, *others = to_device(
             device, self.input_ids, self.positions, self.slot_mapping, self.block_tables, *more
@@ -76,7 +81,7 @@ class ForwardBatch:
     host: HostBatch | None = None  # what it was made from; a captured graph has none, but
     state_plans: Mapping[int, Any] | None = None  # its plans of recurrent layers, by group
 
-    def of_groups(self) -> "list[ForwardBatch]":
+    def of_groups(self) -> list[ForwardBatch]:
         """The batch as each group of layers sees it; one for all where they have the same tables."""
         others = (replace(self, slot_mapping=slots, block_tables=tables) for slots, tables in self.more_groups)
         return [self, *others]

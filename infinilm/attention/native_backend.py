@@ -3,16 +3,21 @@
 A model of another type has its queries, keys and values converted, which loses nothing, and the result rounded.
 """
 
-from collections.abc import Collection
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from infinilm.attention.batch import ForwardBatch
 from infinilm.kernels import native
-from infinilm.kernels.fp8_cache import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+    from torch import Tensor
+
+    from infinilm.attention.batch import ForwardBatch
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
@@ -51,7 +56,7 @@ class NativeAttention:
 
     def store(self, new: Tensor, cache: Tensor, plan: Any, *, scales: Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
-        self._library.store(new.float(), as_bytes(cache), plan, scales)
+        self._library.store(new.float(), _as_bytes(cache), plan, scales)
 
     def attend(
         self,
@@ -66,9 +71,16 @@ class NativeAttention:
         scales: Tensor | None = None,
     ) -> Tensor:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
-        out = torch.empty(query.shape)
-        self._library.attend(query.float(), as_bytes(cache), plan, out, scale, window, cap, sinks, scales)
+        query_floats = query.float()
+        out = query_floats.new_empty(query.shape)
+        self._library.attend(query_floats, _as_bytes(cache), plan, out, scale, window, cap, sinks, scales)
         return out.to(query.dtype)
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    from infinilm.kernels.fp8_cache import as_bytes  # which needs torch
+
+    return as_bytes(cache)
 
 
 def why_not_native(device: torch.device, head_dim: int = 2, group: int = 1) -> str | None:

@@ -1,8 +1,9 @@
 """Workloads, and how long this engine takes for them.
 
-Only `describe_machine` imports torch: a peer's process counts in the same way without our libraries in its memory.
+It imports no torch: a peer's process counts in the same way without our libraries in its memory.
 """
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,16 +175,17 @@ def describe_machine() -> dict[str, Any]:
     import platform
     from pathlib import Path
 
-    import torch
+    from infinilm.platforms import count_cores, may_have_gpu
 
+    torch: Any = sys.modules.get("torch")  # which a quantised model on a CPU does without
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "num_cores": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
+        "num_threads": torch.get_num_threads() if torch else count_cores(),
+        "gpu": torch.cuda.get_device_name() if torch and may_have_gpu() else None,
+        "torch": torch.__version__ if torch else None,
         "python": platform.python_version(),
     }

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinilm.cache.host import ALIGNMENT, map_memory
 from infinilm.cache.specs import (
-    AttentionSpec,
     CacheGroup,
     CacheSpec,
-    LatentSpec,
     StateSpec,
+    bytes_per_block,
     group_layers,
     resolve_layers,
+    tensor_shapes,
 )
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels import native
@@ -26,8 +27,7 @@ from infinilm.kernels.fp8_cache import DTYPE as FP8
 from infinilm.kernels.fp8_cache import as_bytes, store_quantized
 from infinilm.kernels.nonfinite import mark_nonfinite
 
-_ALIGNMENT = 256
-"""Bytes; tensors of any type may begin at a multiple of it."""
+__all__ = ["Cache", "CacheMemory", "PagedKVCache", "StaticKVCache", "bytes_per_block"]
 
 
 class CacheMemory:
@@ -65,10 +65,7 @@ class CacheMemory:
         if self.device.type != "cpu":
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
             return
-        if sys.platform == "linux":
-            self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            self._mapping = mmap.mmap(-1, num_bytes)
+        self._mapping = map_memory(num_bytes)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def _clear(self) -> None:
@@ -154,7 +151,7 @@ class Cache:
             count + isinstance(group.spec, StateSpec) for group, count in zip(self.groups, self.num_blocks, strict=True)
         ]
         shapes = [
-            _tensor_shapes(group, count, self.block_size, self.dtype)
+            tensor_shapes(group, count, self.block_size, self.dtype)
             for group, count in zip(self.groups, counts, strict=True)
         ]
         for shape in (shape for own in shapes for shape in own):
@@ -167,7 +164,7 @@ class Cache:
             [math.prod(shape) * kind.itemsize for shape, kind in zip(*own, strict=True)]
             for own in zip(shapes, kinds, strict=True)
         ]
-        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for own in sizes for size in own]
+        aligned = [-(-size // ALIGNMENT) * ALIGNMENT for own in sizes for size in own]
         # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
         parts = iter(torch.split(self.memory.zeros(sum(aligned)), aligned))
         return [
@@ -233,24 +230,6 @@ class StaticKVCache(PagedKVCache):
         layer = self.layers[layer_idx]
         keys, values = layer.reshape(self.max_batch_size, -1, *layer.shape[2:]).transpose(1, 3).unbind(2)
         return keys, values
-
-
-def bytes_per_block(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:
-    """What one block takes over all layers of a group: keys and values together, or a state."""
-    shapes, dtypes = _tensor_shapes(group, 1, block_size, dtype), _tensor_dtypes(group, dtype)
-    return sum(math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True))
-
-
-def _tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int, dtype: torch.dtype) -> list[tuple[int, ...]]:
-    first = (len(group.layers), num_blocks)
-    match group.spec:
-        case AttentionSpec(num_kv_heads, head_dim):
-            scales = [(*first, num_kv_heads, block_size, 2)] if dtype == FP8 else []
-            return [(*first, block_size, 2, num_kv_heads, head_dim), *scales]
-        case LatentSpec(rank, rope_dim):
-            return [(*first, block_size, 1, 1, rank + rope_dim)]
-        case StateSpec(shapes):
-            return [(*first, *shape) for shape in shapes]
 
 
 def _tensor_dtypes(group: CacheGroup, dtype: torch.dtype) -> list[torch.dtype]:

@@ -1,7 +1,9 @@
 """What each layer keeps, and the groups of layers that share block tables. No torch here."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from infinilm.errors import InvalidValueError
 
@@ -108,3 +110,37 @@ def blocks_per_row(window: int, block_size: int) -> int:
     the text; one to compute in, and two more for steps in flight.
     """
     return -(-(window - 1) // block_size) + 1 + 4
+
+
+SCALE_BYTES = 2
+"""Of the scale of a key or value in 8-bit floats, which is a bfloat16."""
+
+
+class _HasSize(Protocol):
+    @property
+    def itemsize(self) -> int: ...
+
+
+def bytes_per_block(group: CacheGroup, block_size: int, dtype: _HasSize) -> int:
+    """What one block takes over all layers of a group: keys and values together, or a state, which is in float32."""
+    shapes = tensor_shapes(group, 1, block_size, dtype)
+    sizes = [4] * len(shapes) if isinstance(group.spec, StateSpec) else [dtype.itemsize, SCALE_BYTES][: len(shapes)]
+    return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
+
+
+def tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int, dtype: _HasSize) -> list[tuple[int, ...]]:
+    """The tensors in which a group's layers are kept. Keys and values in 8-bit floats have scales in another."""
+    first = (len(group.layers), num_blocks)
+    match group.spec:
+        case AttentionSpec(num_kv_heads, head_dim):
+            scales = [(*first, num_kv_heads, block_size, 2)] if "float8" in str(dtype) else []
+            return [(*first, block_size, 2, num_kv_heads, head_dim), *scales]
+        case LatentSpec(rank, rope_dim):
+            return [(*first, block_size, 1, 1, rank + rope_dim)]
+        case StateSpec(shapes):
+            return [(*first, *shape) for shape in shapes]
+
+
+def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:
+    """How many key-value heads each rank has, and its cache keeps."""
+    return max(1, num_kv_heads // num_ranks)

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -99,9 +100,7 @@ def bench(
     if peer is not None:
         import_module("infinilm.bench.transformers_peer").check_installed()
     if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported, if it is
     if peer is not None and config.quantization is None:
         config = config.replace(quantization="none")  # as transformers has them
     with open_engine(config) as engine:

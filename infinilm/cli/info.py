@@ -4,8 +4,9 @@ import json
 import math
 from collections import Counter
 from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -13,6 +14,7 @@ from infinilm.cli.display import console, format_count, make_facts, make_table
 from infinilm.cli.options import ModelArgument
 from infinilm.config import Config
 from infinilm.errors import CheckpointError, InfinilmError, InvalidValueError
+from infinilm.platforms import HOST, HostDevice, has_torch, may_have_gpu, require_torch
 from infinilm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,13 +81,12 @@ def _describe_refused(path: Path, error: CheckpointError) -> dict[str, Any]:
 def _collect(
     checkpoint: "Checkpoint", config: "ModelConfig", path: Path, tp_size: int, num_stages: int
 ) -> dict[str, Any]:
-    import torch
-
-    from infinilm.models.auto import check_fits, find_default_sampling
+    from infinilm.models.auto import check_described, find_default_sampling
 
     why_not = None
     try:
-        check_fits(checkpoint, config, torch.float32)
+        check_described(checkpoint, config)
+        _check_torch(checkpoint, config)
     except InfinilmError as error:
         why_not = str(error).removeprefix(f"{path}: ")
     tokenizer = checkpoint.tokenizer()
@@ -125,14 +126,26 @@ def _collect(
     }
 
 
+def _check_torch(checkpoint: "Checkpoint", config: "ModelConfig") -> None:
+    """Refuse a model that needs torch where that is not installed."""
+    from infinilm.models.native_model import why_not_alone
+    from infinilm.models.quantization import choose_formats
+
+    if has_torch():
+        return
+    formats = choose_formats(checkpoint, config.model_type, quantization=None, dtype="auto", device=HOST)
+    if (reason := why_not_alone(config, formats)) is not None:
+        with require_torch(reason):
+            import_module("torch")
+
+
 def _describe_guarantee(config: "ModelConfig", device: str, tp_size: int) -> str:
     """Whether results would depend on the request alone with `deterministic=True`, as far as it is known beforehand."""
-    import torch
-
     from infinilm.executor.guarantee import Guarantee, known_reasons
     from infinilm.models.auto import select_attention
 
-    attention = select_attention("auto", config, torch.device(device), prefers_native=device == "cpu")
+    # Only a device's kind matters here.
+    attention = select_attention("auto", config, cast(Any, HostDevice(device)), prefers_native=device == "cpu")
     found = Guarantee(tuple(known_reasons(config, device, "torch" if attention == "auto" else attention, tp_size)))
     return "yes, with deterministic=True" if found.holds else str(found)
 
@@ -167,25 +180,25 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
 
 def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_parameters: int) -> dict[str, Any]:
     """By type: bytes of the weights, of one token and of a full context in the cache, and how many tokens fit here."""
-    import torch
-
     from infinilm.distributed import DistConfig
     from infinilm.executor.loader import select_devices
     from infinilm.executor.memory import context_bytes, free_memory_bytes
     from infinilm.executor.workspace import estimate_workspace
-    from infinilm.models.auto import check_fp8_cache, outline_model
+    from infinilm.models.auto import check_fp8_cache
     from infinilm.models.quantization import choose_formats
 
     config, max_len = Config(), model_config.max_context_len()
-    (device,) = select_devices(config.device, DistConfig())
+    device: Any = select_devices(config.device, DistConfig())[0] if may_have_gpu() else HOST
     free_bytes = free_memory_bytes(device)
     needs: dict[str, Any] = {"device": str(device), "free_bytes": free_bytes}
     # By name: the compute dtype, the cache dtype, and the bytes of the weights.
-    kinds = {name: (dtype := getattr(torch, name), dtype, num_parameters * dtype.itemsize) for name in DTYPES}
+    dtypes = {name: _find_dtype(name, device) for name in DTYPES}
+    kinds = {name: (dtype, dtype, num_parameters * dtype.itemsize) for name, dtype in dtypes.items()}
     formats = choose_formats(checkpoint, model_config.model_type, quantization=None, dtype="auto", device=device)
     if formats.by_name:
-        types = (torch.float32, torch.float16) if device.type == "cpu" else (torch.bfloat16, torch.bfloat16)
-        kinds[QUANTIZED] = (*types, outline_model(model_config, types[0], formats=formats).num_bytes())
+        names = ("float32", "float16") if device.type == "cpu" else ("bfloat16", "bfloat16")
+        weight_bytes = _weigh_quantized(model_config, formats, names[0], device)
+        kinds[QUANTIZED] = (*(_find_dtype(name, device) for name in names), weight_bytes)
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
         token_bytes = context_bytes(model_config, 2, kv_dtype) - context_bytes(model_config, 1, kv_dtype)
         workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)
@@ -197,17 +210,40 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
             "kv_bytes_of_max_context": context_bytes(model_config, max_len, kv_dtype),
             "num_tokens_that_fit": max(left // token_bytes, 0),
         }
+        if not has_torch():  # which such a cache needs
+            continue
         with suppress(InvalidValueError):  # of models and devices that have no such cache
             check_fp8_cache("kv_cache_dtype", model_config, device)
-            sizes = [context_bytes(model_config, count, torch.float8_e4m3fn) for count in (1, 2)]
+            float8 = import_module("torch").float8_e4m3fn
+            sizes = [context_bytes(model_config, count, float8) for count in (1, 2)]
             needs[name]["fp8_kv_bytes_per_token"] = sizes[1] - sizes[0]
     return needs
 
 
+def _find_dtype(name: str, device: Any) -> Any:
+    """Something of the type's size. On a CPU only that matters, and NumPy has no bfloat16."""
+    if device.type == "cpu":
+        from numpy import dtype
+
+        return dtype("uint16" if name == "bfloat16" else name)
+    return getattr(import_module("torch"), name)
+
+
+def _weigh_quantized(config: "ModelConfig", formats: Any, dtype: str, device: Any) -> int:
+    from infinilm.models.auto import outline_model
+    from infinilm.models.native_model import NativeModel, why_not_alone
+
+    if device.type == "cpu" and why_not_alone(config, formats) is None:
+        return NativeModel(cast(Any, config), formats, 1, is_outline=True).num_bytes()
+    if not has_torch():  # it can't run here, which is said elsewhere
+        return 0
+    return outline_model(config, getattr(import_module("torch"), dtype), formats=formats).num_bytes()
+
+
 def _rank_needs(config: "ModelConfig", tp_size: int, num_stages: int) -> list[dict[str, Any]]:
     """By pipeline stage: its layers, and by type the bytes of weights and of one token in the cache on each rank."""
-    import torch
-
+    with require_torch("a model on several ranks"):
+        import torch
     from infinilm.executor.memory import token_bytes
     from infinilm.models.auto import outline_model
     from infinilm.models.stages import Stage

@@ -20,6 +20,7 @@ from infinilm.cli.info import info, pull
 from infinilm.cli.serve import serve
 from infinilm.cli.verify import verify
 from infinilm.errors import InfinilmError
+from infinilm.platforms import require_torch
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -90,7 +91,8 @@ def run(args: list[str] | None = None) -> int:
     """Run the command line. Errors made by the user or the model's files become one line and exit code 2."""
     settings = Settings()
     try:
-        return app(args=args, prog_name="infinilm", standalone_mode=False, obj=settings) or 0
+        with require_torch("this command"):
+            return app(args=args, prog_name="infinilm", standalone_mode=False, obj=settings) or 0
     except (InfinilmError, _UsageError) as error:
         if settings.debug:
             raise

@@ -45,14 +45,6 @@ class BlockFormat:
     has_minimums: bool = False
     has_factors: bool = False
 
-    def decode(self, blocks: Tensor, out: Tensor) -> None:
-        """Fill `out`, float32 `[n, block_columns]`. Products and sums are rounded separately, never fused."""
-        parts = self.split(blocks)
-        codes = (parts.codes - self.middle).view(torch.int8)
-        values = torch.mul(codes, _scaled(parts.scales, parts.scale_factors), out=out.view(codes.shape))
-        if parts.minimums is not None:
-            values.add_(_scaled(parts.minimums, parts.minimum_factors))
-
     def take_apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows of blocks, uint8 `[n, bytes]`, as a device keeps them: codes uint8 `[n, columns]`, scales, factors.
 
@@ -72,11 +64,6 @@ class BlockFormat:
 
 
 _BYTE_MIDDLE = 128
-
-
-def _scaled(numbers: Tensor, factors: Tensor | None) -> Tensor:
-    """float32 `[n, groups, 1]`."""
-    return (numbers.float() if factors is None else numbers * factors.float()).unsqueeze(2)
 
 
 def _words(first: Tensor, second: Tensor | None, num_rows: int) -> Tensor:

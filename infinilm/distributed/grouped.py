@@ -1,14 +1,19 @@
 """Formats of quantised matrices on a device: rows of codes, with a scale for every group of columns."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import lcm
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 GROUP_STEP = 16
 """Groups have a multiple of so many columns."""
-SCALE_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SCALE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""torch's names of the types of scales."""
 EXPONENTS = "E8M0"
 """Scales that are exponents of 2 plus 127, uint8."""
 MXFP4 = "MXFP4"
@@ -38,7 +43,7 @@ class GroupedFormat:
         return " ".join([*words, *["zeros"] * self.has_zeros, *["rounded"] * self.rounds_inputs])
 
     @classmethod
-    def parse(cls, name: str) -> "GroupedFormat | None":
+    def parse(cls, name: str) -> GroupedFormat | None:
         """The format of this name; None if it is another kind of format."""
         if name == MXFP4:
             return cls(4, 32, EXPONENTS)
@@ -65,10 +70,15 @@ class GroupedFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.is_mxfp4 else SCALE_TYPES[self.scale_type]
+        import torch
+
+        dtype: torch.dtype = torch.uint8 if self.is_mxfp4 else getattr(torch, SCALE_TYPES[self.scale_type])
+        return dtype
 
     def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Rows as bytes, uint8 `[n, sum of sizes]`, of codes `[n, columns]`, scales and zeros `[n, groups]`."""
+        import torch
+
         if self.bits == 4:
             codes = codes[:, ::2] | (codes[:, 1::2] << 4)
         parts = [codes, scales.to(self.scale_dtype)]
@@ -81,6 +91,8 @@ class GroupedFormat:
 
         Scales of 4-bit floats stay as they are.
         """
+        import torch
+
         codes, scales, zeros = torch.split(rows, list(self.sizes(columns)), dim=1)
         if self.bits == 4:
             codes = unpack_codes(codes)
@@ -92,4 +104,6 @@ class GroupedFormat:
 
 def unpack_codes(packed: Tensor) -> Tensor:
     """4-bit codes, uint8 `[n, columns]`, of bytes `[n, columns / 2]`: the lower half is that of the first column."""
+    import torch
+
     return torch.stack((packed & 0x0F, packed >> 4), dim=2).flatten(1)

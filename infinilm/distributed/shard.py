@@ -1,13 +1,19 @@
 """The part of a weight that a rank holds."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infinilm.errors import EngineError, InvalidValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +25,11 @@ class ShardRange:
     full: int
 
     @classmethod
-    def whole(cls, full: int) -> "ShardRange":
+    def whole(cls, full: int) -> ShardRange:
         return cls(0, full, full)
 
     @classmethod
-    def share(cls, name: str, full: int, rank: int, size: int) -> "ShardRange":
+    def share(cls, name: str, full: int, rank: int, size: int) -> ShardRange:
         """The equal share of one of `size` ranks; `name` is used in the error if `full` is not divisible."""
         if full % size:
             raise InvalidValueError(
@@ -38,9 +44,12 @@ class WeightReader(Protocol):
     """The part of `loading.checkpoint.Checkpoint` that shards need."""
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None: ...
+    def read_floats(
+        self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> npt.NDArray[np.float32]: ...
     def read_packed(
         self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]
-    ) -> Iterator[tuple[Tensor, Tensor]]: ...
+    ) -> Iterator[tuple[Any, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +63,11 @@ class WeightShard:
     """Start of the part in each dimension of the full tensor."""
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "WeightShard":
+    def whole(cls, tensor: Tensor) -> WeightShard:
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     @classmethod
-    def of(cls, tensor: Tensor, *pieces: ShardRange) -> "WeightShard":
+    def of(cls, tensor: Tensor, *pieces: ShardRange) -> WeightShard:
         """A weight of which `tensor` holds one range per dimension."""
         return cls(tensor, tuple(piece.full for piece in pieces), tuple(piece.start for piece in pieces))
 
@@ -66,12 +75,30 @@ class WeightShard:
     def num_bytes(self) -> int:
         return self.tensor.nbytes
 
-    def load(self, name: str, reader: "WeightReader") -> None:
+    def load(self, name: str, reader: WeightReader) -> None:
         reader.read_into(name, self.tensor, self.starts)
 
     def cut(self, full: Tensor) -> Tensor:
         """This part of the `full` tensor, as a view."""
         return _cut(full, self.starts, self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayShard:
+    """A whole weight in an array of float32."""
+
+    array: npt.NDArray[np.float32]
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.array.nbytes
+
+    def load(self, name: str, reader: WeightReader) -> None:
+        self.array[...] = reader.read_floats(name, None, self.array.shape)
 
 
 class PackedMatrix(Protocol):
@@ -83,7 +110,7 @@ class PackedMatrix(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
-    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+    def load(self, blocks: Any, rows: Any, /) -> None:
         """Store rows of GGML blocks, uint8 `[n, bytes of a row]`, at the indices `rows`, int64 `[n]`."""
 
     def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
@@ -102,7 +129,7 @@ class PackedShard:
     """Start of the part in each dimension of the full matrix."""
 
     @classmethod
-    def of(cls, matrix: PackedMatrix, *pieces: ShardRange) -> "PackedShard":
+    def of(cls, matrix: PackedMatrix, *pieces: ShardRange) -> PackedShard:
         """A weight of which `matrix` holds one range per dimension."""
         shape, full = tuple(piece.length for piece in pieces), tuple(piece.full for piece in pieces)
         return cls(matrix, shape, full, tuple(piece.start for piece in pieces))
@@ -117,12 +144,14 @@ class PackedShard:
 
     def values(self) -> Tensor:
         """What the matrix stands for, float32 on the host."""
+        import torch
+
         num_rows, num_columns = self.shape if len(self.shape) == 2 else (self.shape[0] * self.shape[2], self.shape[1])
         out = torch.empty(num_rows, num_columns)
         self.matrix.dequantize(torch.arange(num_rows), out)
         return out if len(self.shape) == 2 else out.view(self.shape[0], -1, num_columns).transpose(1, 2).contiguous()
 
-    def load(self, name: str, reader: "WeightReader") -> None:
+    def load(self, name: str, reader: WeightReader) -> None:
         for blocks, rows in reader.read_packed(name, self.matrix.format, self.starts, self.shape):
             self.matrix.load(blocks, rows)
 

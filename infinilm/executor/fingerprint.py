@@ -3,7 +3,6 @@
 from functools import cache
 from pathlib import Path
 
-import torch
 from xxhash import xxh3_64
 
 from infinilm.executor.guarantee import Guarantee
@@ -15,10 +14,10 @@ HEADER_BYTES = 1 << 20
 DIGITS = 8
 
 
-def make_fingerprint(path: Path, guarantee: Guarantee) -> str:
+def make_fingerprint(path: Path, guarantee: Guarantee, *, uses_torch: bool = True) -> str:
     """Such as `qwen3-0.6b:w1f0c6a2b:k9d3e0a71:deterministic`: model, weights, kernels, guarantee."""
     kind = "deterministic" if guarantee.holds else "unguaranteed"
-    return f"{path.name}:w{hash_weights(path)}:k{hash_kernels()}:{kind}"
+    return f"{path.name}:w{hash_weights(path)}:k{hash_kernels(uses_torch=uses_torch)}:{kind}"
 
 
 def hash_weights(path: Path) -> str:
@@ -40,12 +39,14 @@ def hash_weights(path: Path) -> str:
 
 
 @cache
-def hash_kernels() -> str:
+def hash_kernels(*, uses_torch: bool = True) -> str:
     """A hash of the code that computes: the package's kernels, layers and native library, and torch's version."""
+    from importlib.metadata import version
+
     root = Path(__file__).parent.parent
     folders = ("kernels", "attention", "layers", "models", "sampling")
     files = [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
-    digest = xxh3_64(torch.__version__.encode())
+    digest = xxh3_64(version("torch").encode() if uses_torch else b"")
     library = native.load()
     for file in [*files, *([Path(library.__file__)] if library is not None and library.__file__ else [])]:
         digest.update(file.read_bytes())

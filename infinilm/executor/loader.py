@@ -1,14 +1,14 @@
 """From settings to a model ready to run: find it, load it, share out the memory."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
 from time import perf_counter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
+import numpy as np
 
 from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
@@ -25,25 +25,35 @@ from infinilm.executor.memory import (
     plan_memory,
     plan_stages,
 )
-from infinilm.executor.processes import ProcessExecutor
+from infinilm.executor.native_worker import NativeWorker
 from infinilm.executor.workspace import estimate_workspace, uses_graphs
+from infinilm.kernels import native
 from infinilm.kernels.support import has_kernels
+from infinilm.layers.formats import WeightFormats
 from infinilm.loading.checkpoint import Checkpoint, open_checkpoint
 from infinilm.loading.sources import resolve
 from infinilm.models import ModelConfig
 from infinilm.models.auto import (
     ModelChoices,
+    check_described,
     find_default_sampling,
     find_eos_token_ids,
     make_choices,
     outline_model,
 )
-from infinilm.models.base import StagedModel
-from infinilm.models.cpu import avoid_false_amx
+from infinilm.models.dense import LlamaConfig
+from infinilm.models.native_model import NativeModel, why_not_alone
+from infinilm.models.quantization import choose_formats
 from infinilm.models.stages import Stage
-from infinilm.platforms import is_nvidia, require_device, select_indices
+from infinilm.platforms import HOST, is_nvidia, may_have_gpu, require_device, require_torch, select_indices
 from infinilm.sampling_params import SamplingParams
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from infinilm.executor.memory import Device, DType
+    from infinilm.models.base import StagedModel
 
 logger = logging.getLogger(__name__)
 
@@ -113,37 +123,105 @@ def load_model(config: Config) -> LoadedModel:
     return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How a model is to run, decided from settings and headers."""
+
+    device: "Device"
+    dtype: "DType"
+    kv_dtype: "DType"
+    formats: WeightFormats
+    weight_bytes: Mapping[Stage, int]
+    """The pipeline stages, and the bytes of weights on a rank of each."""
+    start: Callable[[], Executor]
+    uses_torch: bool = True
+
+
+def _choose_run(checkpoint: Checkpoint, config: Config, model_config: ModelConfig, distributed: DistConfig) -> _Run:
+    """The native library alone where it can run the model, else torch."""
+    reason, formats = _why_torch(config, distributed), None
+    if reason is None:
+        formats = choose_formats(
+            checkpoint, model_config.model_type, quantization=config.quantization, dtype=config.dtype, device=HOST
+        )
+        reason = why_not_alone(model_config, formats)
+    if reason is not None:
+        with require_torch(reason):
+            import torch  # noqa: F401 - whether there is one
+        return _with_torch(checkpoint, config, model_config, distributed, formats)
+    assert isinstance(model_config, LlamaConfig)
+    assert formats is not None
+    check_described(checkpoint, model_config)
+    outline = NativeModel(model_config, formats, 1, is_outline=True)
+    kv_dtype = np.dtype("float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    stages = {Stage.whole(model_config.num_hidden_layers): outline.num_bytes()}
+    start = partial(LocalExecutor, NativeWorker())
+    return _Run(HOST, np.dtype(np.float32), kv_dtype, formats, stages, start, uses_torch=False)
+
+
+def _why_torch(config: Config, distributed: DistConfig) -> str | None:
+    """Which setting asks for torch; None: none does."""
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and may_have_gpu()):
+        return f"device={config.device!r}"
+    if (count := distributed.tp_size * distributed.pp_size) > 1:
+        return f"a model on {count} ranks"
+    if config.executor not in ("auto", "local"):
+        return f"executor={config.executor!r}"
+    if config.attention_backend not in ("auto", "native"):
+        return f"attention_backend={config.attention_backend!r}"
+    if config.kv_cache_dtype not in ("auto", "float16", "float32"):
+        return f"kv_cache_dtype={config.kv_cache_dtype!r}"
+    return "a model without the native library" if native.load() is None else None
+
+
+def _with_torch(
+    checkpoint: Checkpoint,
+    config: Config,
+    model_config: ModelConfig,
+    distributed: DistConfig,
+    formats: WeightFormats | None,
+) -> _Run:
+    tp_size, num_stages = distributed.tp_size, distributed.pp_size
+    devices = select_devices(config.device, distributed, executor=config.executor)
+    settings = {name: getattr(config, name) for name in MODEL_SETTINGS}
+    choices = make_choices(model_config, checkpoint, devices[0], tp_size, formats=formats, **settings)
+    return _Run(
+        devices[0],
+        choices.dtype,
+        choices.kv_dtype,
+        choices.formats,
+        _weigh_stages(model_config, choices, tp_size, num_stages),
+        partial(start_executor, config.executor, devices, choices.dtype, choices.attention_backend, num_stages),
+    )
+
+
 def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
     laps = Laps()
     model_config = ModelConfig.from_dict(checkpoint.config)
     tokenizer = checkpoint.tokenizer()
     distributed = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
-    tp_size, num_stages = distributed.tp_size, distributed.pp_size
-    devices = select_devices(config.device, distributed, executor=config.executor)
     longest = select_max_model_len(config, model_config)
-    settings_of_model = {name: getattr(config, name) for name in MODEL_SETTINGS}
-    choices = make_choices(model_config, checkpoint, devices[0], tp_size, **settings_of_model)
-    weight_bytes = _weigh_stages(model_config, choices, tp_size, num_stages)
+    run = _choose_run(checkpoint, config, model_config, distributed)
     laps.note("headers and tokenizer")
     executor: Executor | None = None
     memory: MemoryLedger | None = None
     try:
-        executor = start_executor(config.executor, devices, choices.dtype, choices.attention_backend, num_stages)
+        executor = run.start()
         laps.note("device")
-        lengths = {"max_model_len": longest, "tp_size": tp_size}
-        workspace = estimate_workspace(config, model_config, choices.dtype, devices[0], **lengths)
-        sizes = {"kv_dtype": choices.kv_dtype, "free_bytes": executor.free_bytes, "tp_size": tp_size}
-        plan = partial(_plan, config, model_config, weight_bytes, device=devices[0], **sizes)
+        lengths = {"max_model_len": longest, "tp_size": distributed.tp_size}
+        workspace = estimate_workspace(config, model_config, run.dtype, run.device, **lengths)
+        sizes = {"kv_dtype": run.kv_dtype, "free_bytes": executor.free_bytes, "tp_size": distributed.tp_size}
+        plan = partial(_plan, config, model_config, run.weight_bytes, device=run.device, **sizes)
         memory, *more_memory = plan(workspace=workspace, max_model_len=longest)
-        if has_kernels(devices[0]):
+        if has_kernels(cast(Any, run.device)):
             from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
 
             Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
-        executor.load(model_config, memory.max_model_len, checkpoint.path, choices.formats)
+        executor.load(model_config, memory.max_model_len, checkpoint.path, run.formats)
         laps.note("weights")
-        kv_dtype = str(choices.kv_dtype).removeprefix("torch.")
-        settings = _runner_settings(config, memory, devices[0], kv_dtype)
-        if is_nvidia(devices[0]):
+        kv_dtype = str(run.kv_dtype).removeprefix("torch.")
+        settings = _runner_settings(config, memory, run.device, kv_dtype)
+        if is_nvidia(cast(Any, run.device)):
             measured = workspace.measured(executor.measure_workspace(settings))
             memory, *more_memory = plan(workspace=measured, max_model_len=memory.max_model_len)
         laps.note("kernels and first steps")
@@ -170,12 +248,12 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         find_default_sampling(checkpoint),
         tuple(more_memory),
         guarantee,
-        make_fingerprint(checkpoint.path, guarantee),
+        make_fingerprint(checkpoint.path, guarantee, uses_torch=run.uses_torch),
         laps.seconds,
     )
 
 
-def _runner_settings(config: Config, memory: MemoryLedger, device: torch.device, kv_dtype: str) -> RunnerSettings:
+def _runner_settings(config: Config, memory: MemoryLedger, device: "Device", kv_dtype: str) -> RunnerSettings:
     return RunnerSettings(
         max_num_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_model_len=memory.max_model_len,
@@ -208,23 +286,30 @@ def _weigh_stages(model_config: ModelConfig, choices: ModelChoices, tp_size: int
         outline_model(model_config, choices.dtype, tp_size, rank, choices.formats, num_stages=num_stages)
         for rank in range(0, num_stages * tp_size, tp_size)
     ]
-    return {cast(StagedModel, part).stage: part.num_bytes() for part in parts}
+    return {cast("StagedModel", part).stage: part.num_bytes() for part in parts}
 
 
 def start_executor(
     kind: str,
-    devices: Sequence[torch.device],
-    dtype: torch.dtype,
+    devices: "Sequence[torch.device]",
+    dtype: "torch.dtype",
     attention_backend: str = "auto",
     num_stages: int = 1,
 ) -> Executor:
     """Start a rank on each device, those of the first pipeline stage first; `kind` is `Config.executor`."""
+    import torch
+
+    from infinilm.distributed.group import CommunicationGroup, RankInfo
+    from infinilm.executor.processes import ProcessExecutor
+    from infinilm.executor.rank_worker import RankWorker
+    from infinilm.models.cpu import avoid_false_amx
+
     if devices[0].type == "cpu" and dtype != torch.float32:
         avoid_false_amx()
     if kind == "local" and len(devices) > 1:
         raise InvalidValueError(f"executor='local' runs one rank, not {len(devices)}; use executor='processes'")
     if kind == "local" or (kind == "auto" and len(devices) == 1):
-        return LocalExecutor(devices[0], dtype, attention_backend)
+        return LocalExecutor(RankWorker(CommunicationGroup(RankInfo(0, 1, devices[0])), dtype, attention_backend))
     if kind.startswith("ray"):
         from infinilm.executor.ray_executor import RayExecutor
 
@@ -234,11 +319,13 @@ def start_executor(
 
 def select_devices(
     kind: str, distributed: DistConfig, parameter: str = "device", *, executor: str = "auto"
-) -> list[torch.device]:
+) -> "list[torch.device]":
     """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it.
 
     `parameter` names the `kind` in errors. On Ray the nodes have the devices, and Ray chooses among them.
     """
+    import torch
+
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device_type = require_device(kind, f"{parameter}={kind!r}")

@@ -1,24 +1,36 @@
 """How much memory there is, what takes it, how many KV blocks fit into the rest, and what to do when it runs out."""
 
 import os
+import sys
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from infinilm.cache.paged import bytes_per_block
-from infinilm.cache.specs import AttentionSpec, CacheSpec, StateSpec, blocks_per_row, group_layers
+from infinilm.cache.specs import (
+    AttentionSpec,
+    CacheSpec,
+    StateSpec,
+    blocks_per_row,
+    bytes_per_block,
+    group_layers,
+    kv_heads_per_rank,
+)
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.executor.executor import MeasuredWorkspace
-from infinilm.kernels.delta_rule import CHUNK
-from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import ModelConfig
 from infinilm.models.stages import Stage
-from infinilm.platforms import free_device_bytes
+from infinilm.platforms import HostDevice, free_device_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    Device = torch.device | HostDevice
+    DType = torch.dtype | np.dtype[Any]
 
 # A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
 # takes as much as the weights do, within these bounds.
@@ -184,13 +196,13 @@ def _of_rank(spec: CacheSpec, num_ranks: int) -> CacheSpec:
     return spec
 
 
-def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dtype: torch.dtype) -> int:
+def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dtype: "DType") -> int:
     """What one token takes in the KV cache of a rank that holds some layers, or all."""
     groups = group_layers(rank_specs(model_config, tp_size), held)
     return sum(bytes_per_block(group, 1, dtype) for group in groups)
 
 
-def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
+def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: "DType") -> int:
     """What a text of so many tokens takes in the KV cache, over all ranks.
 
     Sliding layers keep their window, recurrent layers one state however long the text is.
@@ -212,10 +224,10 @@ def format_bytes(count: float) -> str:
     raise AssertionError
 
 
-def free_memory_bytes(device: torch.device) -> int:
+def free_memory_bytes(device: "Device") -> int:
     """Memory that can be had without pushing anything else out."""
     if device.type != "cpu":
-        return free_device_bytes(device)
+        return free_device_bytes(cast("torch.device", device))
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # not Linux: half of all memory is a guess that leaves room for the rest
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -231,8 +243,8 @@ def plan_memory(
     config: Config,
     model_config: ModelConfig,
     *,
-    device: torch.device,
-    kv_dtype: torch.dtype,
+    device: "Device",
+    kv_dtype: "DType",
     weight_bytes: int,
     workspace: Workspace,
     free_bytes: int,
@@ -300,11 +312,15 @@ def find_block_size(config: Config, model_config: ModelConfig) -> int:
     A state is kept at the end of every block, and costs as much as the keys of many tokens.
     """
     is_recurrent = any(isinstance(spec, StateSpec) for spec in model_config.cache_specs())
-    return -(-config.kvcache_block_size // CHUNK) * CHUNK if is_recurrent else config.kvcache_block_size
+    if not is_recurrent:
+        return config.kvcache_block_size
+    from infinilm.kernels.delta_rule import CHUNK  # which needs torch
+
+    return -(-config.kvcache_block_size // CHUNK) * CHUNK
 
 
 def _plan_groups(
-    config: Config, model_config: ModelConfig, stage: Stage, kv_dtype: torch.dtype, tp_size: int
+    config: Config, model_config: ModelConfig, stage: Stage, kv_dtype: "DType", tp_size: int
 ) -> tuple[GroupMemory, ...]:
     block_size = find_block_size(config, model_config)
     groups = group_layers(rank_specs(model_config, tp_size), stage.layers)
@@ -338,7 +354,7 @@ def _most(num_bytes: Callable[[int], int], available: int) -> int:
 
 
 def _choose_blocks(
-    config: Config, device: torch.device, ledger: MemoryLedger, most_blocks: int, max_model_len: int
+    config: Config, device: "Device", ledger: MemoryLedger, most_blocks: int, max_model_len: int
 ) -> tuple[int, str]:
     """The number of KV blocks, and what decided it."""
     if config.num_kvcache_blocks is not None:
@@ -362,7 +378,8 @@ def _choose_blocks(
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is that a device has no memory left."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | OutOfMemoryError):
+        names = [kind.__name__ for kind in type(error).__mro__]  # torch has an error of that name, too
+        if "OutOfMemoryError" in names or "MemoryError" in names:
             return True
         if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_OUT_OF_MEMORY):
             return True
@@ -379,7 +396,8 @@ def give_back(error: BaseException) -> None:
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__
-    torch.cuda.empty_cache()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.cuda.empty_cache()
 
 
 def explain_oom(error: BaseException, ledger: MemoryLedger) -> BaseException:

@@ -1,8 +1,6 @@
 """Runs the steps of one rank: keeps the rows, builds the batch, runs the forward pass and samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import proxy
 
@@ -13,7 +11,18 @@ from torch import Tensor
 from infinilm.attention.batch import HostBatch
 from infinilm.debug.taps import show_logits
 from infinilm.executor.executor import RunnerSettings
-from infinilm.executor.step_io import LAST_TOKEN, NO_TOKEN, IntArray, StepInput, StepOutput
+from infinilm.executor.step_io import (
+    LAST_TOKEN,
+    LOGIT_COPIES,
+    PROMPT_LOGITS_AT_ONCE,
+    Rows,
+    StepBatch,
+    StepInput,
+    StepOutput,
+    make_output,
+    prompt_logprobs,
+    wants_prompt_logprobs,
+)
 from infinilm.kernels.copies import reserve_pinned, to_device
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
@@ -23,33 +32,8 @@ if TYPE_CHECKING:
     from infinilm.executor.rank_worker import RankWorker
     from infinilm.executor.step_graphs import StepGraphs
 
-# Prompt log-probabilities need logits for every prompt token; this many at a time bounds their memory.
-PROMPT_LOGITS_AT_ONCE = 256
-
-LOGIT_COPIES = 3
-"""In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
-
 LONG_STEP = 8192
 """A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """A step's tokens and the places where it draws."""
-
-    tokens: HostBatch
-    token_rows: IntArray  # [T], the row of each token
-    num_decoding: int  # leading rows that have one token each
-    sample_places: IntArray  # [S], the tokens after which a token is drawn
-
-    @property
-    def sample_rows(self) -> IntArray:
-        return self.token_rows[self.sample_places]
-
-    @property
-    def sample_positions(self) -> IntArray:
-        """The positions of the tokens to draw, `[S]`."""
-        return self.tokens.positions[self.sample_places] + 1
 
 
 class SubmittedStep:
@@ -83,35 +67,9 @@ class SubmittedStep:
         if self._event is not None:
             self._runner.capture_while(self)
             self._event.synchronize()
-        step = self._step
         if self._samples is None:
-            return StepOutput((), [0] * step.num_rows, prompt_logprobs=self._prompt_logprobs)
-        token_ids, logprobs, errors = self._samples.read()
-        if step.num_samples == step.num_rows and not step.decoding.has_drafts:
-            by_row = {index: [entry] for index, entry in logprobs.items()}
-            return StepOutput(token_ids, None, by_row, self._prompt_logprobs, errors)
-        return self._by_row(step.accept(token_ids), logprobs, errors)
-
-    def _by_row(
-        self,
-        gained: Sequence[Sequence[int]],
-        logprobs: dict[int, TokenLogprobs],
-        errors: dict[int, Exception],
-    ) -> StepOutput:
-        """The output where rows draw no token, or several; `logprobs` and `errors` are by the index of the sample."""
-        counts = self._step.sample_counts
-        firsts = np.cumsum(counts) - counts
-        rows = np.repeat(np.arange(len(counts)), counts)  # by sample
-        row_logprobs: dict[int, list[TokenLogprobs]] = {}
-        row_errors: dict[int, Exception] = {}
-        for index in sorted({int(rows[sample]) for sample in (*logprobs, *errors)}):
-            samples = range(int(firsts[index]), int(firsts[index]) + len(gained[index]))
-            if samples.start in logprobs:
-                row_logprobs[index] = [logprobs[sample] for sample in samples]
-            if error := next((errors[sample] for sample in samples if sample in errors), None):
-                row_errors[index] = error
-        output = StepOutput.of(gained)
-        return StepOutput(output.token_ids, output.counts, row_logprobs, self._prompt_logprobs, row_errors)
+            return make_output(self._step, [], {}, {}, self._prompt_logprobs)
+        return make_output(self._step, *self._samples.read(), self._prompt_logprobs)
 
 
 class ModelRunner:
@@ -133,8 +91,7 @@ class ModelRunner:
         vocab_size = worker.model.config.vocab_size
         self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if worker.is_driver else None
         max_blocks = -(-settings.max_model_len // self._block_size)
-        # By group of layers: the rows' block tables.
-        self._tables = np.full((len(self._cache.groups), max_num_rows, max_blocks), -1, dtype=np.int64)
+        self._rows = Rows(len(self._cache.groups), max_num_rows, max_blocks, self._block_size)
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
         self._latest: StepInput | None = None  # the step submitted last
@@ -164,7 +121,7 @@ class ModelRunner:
             compile_together(self._compute_all_kinds)
         else:
             self._compute_all_kinds()
-        reserve_pinned(8 * self._max_num_tokens * self._tables.itemsize)  # a few numbers per token, and usual tables
+        reserve_pinned(8 * self._max_num_tokens * 8)  # a few numbers per token, and usual tables
 
     def capture_first(self) -> None:
         """Capture a graph of each kind of step, if steps are graphs."""
@@ -186,7 +143,7 @@ class ModelRunner:
             if not self._worker.is_last_stage:
                 continue
             # As many rows as can ever draw at once, or as many prompt tokens as have logits at once.
-            num_logits = max(len(self._tables), PROMPT_LOGITS_AT_ONCE)
+            num_logits = max(len(self._cache.groups), PROMPT_LOGITS_AT_ONCE)
             logits = self._worker.compute_logits(hidden, np.arange(min(len(places), num_logits)))
             if self._sampler is not None:
                 self._sampler.warm_up(logits)
@@ -212,9 +169,9 @@ class ModelRunner:
     def execute(self, step: StepInput, hook_patterns: Sequence[str] = ()) -> SubmittedStep:
         """Start a step. On a GPU this returns while the device still computes."""
         self._update_rows(step)
-        batch = self._gather(step)
+        batch = self._rows.gather(step)
         submitted = SubmittedStep(self, step)
-        if self._graphs is None or hook_patterns or not self._graphs.can_run(batch) or _wants_prompt_logprobs(step):
+        if self._graphs is None or hook_patterns or not self._graphs.can_run(batch) or wants_prompt_logprobs(step):
             self._run_eagerly(submitted, step, batch, hook_patterns)
         else:
             self._run_graph(submitted, step, batch)
@@ -224,48 +181,12 @@ class ModelRunner:
         return submitted
 
     def _update_rows(self, step: StepInput) -> None:
-        for row in step.ended_rows:
-            self._tables[:, row] = -1
-            if self._sampler is not None:
+        self._rows.update(step)
+        if self._sampler is not None:
+            for row in step.ended_rows:
                 self._sampler.end_row(row)
-        for start in step.starts:
-            if self._sampler is not None:
+            for start in step.starts:
                 self._sampler.start_row(start)
-        updates = step.blocks
-        self._tables[updates.groups, updates.rows, updates.places] = updates.blocks
-
-    def _gather(self, step: StepInput) -> StepBatch:
-        """The step's batch, in which tokens known to the device alone are `LAST_TOKEN`."""
-        decoding = step.decoding
-        rows, starts, input_ids = decoding.rows, decoding.starts, decoding.token_ids.ravel()
-        num_decoding = len(rows)
-        query_lens = np.ones(len(rows), dtype=np.int64)
-        if decoding.has_drafts:
-            query_lens = decoding.query_lens
-            input_ids = input_ids[input_ids != NO_TOKEN]
-            num_decoding = 0  # rows of several tokens are computed as chunks are
-        if step.chunks:
-            tokens = chain.from_iterable(chunk.token_ids for chunk in step.chunks)
-            input_ids = np.concatenate((input_ids, np.fromiter(tokens, np.int64, step.num_chunk_tokens)))
-            rows = np.concatenate((rows, [chunk.row for chunk in step.chunks]))
-            starts = np.concatenate((starts, [chunk.start for chunk in step.chunks]))
-            query_lens = np.concatenate((query_lens, [len(chunk.token_ids) for chunk in step.chunks]))
-        context_lens = starts + query_lens
-        positions, token_rows, sample_places = starts, rows, np.arange(len(rows))
-        if step.chunks or decoding.has_drafts:
-            ends = np.cumsum(query_lens)
-            positions = np.arange(len(input_ids)) + np.repeat(context_lens - ends, query_lens)
-            token_rows = np.repeat(rows, query_lens)
-            counts = step.sample_counts
-            sample_places = np.arange(step.num_samples) + np.repeat(ends - np.cumsum(counts), counts)
-        blocks, offsets = np.divmod(positions, self._block_size)
-        num_columns = -(-int(context_lens.max()) // self._block_size)
-        slots = [own[token_rows, blocks] * self._block_size + offsets for own in self._tables]
-        tables = [own[rows, :num_columns] for own in self._tables]
-        batch = HostBatch(input_ids, positions, slots[0], tables[0], query_lens, context_lens)
-        if len(tables) > 1:
-            batch = replace(batch, more_slots=np.stack(slots[1:]), more_tables=np.stack(tables[1:]))
-        return StepBatch(batch, token_rows, num_decoding, sample_places)
 
     def _run_eagerly(
         self, submitted: SubmittedStep, step: StepInput, batch: StepBatch, hook_patterns: Sequence[str]
@@ -281,7 +202,7 @@ class ModelRunner:
             if hook_patterns:
                 show_logits(logits, worker.registry)
             self._sample(submitted, logits, batch)
-        if _wants_prompt_logprobs(step):
+        if wants_prompt_logprobs(step):
             self._add_prompt_logprobs(submitted, step, batch, hidden)
 
     def _run_graph(self, submitted: SubmittedStep, step: StepInput, batch: StepBatch) -> None:
@@ -320,17 +241,8 @@ class ModelRunner:
         self._last_token[to_device(self._device, rows)[0]] = token_ids
 
     def _add_prompt_logprobs(self, submitted: SubmittedStep, step: StepInput, batch: StepBatch, hidden: Tensor) -> None:
-        firsts = np.cumsum(batch.tokens.query_lens) - batch.tokens.query_lens
-        for index, chunk in enumerate(step.chunks, start=len(step.decoding.rows)):
-            for start in range(0, len(chunk.prompt_targets), PROMPT_LOGITS_AT_ONCE):
-                targets = chunk.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
-                places = firsts[index] + start + np.arange(len(targets))
-                logits = self._worker.compute_logits(hidden, places)
-                if self._sampler is not None:
-                    (ids,) = to_device(logits.device, np.array(targets))
-                    entries = logprobs_of(logits, ids, chunk.num_prompt_logprobs).to_host()
-                    submitted.add_prompt_logprobs(index, entries)
-
-
-def _wants_prompt_logprobs(step: StepInput) -> bool:
-    return any(chunk.prompt_targets for chunk in step.chunks)
+        for index, places, chunk_targets, num_top in prompt_logprobs(step, batch):
+            logits = self._worker.compute_logits(hidden, places)
+            if self._sampler is not None:
+                (ids,) = to_device(logits.device, np.array(chunk_targets))
+                submitted.add_prompt_logprobs(index, logprobs_of(logits, ids, num_top).to_host())

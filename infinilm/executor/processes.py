@@ -14,13 +14,14 @@ import torch
 from infinilm.distributed.channel import Message
 from infinilm.distributed.group import CommunicationError, CommunicationGroup, make_groups, make_store
 from infinilm.errors import EngineError, WorkerDiedError
+from infinilm.executor.commands import Command
 from infinilm.executor.executor import StepHandle
-from infinilm.executor.local import LocalExecutor, describe, exclusively
+from infinilm.executor.local import LocalExecutor, exclusively
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_process import RankSettings, WireError
 from infinilm.executor.rank_worker import RankWorker
 from infinilm.executor.step_io import StepInput, StepOutput
-from infinilm.executor.wire import Command, read_reply, write_call
+from infinilm.executor.wire import read_reply, write_call
 from infinilm.executor.worker_processes import HostRanks, Peer, Peers, Ranks
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 
@@ -63,7 +64,7 @@ class ProcessExecutor(LocalExecutor):
         self._worker = RankWorker(group, dtype, attention_backend, own.num_threads, stages)
         self._peers = Peers(self._ranks, on_death=partial(_abort, group, stages))
         self._finalizer = weakref.finalize(self, self._peers.close)
-        self.info = describe(self._worker)
+        self.info = self._worker.describe()
         try:
             self._start_peers(devices, dtype, attention_backend, port)
         except BaseException:

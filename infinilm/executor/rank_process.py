@@ -16,9 +16,10 @@ import torch
 from infinilm.distributed.channel import Channel, Message
 from infinilm.distributed.group import join_store, make_groups
 from infinilm.errors import EngineError
+from infinilm.executor.commands import Command
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.executor.rank_worker import RankWorker
-from infinilm.executor.wire import Command, handle_call
+from infinilm.executor.wire import handle_call
 from infinilm.framing import ChannelClosedError
 from infinilm.platforms import split_device
 from infinilm.processes import exit_with_parent, parent_socket

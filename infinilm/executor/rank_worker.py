@@ -22,7 +22,7 @@ from infinilm.debug.taps import Taps, show_logits
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import EngineError
-from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
+from infinilm.executor.executor import CacheShape, ExecutorInfo, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.guarantee import failing_products
 from infinilm.executor.memory import free_memory_bytes, rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
@@ -36,7 +36,7 @@ from infinilm.models import InfinilmModel, ModelConfig, create_model
 from infinilm.models.base import StagedModel
 from infinilm.models.cpu import ThreadUsers
 from infinilm.models.random_weights import fill_randomly
-from infinilm.platforms import sampling_device
+from infinilm.platforms import is_nvidia, sampling_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,18 @@ class RankWorker:
         """Compute with this rank's threads."""
         return self.thread_users.computing(self.num_threads)
 
+    def describe(self) -> ExecutorInfo:
+        """How this rank's model runs."""
+        num_stages = self.stages.size
+        return ExecutorInfo(
+            num_ranks=self.group.size * num_stages,
+            num_stages=num_stages,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            attention=self.backend.name,
+            max_in_flight=num_stages + 1 if num_stages > 1 or is_nvidia(self.device) else 1,
+        )
+
     def join(self, rendezvous: int) -> None:
         """Meet the other ranks, which must be doing the same."""
         for group in (self.group, self.stages):
@@ -165,7 +177,9 @@ class RankWorker:
         for name, shard in shards[self.rank].items():
             target = targets[name]
             if isinstance(target, PackedShard):
-                target.matrix.load(quantize(shard.float().cpu(), target.matrix.format), torch.arange(len(shard)))
+                target.matrix.load(
+                    quantize(shard.float().cpu().numpy(), target.matrix.format), torch.arange(len(shard))
+                )
             else:
                 target.tensor.copy_(shard)
         self._wait_for_weights()

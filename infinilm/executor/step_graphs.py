@@ -32,8 +32,8 @@ from infinilm.layers.state_plan import GraphPrompts, GraphStates, StatePlan
 from infinilm.sampling import Sampler
 
 if TYPE_CHECKING:
-    from infinilm.executor.model_runner import StepBatch
     from infinilm.executor.rank_worker import RankWorker
+    from infinilm.executor.step_io import StepBatch
 
 logger = logging.getLogger(__name__)
 

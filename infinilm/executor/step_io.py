@@ -1,14 +1,18 @@
-"""What the engine sends to the workers for a step, and what they return. NumPy arrays and plain data, no torch."""
+"""What the engine sends to the workers for a step, and what they return; the rows that a worker makes a batch of.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+NumPy arrays and plain data, no torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
+from infinilm.attention.batch import HostBatch
 from infinilm.outputs import TokenLogprobs
 from infinilm.sampling_params import RowStart
 
@@ -18,6 +22,12 @@ LAST_TOKEN = -1
 """In `DecodeRows.token_ids`: the token that the row drew last, which perhaps only the device knows."""
 NO_TOKEN = -2
 """In `DecodeRows.token_ids`: the row has fewer draft tokens than others."""
+
+# Prompt log-probabilities need logits for every prompt token; this many at a time bounds their memory.
+PROMPT_LOGITS_AT_ONCE = 256
+
+LOGIT_COPIES = 3
+"""In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +168,115 @@ class StepOutput:
             return self.token_ids[index : index + 1]
         end = self._ends[index]
         return self.token_ids[end - self.counts[index] : end]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A step's tokens and the places where it draws."""
+
+    tokens: HostBatch
+    token_rows: IntArray  # [T], the row of each token
+    num_decoding: int  # leading rows that have one token each
+    sample_places: IntArray  # [S], the tokens after which a token is drawn
+
+    @property
+    def sample_rows(self) -> IntArray:
+        return self.token_rows[self.sample_places]
+
+    @property
+    def sample_positions(self) -> IntArray:
+        """The positions of the tokens to draw, `[S]`."""
+        return self.tokens.positions[self.sample_places] + 1
+
+
+class Rows:
+    """The block tables of rows, from which a step's batch is gathered. A row lives as long as its sequence runs."""
+
+    def __init__(self, num_groups: int, max_num_rows: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        # By group of layers: the rows' block tables.
+        self.tables = np.full((num_groups, max_num_rows, max_blocks), -1, dtype=np.int64)
+
+    def update(self, step: StepInput) -> None:
+        """Forget the rows that ended, and note new blocks."""
+        for row in step.ended_rows:
+            self.tables[:, row] = -1
+        updates = step.blocks
+        self.tables[updates.groups, updates.rows, updates.places] = updates.blocks
+
+    def gather(self, step: StepInput) -> StepBatch:
+        """The step's batch, in which tokens known to the device alone are `LAST_TOKEN`."""
+        decoding = step.decoding
+        rows, starts, input_ids = decoding.rows, decoding.starts, decoding.token_ids.ravel()
+        num_decoding = len(rows)
+        query_lens = np.ones(len(rows), dtype=np.int64)
+        if decoding.has_drafts:
+            query_lens = decoding.query_lens
+            input_ids = input_ids[input_ids != NO_TOKEN]
+            num_decoding = 0  # rows of several tokens are computed as chunks are
+        if step.chunks:
+            tokens = chain.from_iterable(chunk.token_ids for chunk in step.chunks)
+            input_ids = np.concatenate((input_ids, np.fromiter(tokens, np.int64, step.num_chunk_tokens)))
+            rows = np.concatenate((rows, [chunk.row for chunk in step.chunks]))
+            starts = np.concatenate((starts, [chunk.start for chunk in step.chunks]))
+            query_lens = np.concatenate((query_lens, [len(chunk.token_ids) for chunk in step.chunks]))
+        context_lens = starts + query_lens
+        positions, token_rows, sample_places = starts, rows, np.arange(len(rows))
+        if step.chunks or decoding.has_drafts:
+            ends = np.cumsum(query_lens)
+            positions = np.arange(len(input_ids)) + np.repeat(context_lens - ends, query_lens)
+            token_rows = np.repeat(rows, query_lens)
+            counts = step.sample_counts
+            sample_places = np.arange(step.num_samples) + np.repeat(ends - np.cumsum(counts), counts)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        num_columns = -(-int(context_lens.max()) // self._block_size)
+        slots = [own[token_rows, blocks] * self._block_size + offsets for own in self.tables]
+        tables = [own[rows, :num_columns] for own in self.tables]
+        batch = HostBatch(input_ids, positions, slots[0], tables[0], query_lens, context_lens)
+        if len(tables) > 1:
+            batch = replace(batch, more_slots=np.stack(slots[1:]), more_tables=np.stack(tables[1:]))
+        return StepBatch(batch, token_rows, num_decoding, sample_places)
+
+
+def wants_prompt_logprobs(step: StepInput) -> bool:
+    """Whether log-probabilities of prompt tokens are asked for."""
+    return any(chunk.prompt_targets for chunk in step.chunks)
+
+
+def prompt_logprobs(step: StepInput, batch: StepBatch) -> Iterator[tuple[int, IntArray, Sequence[int], int]]:
+    """Prompt tokens whose log-probabilities are wanted, some at a time: the row's index in the step, the places in the
+    batch whose logits say them, the tokens, and how many of the likeliest are wanted besides."""
+    firsts = np.cumsum(batch.tokens.query_lens) - batch.tokens.query_lens
+    for index, chunk in enumerate(step.chunks, start=len(step.decoding.rows)):
+        for start in range(0, len(chunk.prompt_targets), PROMPT_LOGITS_AT_ONCE):
+            targets = chunk.prompt_targets[start : start + PROMPT_LOGITS_AT_ONCE]
+            yield index, firsts[index] + start + np.arange(len(targets)), targets, chunk.num_prompt_logprobs
+
+
+def make_output(
+    step: StepInput,
+    token_ids: Sequence[int],
+    logprobs: Mapping[int, TokenLogprobs],
+    errors: Mapping[int, Exception],
+    prompt_logprobs: dict[int, list[TokenLogprobs]],
+) -> StepOutput:
+    """The output of the tokens drawn; `logprobs` and `errors` are by the index of the sample."""
+    if step.num_samples == 0:
+        return StepOutput((), [0] * step.num_rows, prompt_logprobs=prompt_logprobs)
+    if step.num_samples == step.num_rows and not step.decoding.has_drafts:
+        by_row = {index: [entry] for index, entry in logprobs.items()}
+        return StepOutput(token_ids, None, by_row, prompt_logprobs, dict(errors))
+    gained = step.accept(token_ids)
+    counts = step.sample_counts
+    firsts = np.cumsum(counts) - counts
+    rows = np.repeat(np.arange(len(counts)), counts)  # by sample
+    row_logprobs: dict[int, list[TokenLogprobs]] = {}
+    row_errors: dict[int, Exception] = {}
+    for index in sorted({int(rows[sample]) for sample in (*logprobs, *errors)}):
+        samples = range(int(firsts[index]), int(firsts[index]) + len(gained[index]))
+        if samples.start in logprobs:
+            row_logprobs[index] = [logprobs[sample] for sample in samples]
+        if error := next((errors[sample] for sample in samples if sample in errors), None):
+            row_errors[index] = error
+    output = StepOutput.of(gained)
+    return StepOutput(output.token_ids, output.counts, row_logprobs, prompt_logprobs, row_errors)

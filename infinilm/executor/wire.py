@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +11,13 @@ import torch
 from infinilm.attention import HostBatch
 from infinilm.distributed.channel import Message
 from infinilm.errors import CheckpointError
+from infinilm.executor.commands import Command
 from infinilm.executor.executor import CacheShape, MeasuredWorkspace, RunnerSettings
 from infinilm.executor.rank_worker import ForwardInput, RankWorker
 from infinilm.executor.step_io import BlockUpdates, DecodeRows, IntArray, RowChunk, StepInput
 from infinilm.layers.formats import WeightFormats
 from infinilm.models import ModelConfig
 from infinilm.models.registry import describe_import, describe_registration, import_described, register_described
-
-
-class Command(StrEnum):
-    """What a rank can be told to do. All but INIT, JOIN and STOP are methods of `RankWorker`."""
-
-    INIT = "init"
-    """Set up the device."""
-    JOIN = "join"
-    """Meet the other ranks, at first and after a step that failed on one of them."""
-    LOAD = "load"
-    """Build the model."""
-    LOAD_SHARDS = "load_shards"
-    STATE_DICT = "state_dict"
-    RESET_CACHE = "reset_cache"
-    MEASURE_WORKSPACE = "measure_workspace"
-    START_ROWS = "start_rows"
-    EXECUTE = "execute"
-    """Compute a step of requests in rows."""
-    FORWARD = "forward"
-    """Compute one forward pass."""
-    STOP = "stop"
 
 
 def write_call(command: Command, arguments: Sequence[Any], ranks: Sequence[int]) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from infinilm.distributed.channel import Channel, Message
 from infinilm.distributed.group import LOOPBACK, rank_title
 from infinilm.errors import EngineError, WorkerDiedError
-from infinilm.executor.wire import Command
+from infinilm.executor.commands import Command
 from infinilm.framing import ChannelClosedError
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 from infinilm.processes import WATCH_INTERVAL_S, ChildProcess

@@ -11,19 +11,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 
+from infinilm.cache.specs import kv_heads_per_rank
 from infinilm.config import Config
 from infinilm.executor.memory import Workspace
-from infinilm.executor.model_runner import LOGIT_COPIES, PROMPT_LOGITS_AT_ONCE
+from infinilm.executor.step_io import LOGIT_COPIES, PROMPT_LOGITS_AT_ONCE
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.linear import kv_heads_per_rank
 from infinilm.models import ModelConfig
 
 if TYPE_CHECKING:
+    from infinilm.executor.memory import Device, DType
     from infinilm.executor.step_graphs import Shape
 
 GRAPH_BYTES = 2 << 20
@@ -51,7 +51,7 @@ class StepShape:
 
     @classmethod
     def of(
-        cls, config: Config, model_config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, tp_size: int = 1
+        cls, config: Config, model_config: ModelConfig, dtype: "DType", *, max_model_len: int, tp_size: int = 1
     ) -> "StepShape":
         """The largest step that the settings allow."""
         head_dim = model_config.max_head_dim
@@ -109,8 +109,8 @@ class StepShape:
 def estimate_workspace(
     config: Config,
     model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: "DType",
+    device: "Device",
     *,
     max_model_len: int,
     tp_size: int = 1,
@@ -140,7 +140,7 @@ def estimate_workspace(
     )
 
 
-def uses_graphs(config: Config, device: torch.device) -> bool:
+def uses_graphs(config: Config, device: "Device") -> bool:
     """Whether decode steps are to be CUDA graphs."""
     return not config.enforce_eager and _has_triton(config, device)
 
@@ -173,18 +173,18 @@ def graph_table_rows(shapes: Sequence["Shape"]) -> int:
     return decoding + sum(num_rows for num_rows, _ in mixed)
 
 
-def _has_triton(config: Config, device: torch.device) -> bool:
-    return config.attention_backend != "torch" and has_kernels(device)
+def _has_triton(config: Config, device: "Device") -> bool:
+    return config.attention_backend != "torch" and has_kernels(str(device))
 
 
-def _attends_long(
-    shape: StepShape, head_dim: int, dtype: torch.dtype, device: torch.device, max_model_len: int
-) -> bool:
+def _attends_long(shape: StepShape, head_dim: int, dtype: "DType", device: "Device", max_model_len: int) -> bool:
     """Whether `LongPrefill` takes any step of a prompt that is computed in chunks as large as they may be."""
+    import torch
+
     from infinilm.attention.long_prefill import LongPrefill  # which needs Triton
 
-    long_prefill = LongPrefill()
-    if long_prefill.why_not(torch.empty(0, 1, head_dim, dtype=dtype, device=device)) is not None:
+    long_prefill, kind = LongPrefill(), cast(Any, {"dtype": dtype, "device": device})
+    if long_prefill.why_not(torch.empty(0, 1, head_dim, **kind)) is not None:
         return False
     chunk = min(shape.num_tokens, max_model_len)
     ends = np.arange(chunk, min(max_model_len, max(chunk, 1 << 20)) + 1, chunk)  # those after are like the last

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early
 from infinilm.kernels.experts_kernels import choose_kernel, combine_kernel, count_kernel, place_kernel, product_kernel
-from infinilm.kernels.experts_torch import GELU, ClampedGate, Gate, Routing
 from infinilm.kernels.packed_lines import PackedLines
+from infinilm.kernels.routing import GELU, ClampedGate, Gate, Routing
 from infinilm.kernels.unpack import MAGIC_BITS
 
 FEW_ROWS = 16

@@ -1,43 +1,11 @@
 """The choice of experts and their products in plain torch: the twins of `experts`, and what runs without Triton."""
 
-from typing import Literal, NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from infinilm.kernels.invariant import gelu_tanh, pad_rows, sigmoid, silu
-
-
-class Routing(NamedTuple):
-    """How a router's logits choose experts."""
-
-    num_experts: int
-    top_k: int
-    """The experts of each token."""
-    renormalizes: bool
-    """Whether the scores of the chosen experts are divided by their sum."""
-    is_sigmoid: bool = False
-    """Whether scores are the logits' sigmoids, each by itself, instead of their softmax."""
-    num_groups: int = 1
-    """Experts come in groups of as many, next to each other."""
-    top_groups: int = 1
-    """A token's experts are in so many groups: those whose `group_best` best, 1 or 2, have the largest sum."""
-    group_best: int = 2
-    scale: float = 1.0
-    """What weights are multiplied by in the end."""
-
-
-class ClampedGate(NamedTuple):
-    """GPT-OSS's gate: `(up + 1) * gate * sigmoid(alpha * gate)`, both limited; lines of gate and up alternate."""
-
-    alpha: float
-    limit: float
-
-
-GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-Gate = ClampedGate | Literal["gelu_pytorch_tanh"] | None
-"""What becomes of gate and up. None: `silu(gate) * up`; with GELU the same, gates first."""
+from infinilm.kernels.routing import ClampedGate, Gate, Routing
 
 
 def choose_experts_torch(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,16 @@ from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from infinilm.errors import EngineError, InvalidValueError
 
-from infinilm.errors import InvalidValueError
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    IntArray = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +62,37 @@ def _load_build(path: str) -> ModuleType:
     return module
 
 
-def draw(logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def load_library() -> Any:
+    """The native library, or an error where it is not installed."""
+    library = load()
+    if library is None:
+        raise EngineError("the native library, which computes with quantised weights, was not built with the package")
+    return library
+
+
+def draw(logits: "Tensor", settings: "Tensor", rows: "Tensor", positions: "Tensor") -> "tuple[Tensor, Tensor]":
     """The library's draw; `infinilm/sampling/draw.py` defines the arguments and the result."""
+    import torch
+
     library: Any = load()
     token_ids, are_finite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
     library.draw(logits.float().contiguous(), settings, rows, positions, token_ids, are_finite)
     return token_ids, are_finite
+
+
+def draw_arrays(
+    logits: "npt.NDArray[np.float32]", settings: "IntArray", rows: "IntArray", positions: "IntArray"
+) -> "tuple[IntArray, npt.NDArray[np.bool_]]":
+    """The same for arrays."""
+    import numpy as np
+
+    token_ids, are_finite = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
+    load_library().draw(np.ascontiguousarray(logits), settings, rows, positions, token_ids, are_finite)
+    return token_ids, are_finite
+
+
+def keep_arrays(*arrays: "npt.NDArray[Any]") -> "tuple[npt.NDArray[Any], ...]":
+    """Arrays as the library takes them."""
+    import numpy as np
+
+    return tuple(map(np.ascontiguousarray, arrays))

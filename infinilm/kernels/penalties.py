@@ -1,15 +1,20 @@
 """Repetition, frequency and presence penalties of all rows that have any."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from infinilm.kernels.support import has_kernels
 
-IN_PROMPT = 1 << 30  # added to the count of a token that is in the prompt
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-Penalize = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    import torch
+    from torch import Tensor
+
+    Penalize = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+IN_PROMPT = 1 << 30  # added to the count of a token that is in the prompt
 
 
 def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor, penalties: Tensor) -> None:
@@ -19,6 +24,8 @@ def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor
     `penalties` [slots, 3] float32 are repetition (divides positive logits of tokens in prompt or answer, multiplies
     negative ones), frequency (subtracted per occurrence in the answer) and presence (subtracted once).
     """
+    import torch
+
     values, count = logits[places], counts[slots]
     repetition, frequency, presence = penalties[slots].unsqueeze(-1).unbind(1)  # each [k, 1]
     factors = torch.where(count != 0, repetition, 1.0)

@@ -2,22 +2,28 @@
 
 import os
 from importlib.util import find_spec
-
-import torch
+from typing import TYPE_CHECKING
 
 from infinilm.platforms import is_nvidia
+
+if TYPE_CHECKING:
+    import torch
 
 # Needed for bfloat16 matrix instructions and asynchronous copies to shared memory.
 _LEAST_CAPABILITY = (8, 0)
 
 
-def has_kernels(device: torch.device | str) -> bool:
+def has_kernels(device: "torch.device | str") -> bool:
     """Whether layers on this device use our kernels."""
+    if str(device) == "cpu":
+        return False
+    import torch
+
     device = torch.device(device)
     return device.type == "cuda" and why_no_triton(device) is None
 
 
-def why_no_triton(device: torch.device) -> str | None:
+def why_no_triton(device: "torch.device") -> str | None:
     """Why Triton kernels can't run on the device; None if they can.
 
     With `TRITON_INTERPRET=1` in the environment a CPU can run them too: slowly, to check them.
@@ -30,6 +36,8 @@ def why_no_triton(device: torch.device) -> str | None:
         return f"Triton kernels need a CUDA device, not {device}"
     if not is_nvidia(device):
         return "the Triton kernels are written for NVIDIA GPUs, and this torch is built for ROCm"
+    import torch
+
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)

@@ -13,8 +13,7 @@ from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.invariant import sigmoid
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
-from infinilm.layers.formats.gguf import load_library
-from infinilm.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, native_linears
+from infinilm.layers.linear import QKV, QKVParallelLinear, RowParallelLinear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import ParallelRMSNorm, RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
@@ -183,27 +182,3 @@ class Attention(Mixer):
         if self.sinks is not None:
             targets[f"{own}sinks"] = WeightShard.of(self.sinks, self.qkv.heads)
         return targets
-
-    def to_native(self) -> Any | None:
-        linears = native_linears(qkv=self.qkv, out=self.out)
-        norms = [None if norm is None else norm.to_native() for norm in (self.q_norm, self.k_norm)]
-        has_other_norms = self.q_norm is not None and any(norm is None for norm in norms)
-        if linears is None or type(self) is not Attention or self.has_gate or has_other_norms:
-            return None
-        scales = self.rotary.query_scale
-        return load_library().Attention(
-            **linears,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rotary=self.rotary.table,
-            is_interleaved=self.rotary.is_interleaved,
-            query_scale=None if scales is None else scales.float().flatten(),
-            q_norm=norms[0],
-            k_norm=norms[1],
-            eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            scale=self.scale,
-            window=self.window,
-            cap=self.cap,
-            sinks=self.sinks,
-        )

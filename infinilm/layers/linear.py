@@ -6,7 +6,7 @@ So a column-parallel layer followed by a row-parallel one takes one all-reduce.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -163,17 +163,6 @@ class RowParallelLinear(Linear):
             return self.group.all_reduce(self.matrix.multiply(x))
         whole = super().forward(x, residual, norm)
         return self.group.all_reduce(whole) if self.group.communicates else whole
-
-
-def native_linears(**linears: Linear) -> dict[str, Any] | None:
-    """The native library's own layers for these; None unless it has one for each."""
-    found = {name: linear.matrix.to_native(linear.bias) for name, linear in linears.items()}
-    return None if None in found.values() else found
-
-
-def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:
-    """How many key-value heads each rank has, and its cache keeps."""
-    return max(1, num_kv_heads // num_ranks)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:

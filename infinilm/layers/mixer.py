@@ -70,10 +70,3 @@ class Mixer(nn.Module):
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by their names in a checkpoint; `prefix` is the layer's."""
         raise NotImplementedError
-
-    def to_native(self) -> Any | None:
-        """The native library's own mixer; None if the library can't compute it.
-
-        A subclass of a mixer computes something else, so it has none unless it says so itself.
-        """
-        return None

@@ -1,7 +1,7 @@
 """The dense channel mixer."""
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,8 +9,7 @@ from torch import Tensor
 from infinilm.distributed.shard import Shard
 from infinilm.kernels.invariant import gelu_tanh, silu
 from infinilm.layers.formats import LayerOptions, below
-from infinilm.layers.formats.gguf import load_library
-from infinilm.layers.linear import GateUpParallelLinear, RowParallelLinear, native_linears
+from infinilm.layers.linear import GateUpParallelLinear, RowParallelLinear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.norm import RMSNorm
 
@@ -20,8 +19,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": gelu_tanh,
 }
 """By Hugging Face's names."""
-NATIVE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""Those that the native library has, too."""
 
 
 class MLP(Mixer):
@@ -70,9 +67,3 @@ class MLP(Mixer):
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         own = prefix + self.prefix
         return self.gate_up.weight_targets(own) | self.down.weight_targets(own)
-
-    def to_native(self) -> Any | None:
-        linears = native_linears(gate_up=self.gate_up, down=self.down)
-        if linears is None or type(self) is not MLP or self.activation not in NATIVE_ACTIVATIONS:
-            return None
-        return load_library().MLP(**linears, activation=self.activation)

@@ -1,6 +1,6 @@
 """The sparse channel mixer: a router chooses some experts, each a small gated MLP, for every token."""
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -8,29 +8,16 @@ from torch import Tensor, nn
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import Gate, Routing, choose_experts_torch
+from infinilm.kernels.experts_torch import choose_experts_torch
+from infinilm.kernels.routing import Gate, Routing
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightFormats, WeightOptions, below
 from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts, UnpackedExperts
-from infinilm.layers.formats.gguf import load_library
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.mlp import MLP
+from infinilm.layers.names import ExpertNames
 from infinilm.layers.norm import RMSNorm
-
-
-class ExpertNames(NamedTuple):
-    """What a checkpoint calls the parts of a sparse layer."""
-
-    prefix: str = "mlp."
-    router: str = "gate"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    router_bias: str = "e_score_correction_bias"
-    shared: str = "shared_experts"
-    is_stacked: bool = False
-    """Whether gate and up, and down, of all experts are one tensor each, inputs first, and have biases."""
 
 
 class Experts(nn.Module):
@@ -63,7 +50,8 @@ class Experts(nn.Module):
         how |= {"dtype": options["dtype"], "device": options["device"]}
         if not names.is_stacked and gate is None and is_native:
             packed = [[each for part in own for each in part or ()] for own in found]
-            self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"])
+            matrices = [formats.find_matrices(names) for names in self._tensor_names()]
+            self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"], matrices)
         elif kinds := self._device_formats(formats):
             self.matrix = UnpackedExperts(kinds, *sizes, **how)
         else:
@@ -209,21 +197,6 @@ class SparseMLP(Mixer):
                 f"a hook of layer{self.layer}_expert_ids returned {ids.tolist()}; a row must be {ids.shape[1]} "
                 f"different experts from 0 to {self.routing.num_experts - 1}"
             )
-
-    def to_native(self) -> Any | None:
-        matrix, router = self.experts.matrix, self.router.matrix
-        shared = None if self.shared is None else self.shared.to_native()
-        is_known = type(self) is SparseMLP and (shared is None) == (self.shared is None)
-        if (
-            not is_known
-            or self.shared_gate is not None
-            or not isinstance(matrix, PackedExperts)
-            or not isinstance(router, DenseWeight)
-        ):
-            return None
-        routing = {name: value for name, value in self.routing._asdict().items() if name != "num_experts"}
-        biases = {"router_bias": self.router.bias, "correction": self.router_bias}
-        return load_library().SparseMLP(experts=matrix.native, router=router.weight, shared=shared, **biases, **routing)
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         own = prefix + self.prefix

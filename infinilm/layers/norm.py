@@ -34,10 +34,6 @@ class RMSNorm(nn.Module):
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self.weight)
 
-    def to_native(self) -> Tensor | None:
-        """What the native library multiplies `x / rms(x)` by; None if this norm is another function of `x`."""
-        return self.weight if type(self) in (RMSNorm, WideRMSNorm, ParallelRMSNorm) else None
-
 
 def normalized(x: Tensor, eps: float | Tensor) -> Tensor:
     """`x / rms(x)` over the last dimension, in float32."""
@@ -63,10 +59,6 @@ class ZeroCentredRMSNorm(RMSNorm):
 
             return rms_norm(x.flatten(0, -2), self.weight, self.eps, is_zero_centred=True).view(x.shape)
         return (normalized(x, self._eps) * (1 + self.weight.float())).to(x.dtype)
-
-    def to_native(self) -> Tensor | None:
-        """See `RMSNorm`."""
-        return 1 + self.weight.float() if type(self) is ZeroCentredRMSNorm else None
 
 
 class ParallelRMSNorm(RMSNorm):

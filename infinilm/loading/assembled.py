@@ -1,16 +1,20 @@
 """GGUF checkpoints with tensors that are put together from several stored ones."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PackedRows
+from infinilm.loading.quantize import Floats, PackedRows
+from infinilm.platforms import require_torch
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _KEYS = re.compile(r"(.+\.self_attn\.)k_b_proj\.weight")
@@ -51,9 +55,19 @@ class AssembledCheckpoint:
     def read(self, name: str) -> Tensor:
         if name not in self._assembled:
             return self._stored.read(name)
+        with require_torch(f"models with {name}"):
+            import torch
         target = torch.empty(self._assembled[name].shape)
         self.read_into(name, target)
         return target
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        if name not in self._assembled:
+            return self._stored.read_floats(name, starts, shape)
+        whole = self.read(name).numpy()
+        if starts is None or shape is None:
+            return whole
+        return whole[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))]
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         if name not in self._assembled:
@@ -116,7 +130,7 @@ class _ExpertReader:
         step = len(self._names[0])
         if starts[-1] % step or target.shape[-1] % step:
             raise CheckpointError(f"{stored.path}: gate and up of {self._names[0][0]!r} must be read together")
-        rows = torch.empty(target.shape[-1] // step, *target.shape[1:-1])
+        rows = target.new_empty(target.shape[-1] // step, *target.shape[1:-1])
         for expert, own in enumerate(target, starts[0]):
             for place, name in enumerate(self._names[expert]):
                 stored.read_into(name, rows, (starts[-1] // step, *starts[1:-1]))
@@ -138,7 +152,7 @@ def _join_heads(stored: Checkpoint, keys: str, values: str) -> _Assembled:
     def fill(checkpoint: Checkpoint, target: Tensor, starts: Sequence[int]) -> None:
         if starts[0] % width or len(target) % width:
             raise CheckpointError(f"{checkpoint.path}: keys and values of {keys!r} must be read by whole heads")
-        key = torch.empty(1, target.shape[1], key_dim)
+        key = target.new_empty(1, target.shape[1], key_dim)
         for head, lines in enumerate(target.view(-1, width, target.shape[1]), starts[0] // width):
             checkpoint.read_into(keys, key, (head, starts[1], 0))
             lines[:key_dim].copy_(key[0].t())

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from infinilm.errors import CheckpointError
-from infinilm.loading.quantize import PackedRows
+from infinilm.loading.quantize import Floats, PackedRows
+from infinilm.platforms import require_torch
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Checkpoint(Protocol):
@@ -34,15 +36,18 @@ class Checkpoint(Protocol):
     def check_values(self) -> None:
         """Refuse scales and indices of quantised matrices that can't be meant; see `shapes` for what headers tell."""
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """Read a tensor in its stored type; quantised ones as float32."""
 
-    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+    def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
         """Fill `target`, of any type and device, with the tensor, without a second full copy.
 
         With `starts`, one index per dimension, only the part that begins there and has the shape of `target` is read.
         Thread-safe.
         """
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        """The tensor, or the part of a `shape` that begins at `starts`, as float32. Thread-safe."""
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         """The part of a matrix that begins at `starts` and has this `shape`, some rows at a time.
@@ -72,8 +77,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     from infinilm.loading.assembled import assemble
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
-    from infinilm.loading.mxfp4 import Mxfp4Checkpoint
-    from infinilm.loading.quantized_checkpoint import QuantizedCheckpoint
     from infinilm.loading.quantized_config import MXFP4
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
@@ -81,6 +84,9 @@ def _open(path: Path) -> Checkpoint:
         checkpoint = SafetensorsCheckpoint(path)
         if checkpoint.quant_method is None:
             return checkpoint
+        with require_torch(f"checkpoints quantised by {checkpoint.quant_method}"):
+            from infinilm.loading.mxfp4 import Mxfp4Checkpoint
+            from infinilm.loading.quantized_checkpoint import QuantizedCheckpoint
         return Mxfp4Checkpoint(checkpoint) if checkpoint.quant_method == MXFP4 else QuantizedCheckpoint(checkpoint)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")

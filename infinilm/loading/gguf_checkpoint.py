@@ -3,20 +3,22 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
 from infinilm.loading.gguf_config import GGUFMetadata, make_config
 from infinilm.loading.gguf_families import HYBRIDS
 from infinilm.loading.gguf_names import name_tensors
-from infinilm.loading.quantize import PackedRows, dequantize, quantize_rows, stored_dtype
+from infinilm.loading.quantize import PLAIN_TYPES, Floats, PackedRows, dequantize, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
 _SLICE_ELEMENTS = 2**18
@@ -67,34 +69,58 @@ class GGUFCheckpoint:
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
         stored = self._tensor(name).ggml_type.name
-        return stored if stored in BLOCK_FORMATS else None
+        return None if stored in PLAIN_TYPES or stored == "MXFP4" else stored
 
     def check_values(self) -> None:
         """There is nothing to check."""
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
+        import torch
+
         tensor = self._tensor(name)
-        target = torch.empty(tensor.shape, dtype=stored_dtype(tensor.ggml_type))
+        dtype = getattr(torch, PLAIN_TYPES.get(tensor.ggml_type.name, "float32"))
+        target = torch.empty(tensor.shape, dtype=dtype)
         self.read_into(name, target)
         return target
 
-    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+    def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
+        import torch
+
+        for offset, values in self._decoded(name, target.shape, starts):
+            target[offset : offset + len(values)].copy_(torch.from_numpy(values))
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        out = np.empty(self._tensor(name).shape if shape is None else tuple(shape), dtype=np.float32)
+        for offset, values in self._decoded(name, out.shape, starts):
+            out[offset : offset + len(values)] = values
+        return out
+
+    def _decoded(
+        self, name: str, shape: Sequence[int], starts: Sequence[int] | None
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """The part of `shape` that begins at `starts`, some rows at a time, each with the number of rows before."""
         tensor = self._tensor(name)
-        starts = locate_part(self.path, name, tensor.shape, target.shape, starts)
-        if not target.numel():
+        starts = locate_part(self.path, name, tensor.shape, shape, starts)
+        if not math.prod(shape):
             return
-        head_dim = self._find_permutation(name, starts[0], len(target))
-        _, num_blocks = _covering_blocks(tensor.ggml_type, starts[-1], target.shape[-1])
-        decoded_shape = (*target.shape[:-1], num_blocks * tensor.ggml_type.block_elements)
+        head_dim = self._find_permutation(name, starts[0], shape[0])
+        _, num_blocks = _covering_blocks(tensor.ggml_type, starts[-1], shape[-1])
+        decoded_shape = (*shape[:-1], num_blocks * tensor.ggml_type.block_elements)
         row_elements = math.prod(decoded_shape[1:])
         granule = head_dim or 1  # rows are permuted within heads, so a slice holds whole heads
         step = max(1, _SLICE_ELEMENTS // (row_elements * granule)) * granule
-        for offset in range(0, len(target), step):
-            self._fill(target[offset : offset + step], tensor, (starts[0] + offset, *starts[1:]), head_dim)
-        if self._has_whole_norms and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-            target.sub_(1)
-        if name.endswith("linear_attn.A_log"):  # stored as it is used, -exp(A_log)
-            target.neg_().log_()
+        if len(shape) == 1:
+            step = shape[0]
+        for offset in range(0, shape[0], step):
+            part = (min(step, shape[0] - offset), *shape[1:])
+            values = self._decode(tensor, (starts[0] + offset, *starts[1:]), part)
+            if head_dim is not None:
+                values = _unpermute(values, head_dim)
+            if self._has_whole_norms and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+                values = values - np.float32(1)
+            if name.endswith("linear_attn.A_log"):  # stored as it is used, -exp(A_log)
+                values = np.log(-values)
+            yield offset, values
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         tensor = self._tensor(name)
@@ -113,9 +139,9 @@ class GGUFCheckpoint:
         first, num_blocks = _covering_blocks(block, starts[1], num_columns)
         step = max(1, _COPIED_ELEMENTS // (num_columns * (head_dim or 1))) * (head_dim or 1)
         for offset in range(0, num_rows, step):
-            places = torch.arange(offset, min(offset + step, num_rows))
+            places = np.arange(offset, min(offset + step, num_rows))
             raw = self._file.read_blocks(tensor, (starts[0] + offset, first), (len(places), num_blocks))
-            yield torch.from_numpy(raw).flatten(1), places if head_dim is None else _unpermuted(places, head_dim)
+            yield raw.reshape(len(raw), -1), places if head_dim is None else _unpermuted(places, head_dim)
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_gguf(self._file.metadata)
@@ -141,19 +167,14 @@ class GGUFCheckpoint:
             )
         return head_dim
 
-    def _fill(self, part: Tensor, tensor: GGUFTensorInfo, starts: tuple[int, ...], head_dim: int | None) -> None:
-        """Fill `part` with the values from `starts` on; with `head_dim` the rows of each head are reordered."""
+    def _decode(self, tensor: GGUFTensorInfo, starts: tuple[int, ...], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """The values of a part, in the order of the file."""
         block = tensor.ggml_type
-        first, num_blocks = _covering_blocks(block, starts[-1], part.shape[-1])
-        raw = torch.from_numpy(self._file.read_blocks(tensor, (*starts[:-1], first), (*part.shape[:-1], num_blocks)))
-        shape = (*part.shape[:-1], num_blocks * block.block_elements)
-        is_same = part.shape == shape and part.dtype == stored_dtype(block) and part.device.type == "cpu"
-        if head_dim is None and is_same and part.is_contiguous():
-            dequantize(raw, block, shape, part)
-            return
-        values = dequantize(raw, block, shape)
-        values = values.narrow(-1, starts[-1] - first * block.block_elements, part.shape[-1])
-        part.copy_(values if head_dim is None else _unpermute(values, head_dim))
+        first, num_blocks = _covering_blocks(block, starts[-1], shape[-1])
+        raw = self._file.read_blocks(tensor, (*starts[:-1], first), (*shape[:-1], num_blocks))
+        values = dequantize(raw, block, (*shape[:-1], num_blocks * block.block_elements))
+        begin = starts[-1] - first * block.block_elements
+        return values[..., begin : begin + shape[-1]]
 
 
 def _covering_blocks(block: GGMLType, start: int, length: int) -> tuple[int, int]:
@@ -162,16 +183,16 @@ def _covering_blocks(block: GGMLType, start: int, length: int) -> tuple[int, int
     return first, -(-(start + length) // block.block_elements) - first
 
 
-def _unpermute(rows: Tensor, head_dim: int) -> Tensor:
+def _unpermute(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
     """Put the rows of q or k (`[heads · head_dim, …]`) into Hugging Face's order.
 
     Rotary embedding rotates pairs of rows. GGUF's llama stores the two rows of a pair next to each other: (0, 1), (2,
     3), …; Hugging Face stores all first ones before all second ones: (0, half), (1, half + 1), …
     """
-    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _unpermuted(rows: Tensor, head_dim: int) -> Tensor:
+def _unpermuted(rows: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray[np.int64]:
     """The indices to which `_unpermute` moves the given rows."""
     pair, half = rows % head_dim // 2, rows % 2
     return rows - rows % head_dim + half * (head_dim // 2) + pair

@@ -8,7 +8,7 @@ from torch import Tensor
 from infinilm.distributed.grouped import MXFP4
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PackedRows
+from infinilm.loading.quantize import Floats, PackedRows
 from infinilm.text.tokenizer import Tokenizer
 
 GROUP = 32
@@ -97,6 +97,11 @@ class Mxfp4Checkpoint:
                     "the file is damaged"
                 )
             yield blocks[0], scales[0]
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        target = torch.empty(self.shapes()[name] if shape is None else tuple(shape))
+        self.read_into(name, target, starts)
+        return target.numpy()
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         """See `Checkpoint`. The rows of experts, uint8 `[out, in / 2 + in / 32]`, are codes and scales."""

@@ -3,15 +3,17 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PLAIN_TYPES, PackedRows, quantize_rows
+from infinilm.loading.quantize import PLAIN_TYPES, Floats, PackedRows, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Where multimodal checkpoints have their language model's weights, and what they are called in the model alone.
 _TEXT_PREFIXES = {
@@ -59,8 +61,10 @@ class Part:
             for column, place, width in _runs(self.columns, self.shape[1], starts[1], shape[1]):
                 yield (row, column), (rows, slice(place, place + width))
 
-    def cut(self, stored: Tensor) -> Tensor:
+    def cut(self, stored: "Tensor") -> "Tensor":
         """This part of the stored tensor."""
+        import torch
+
         matrix = stored if self.expert is None else stored[self.expert]
         if not self.shape:
             return matrix
@@ -254,7 +258,9 @@ class PartialCheckpoint:
     def check_values(self) -> None:
         self._whole.check_values()
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
+        import torch
+
         part = self._part(name)
         if part.expert is None:
             return part.cut(self._whole.read(part.source))
@@ -262,7 +268,7 @@ class PartialCheckpoint:
         self.read_into(name, target)
         return target
 
-    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+    def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
         part = self._part(name)
         starts = locate_part(self.path, name, part.shape, target.shape, starts)
         if not starts:
@@ -273,6 +279,19 @@ class PartialCheckpoint:
                 self._whole.read_into(part.source, target[here], place)
             else:
                 self._whole.read_into(part.source, target[here][None], (part.expert, *place))
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        part = self._part(name)
+        out = np.empty(part.shape if shape is None else tuple(shape), dtype=np.float32)
+        starts = locate_part(self.path, name, part.shape, out.shape, starts)
+        if not starts:
+            return self._whole.read_floats(part.source)
+        for place, here in part.pieces(starts, out.shape):
+            at, size = (
+                (place, out[here].shape) if part.expert is None else ((part.expert, *place), (1, *out[here].shape))
+            )
+            out[here] = self._whole.read_floats(part.source, at, size).reshape(out[here].shape)
+        return out
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         part = self._part(name)

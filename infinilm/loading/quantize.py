@@ -1,75 +1,174 @@
 """Converts matrices from and to GGUF's block formats.
 
-Decoding equals the `gguf` package bit for bit: products and sums are rounded separately, never fused, so results do not
-depend on the machine. Every decoder takes `blocks` (uint8 `[n, block_bytes]`) and fills `out` (float32
-`[n, block_elements]`).
+A quantised row is a run of blocks, each a few small integers with one or two float16 scales.
 
-Matrices can also be quantised while they are read: to `Q8_0`, 32 numbers as 8-bit multiples of a scale, `Q4_0`, with 4
-bits likewise, `Q4_1`, 32 numbers as 4-bit steps from a minimum, or a `GroupedFormat`.
+Decoding equals the `gguf` package bit for bit: products and sums are rounded separately, never fused, so results do not
+depend on the machine. Every decoder takes `blocks` (uint8 `[n, block_bytes]`) and gives float32
+`[n, block_elements]`, of any shape. No torch here.
+
+Matrices can also be quantised while they are read: to `Q8_0`, 32 numbers as 8-bit multiples of a scale, or `Q4_1`, 32
+numbers as 4-bit steps from a minimum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from math import prod
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
-from infinilm.distributed.grouped import GroupedFormat
+from infinilm.distributed.grouped import SCALE_TYPES, GroupedFormat
 from infinilm.errors import InvalidValueError
 from infinilm.loading.gguf import GGMLType
 
-PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types without blocks, and torch's names of them."""
 
 
-def stored_dtype(ggml_type: GGMLType) -> torch.dtype:
-    """The torch type that holds every stored value exactly: float32 for the quantised types."""
-    return PLAIN_TYPES.get(ggml_type.name, torch.float32)
+def dequantize(raw: Bytes, ggml_type: GGMLType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Decode `raw` (whole blocks in row order, any shape) into an array of `shape`: float32, or float16 as stored.
 
-
-def dequantize(raw: Tensor, ggml_type: GGMLType, shape: tuple[int, ...], out: Tensor | None = None) -> Tensor:
-    """Decode `raw` (uint8, whole blocks in row order, any shape) into a tensor of `shape` and of `stored_dtype`.
-
-    A given `out` (contiguous, of that type and shape) is filled and returned. Temporaries take about as much memory as
-    the result: pass large tensors in slices.
+    Temporaries take about as much memory as the result: pass large tensors in slices.
     """
-    num_blocks, rest = divmod(torch.Size(shape).numel(), ggml_type.block_elements)
-    if rest or raw.numel() != num_blocks * ggml_type.block_bytes:
+    num_blocks, rest = divmod(prod(shape), ggml_type.block_elements)
+    if rest or raw.size != num_blocks * ggml_type.block_bytes:
         raise InvalidValueError(
-            f"{raw.numel()} bytes are not a {ggml_type.name} tensor of shape {list(shape)}, which has "
+            f"{raw.size} bytes are not a {ggml_type.name} tensor of shape {list(shape)}, which has "
             f"{ggml_type.block_bytes} bytes for every {ggml_type.block_elements} elements"
         )
-    dtype = stored_dtype(ggml_type)
-    if out is None:
-        out = torch.empty(shape, dtype=dtype)
-    elif out.dtype != dtype or out.shape != torch.Size(shape) or not out.is_contiguous():
-        raise InvalidValueError(f"out must be contiguous, of shape {list(shape)} and of type {dtype}")
-    raw = raw.contiguous()
+    blocks = np.ascontiguousarray(raw).reshape(num_blocks, ggml_type.block_bytes)
+    if ggml_type.name == "BF16":
+        return widen_bfloat16(blocks.view("<u2")).reshape(shape)
     if ggml_type.name in PLAIN_TYPES:
-        return out.copy_(raw.view(-1).view(dtype).view(shape))
-    blocks = raw.view(num_blocks, ggml_type.block_bytes)
-    _DECODERS[ggml_type.name](blocks, out.view(num_blocks, ggml_type.block_elements))
-    return out
+        return blocks.view(PLAIN_TYPES[ggml_type.name]).reshape(shape)
+    with np.errstate(invalid="ignore", over="ignore"):  # damaged scales may be no numbers
+        return _DECODERS[ggml_type.name](blocks).reshape(shape)
 
 
-_DOUBLED_FLOATS4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> Floats:
+    """The numbers whose upper 16 bits these are."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _mxfp4(blocks: Tensor, out: Tensor) -> None:
+def _float16(blocks: Bytes, start: int) -> Floats:
+    """The float16 at byte `start` of every block, as float32 `[n, 1]`."""
+    return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _halves(quants: Bytes) -> Bytes:
+    """Split bytes `[..., m]` into `[..., 2, m]`: all low four bits, then all high four bits."""
+    return np.stack((quants & 0x0F, quants >> 4), axis=-2)
+
+
+def _low_bits(blocks: Bytes, start: int) -> Bytes:
+    """The 32 numbers of four bits in the last 16 bytes of a block, `[n, 32]`."""
+    return _halves(blocks[:, start:]).reshape(len(blocks), 32)
+
+
+def _fifth_bits(high: Bytes) -> Bytes:
+    """Spread 4 bytes `[n, 4]` into 32 values 0 or 16 `[n, 32]`; bit i of the 32 belongs to element i."""
+    bits: Bytes = np.unpackbits(high.copy(), axis=1, bitorder="little")
+    return bits << np.uint8(4)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    """Scale f16, 16 bytes of quants; value = scale · (q − 8)."""
+    return (_low_bits(blocks, 2).astype(np.float32) - 8) * _float16(blocks, 0)
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    """Scale f16, minimum f16, 16 bytes of quants; value = scale · q + minimum."""
+    return _low_bits(blocks, 4) * _float16(blocks, 0) + _float16(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    """Scale f16, 4 bytes of fifth bits, 16 bytes of low bits; value = scale · (q − 16)."""
+    quants = _low_bits(blocks, 6) | _fifth_bits(blocks[:, 2:6])
+    return (quants.astype(np.float32) - 16) * _float16(blocks, 0)
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    """Scale f16, minimum f16, 4 bytes of fifth bits, 16 bytes of low bits; value = scale · q + minimum."""
+    quants = _low_bits(blocks, 8) | _fifth_bits(blocks[:, 4:8])
+    return quants * _float16(blocks, 0) + _float16(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    """Scale f16, 32 signed bytes; value = scale · q."""
+    return blocks[:, 2:].view(np.int8) * _float16(blocks, 0)
+
+
+def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Scales and minimums of a Q4_K or Q5_K block's 8 groups of 32, float32 `[n, 8, 1]` each.
+
+    A block opens with a float16 scale and a float16 minimum scale, then 12 bytes hold 8 + 8 numbers of
+    six bits: bytes 0–3 the first four scales and, in their top two bits, the upper bits of the last four;
+    bytes 4–7 likewise for the minimums; bytes 8–11 the lower four bits of the last four of both.
+    """
+    scales, minimums, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate((scales & 0x3F, (low & 0x0F) | ((scales >> 2) & 0x30)), axis=1)
+    minimums = np.concatenate((minimums & 0x3F, (low >> 4) | ((minimums >> 2) & 0x30)), axis=1)
+    return (scales * _float16(blocks, 0))[..., None], (minimums * _float16(blocks, 2))[..., None]
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    """16 bytes of scales, 4 × 32 bytes of quants; value = scale · q − minimum, by groups of 32."""
+    scales, minimums = _k_scales(blocks)
+    quants = _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return quants * scales - minimums
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    """16 bytes of scales, 32 bytes of fifth bits (bit g for group g), 4 × 32 bytes of low bits."""
+    scales, minimums = _k_scales(blocks)
+    groups = np.arange(8, dtype=np.uint8)[:, None]
+    fifth_bits = ((blocks[:, None, 16:48] >> groups) & 1) << 4
+    quants = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | fifth_bits
+    return quants * scales - minimums
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    """2 × 64 bytes of low bits, 2 × 32 bytes of upper bits, 16 signed scales, scale f16.
+
+    value = scale · group scale · (q − 32), by groups of 16.
+    """
+    low = _halves(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 128)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    upper = (((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4).reshape(-1, 2, 128)
+    quants = (low | upper).astype(np.float32).reshape(-1, 16, 16) - 32
+    scales = (blocks[:, 192:208].view(np.int8) * _float16(blocks, 208))[..., None]
+    return quants * scales
+
+
+_DOUBLED_FLOATS4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
     """An exponent of 2 plus 127, 16 bytes of 4-bit floats (E2M1); value = 2^exponent · float."""
-    scales = torch.exp2(blocks[:, :1].float() - 128)
-    codes = torch.cat((blocks[:, 1:] & 0x0F, blocks[:, 1:] >> 4), dim=1)
-    torch.mul(_DOUBLED_FLOATS4[codes.int()], scales, out=out)
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return _DOUBLED_FLOATS4[_low_bits(blocks, 1)] * scales
 
 
-_DECODERS: dict[str, Callable[[Tensor, Tensor], None]] = {
+_DECODERS: dict[str, Callable[[Bytes], Floats]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
-    **{name: format.decode for name, format in BLOCK_FORMATS.items()},
 }
 
+
 BLOCK = 32
-PackedRows = tuple[Tensor, Tensor]
-"""Rows in GGML blocks, uint8 `[n, bytes of a row]`, and their indices in the part they belong to, int64 `[n]`."""
+PackedRows = tuple[Any, Any]
+"""Rows in blocks, uint8 `[n, bytes of a row]`, and their indices in the part they belong to, int64 `[n]`: arrays, or
+tensors where the blocks are for a GPU."""
 
 _SLICE_ELEMENTS = 2**18  # quantised at a time: few enough for the caches
 _FIT_ROUNDS = 4
@@ -77,7 +176,7 @@ LARGEST_FP8 = 448.0
 
 
 class _Reader(Protocol):
-    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None: ...
+    def read_floats(self, name: str, starts: Sequence[int] | None, shape: Sequence[int]) -> Floats: ...
 
 
 def quantize_rows(
@@ -87,14 +186,16 @@ def quantize_rows(
     num_rows, num_columns = shape
     step = max(1, _SLICE_ELEMENTS // (num_columns * granule)) * granule
     for offset in range(0, num_rows, step):
-        places = torch.arange(offset, min(offset + step, num_rows))
-        values = torch.empty(len(places), num_columns)
-        reader.read_into(name, values, (starts[0] + offset, starts[1]))
+        places = np.arange(offset, min(offset + step, num_rows))
+        values = reader.read_floats(name, (starts[0] + offset, starts[1]), (len(places), num_columns))
         yield quantize(values, format), places
 
 
-def quantize(values: Tensor, format: str) -> Tensor:
-    """Rows `[n, columns]` float32 in a `GroupedFormat`, or in GGML blocks of `format`: uint8 `[n, bytes of a row]`."""
+def quantize(values: Floats, format: str) -> Any:
+    """Rows `[n, columns]` float32 in a `GroupedFormat`, or in GGML blocks of `format`: uint8 `[n, bytes of a row]`.
+
+    Those in a `GroupedFormat`, which are for a GPU, are a tensor.
+    """
     if (grouped := GroupedFormat.parse(format)) is not None:
         return _to_groups(values, grouped)
     if format not in QUANTIZERS:
@@ -102,54 +203,62 @@ def quantize(values: Tensor, format: str) -> Tensor:
     num_rows, num_columns = values.shape
     if num_columns % BLOCK:
         raise InvalidValueError(f"rows of {num_columns} numbers are not whole blocks of {BLOCK}")
-    return QUANTIZERS[format](values.reshape(-1, BLOCK)).view(num_rows, -1)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # what is no number shows in the scale
+        return QUANTIZERS[format](values.reshape(-1, BLOCK)).reshape(num_rows, -1)
 
 
-def _to_groups(values: Tensor, format: GroupedFormat) -> Tensor:
+def _to_groups(values: Floats, format: GroupedFormat) -> Any:
     """Codes without zeros. The largest number of a group is a code's largest."""
+    import torch
+
     if format.has_zeros:
         raise InvalidValueError(f"format={format.name!r} can't be made of floats; use one without zeros")
     num_rows = len(values)
     x = values.reshape(-1, format.group or values.shape[1])
     if format.bits == 4:
-        codes, scale = _to_int4(x, format.scale_dtype)
+        codes, scale = (torch.from_numpy(each) for each in _to_int4(x, np.dtype(SCALE_TYPES[format.scale_type])))
     else:
-        scale = (x.abs().amax(1, keepdim=True) / LARGEST_FP8).to(format.scale_dtype)
-        codes = (x * _inverse(scale)).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+        wide = torch.from_numpy(x)
+        scale = (wide.abs().amax(1, keepdim=True) / LARGEST_FP8).to(format.scale_dtype)
+        floats = scale.float()
+        inverse = torch.where(floats == 0, 0.0, 1 / floats)
+        codes = (wide * inverse).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
     return format.pack(codes.view(values.shape), scale.view(num_rows, -1), None)
 
 
-def _to_int4(x: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _to_int4(x: Floats, scale_dtype: npt.DTypeLike) -> tuple[Bytes, npt.NDArray[Any]]:
     """Groups `[n, m]` as codes uint8 of 0 to 15, of which 8 is 0, and scales `[n, 1]`.
 
     The largest number, which may make the scale negative, has the code 0: there are more below 8 than above.
     """
-    largest = x.gather(1, x.abs().argmax(1, keepdim=True))
-    scale = (largest / -8).to(scale_dtype)
-    return (x * _inverse(scale)).round_().add_(8).clamp_(0, 15).to(torch.uint8), scale
+    largest = np.take_along_axis(x, np.abs(x).argmax(1, keepdims=True), axis=1)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # what is no number shows in the scale
+        scale = (largest / np.float32(-8)).astype(scale_dtype)
+        codes = np.clip(np.rint(x * _inverse(scale)) + 8, 0, 15).astype(np.uint8)
+    return codes, scale
 
 
-def _to_q4_0(x: Tensor) -> Tensor:
+def _to_q4_0(x: Floats) -> Bytes:
     """Blocks `[n, 32]` as scale f16 and 16 bytes of quants; value = scale · (q - 8)."""
-    quants, scale = _to_int4(x, torch.float16)
-    return torch.cat((scale.view(torch.uint8), quants[:, : BLOCK // 2] | (quants[:, BLOCK // 2 :] << 4)), dim=1)
+    quants, scale = _to_int4(x, np.float16)
+    return np.concatenate((scale.view(np.uint8), quants[:, : BLOCK // 2] | (quants[:, BLOCK // 2 :] << 4)), axis=1)
 
 
-def _to_q8_0(x: Tensor) -> Tensor:
+def _to_q8_0(x: Floats) -> Bytes:
     """Blocks `[n, 32]` as scale f16 and 32 signed bytes; value = scale · q."""
-    scale = (x.abs().amax(1, keepdim=True) / 127).half()
-    quants = (x * _inverse(scale)).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat((scale.view(torch.uint8), quants.view(torch.uint8)), dim=1)
+    scale = (np.abs(x).max(1, keepdims=True) / np.float32(127)).astype(np.float16)
+    quants = np.clip(np.rint(x * _inverse(scale)), -127, 127).astype(np.int8)
+    return np.concatenate((scale.view(np.uint8), quants.view(np.uint8)), axis=1)
 
 
-def _to_q4_1(x: Tensor) -> Tensor:
+def _to_q4_1(x: Floats) -> Bytes:
     """Blocks `[n, 32]` as scale f16, minimum f16 and 16 bytes of quants; value = scale · q + minimum.
 
     Numbers are rounded to the nearest of 16 steps between a block's least and greatest. Then scale and minimum are
     fitted to the quants by least squares and numbers rounded again, `_FIT_ROUNDS` times. The best result is kept.
     """
-    low, high = x.aminmax(dim=1, keepdim=True)
-    scale, minimum = ((high - low) / 15).half(), low.half()
+    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
+    scale, minimum = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
     quants = _steps(x, scale, minimum)
     error = _error(x, quants, scale, minimum)
     for _ in range(_FIT_ROUNDS):
@@ -157,35 +266,40 @@ def _to_q4_1(x: Tensor) -> Tensor:
         new_quants = _steps(x, new_scale, new_minimum)
         new_error = _error(x, new_quants, new_scale, new_minimum)
         is_better = new_error < error
-        scale, minimum = torch.where(is_better, new_scale, scale), torch.where(is_better, new_minimum, minimum)
-        quants, error = torch.where(is_better, new_quants, quants), torch.where(is_better, new_error, error)
-    nibbles = quants.to(torch.uint8)
+        scale, minimum = np.where(is_better, new_scale, scale), np.where(is_better, new_minimum, minimum)
+        quants, error = np.where(is_better, new_quants, quants), np.where(is_better, new_error, error)
+    nibbles = quants.astype(np.uint8)
     packed = nibbles[:, : BLOCK // 2] | (nibbles[:, BLOCK // 2 :] << 4)
-    return torch.cat((scale.view(torch.uint8), minimum.view(torch.uint8), packed), dim=1)
+    return np.concatenate((scale.view(np.uint8), minimum.view(np.uint8), packed), axis=1)
 
 
-def _steps(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+Halves = npt.NDArray[np.float16]
+
+
+def _steps(x: Floats, scale: Halves, minimum: Halves) -> Floats:
     """The nearest steps, 0 to 15, as floats `[n, 32]`."""
-    return ((x - minimum) * _inverse(scale)).round_().clamp_(0, 15)
+    steps: Floats = np.clip(np.rint((x - minimum) * _inverse(scale)), 0, 15)
+    return steps
 
 
-def _fit(x: Tensor, quants: Tensor) -> tuple[Tensor, Tensor]:
+def _fit(x: Floats, quants: Floats) -> tuple[Halves, Halves]:
     """The scale and minimum, float16 `[n, 1]`, with which `quants` come nearest to `x`."""
-    mean, quant_mean = x.mean(1, keepdim=True), quants.mean(1, keepdim=True)
+    mean, quant_mean = x.mean(1, keepdims=True), quants.mean(1, keepdims=True)
     centred = quants - quant_mean
-    variance = centred.square().sum(1, keepdim=True)
-    scale = ((x - mean) * centred).sum(1, keepdim=True) / variance.clamp_(min=0.5)  # 0 if all are in one step
-    return scale.half(), (mean - scale * quant_mean).half()
+    variance = np.square(centred).sum(1, keepdims=True)
+    scale = ((x - mean) * centred).sum(1, keepdims=True) / np.maximum(variance, 0.5)  # 0 if all are in one step
+    return scale.astype(np.float16), (mean - scale * quant_mean).astype(np.float16)
 
 
-def _error(x: Tensor, quants: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    return (quants * scale + minimum - x).square_().sum(1, keepdim=True)
+def _error(x: Floats, quants: Floats, scale: Halves, minimum: Halves) -> Floats:
+    errors: Floats = np.square(quants * scale + minimum - x).sum(1, keepdims=True)
+    return errors
 
 
-def _inverse(scale: Tensor) -> Tensor:
+def _inverse(scale: Halves) -> Floats:
     """1 / scale in float32; 0 for a scale of 0."""
-    wide = scale.float()
-    return torch.where(wide == 0, 0.0, 1 / wide)
+    wide = scale.astype(np.float32)
+    return np.where(wide == 0, np.float32(0), 1 / wide)
 
 
-QUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {"Q8_0": _to_q8_0, "Q4_1": _to_q4_1, "Q4_0": _to_q4_0}
+QUANTIZERS: dict[str, Callable[[Floats], Bytes]] = {"Q8_0": _to_q8_0, "Q4_1": _to_q4_1, "Q4_0": _to_q4_0}

@@ -9,7 +9,7 @@ from torch import Tensor
 from infinilm.distributed.grouped import GroupedFormat
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.loading.quantize import Floats, PackedRows, quantize_rows
 from infinilm.loading.quantized_config import read_schemes
 from infinilm.loading.quantized_layouts import FP8_TYPE, Fp8Matrix, Int4Matrix, QuantizedMatrix
 from infinilm.text.tokenizer import Tokenizer
@@ -95,6 +95,11 @@ class QuantizedCheckpoint:
         for offset, count in _slices(*target.shape):
             piece = matrix.read((first + offset, count), (column, target.shape[1]))
             target[offset : offset + count].copy_(piece.values())
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        target = torch.empty(self.shapes()[name] if shape is None else tuple(shape))
+        self.read_into(name, target, starts)
+        return target.numpy()
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         matrix = self._matrices.get(name)

@@ -276,7 +276,7 @@ class Int4Matrix(QuantizedMatrix):
     def _read_part(self, name: str, rows: Span, columns: Span) -> Tensor:
         """A part of a tensor, `[rows, columns]` however it is stored."""
         spans = (columns, rows) if self._scheme.is_input_first else (rows, columns)
-        dtype = {**SCALE_TYPES, "I32": torch.int32}[self._tensors.formats()[name]]
+        dtype = getattr(torch, {**SCALE_TYPES, "I32": "int32"}[self._tensors.formats()[name]])
         part = torch.empty([length for _, length in spans], dtype=dtype)
         self._tensors.read_into(name, part, tuple(start for start, _ in spans))
         return part.t() if self._scheme.is_input_first else part

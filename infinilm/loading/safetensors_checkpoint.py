@@ -1,23 +1,26 @@
 """A Hugging Face directory: `config.json` and weights in one or several safetensors files."""
 
+import json
 import math
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
-from infinilm.loading.quantize import PackedRows, quantize_rows
+from infinilm.loading.quantize import Floats, PackedRows, quantize_rows, widen_bfloat16
 from infinilm.loading.quantized_config import MXFP4, find_method, read_schemes
 from infinilm.text.hf_tokenizer import read_json
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_REFUSED = (
@@ -27,13 +30,9 @@ PICKLE_REFUSED = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_CODED_TYPES = {
-    "U8": torch.uint8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-_FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# torch's names of the types, and the sizes of their numbers.
+_CODED_TYPES = {"U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8), "F8_E4M3": ("float8_e4m3fn", 1)}
+_FLOAT_TYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 _TYPES = _FLOAT_TYPES | _CODED_TYPES
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
@@ -46,6 +45,8 @@ class _StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
+    """In the file."""
 
 
 class SafetensorsCheckpoint:
@@ -77,13 +78,15 @@ class SafetensorsCheckpoint:
     def check_values(self) -> None:
         """There is nothing to check."""
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
+        import torch
+
         tensor = self._tensor(name)
-        target = torch.empty(tensor.shape, dtype=_TYPES[tensor.dtype])
+        target = torch.empty(tensor.shape, dtype=getattr(torch, _TYPES[tensor.dtype][0]))
         self.read_into(name, target)
         return target
 
-    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+    def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
         tensor = self._tensor(name)
         starts = locate_part(tensor.file, name, tensor.shape, target.shape, starts)
         if not target.numel():
@@ -91,6 +94,20 @@ class SafetensorsCheckpoint:
         if not hasattr(self._readers, "reader"):
             self._readers.reader = _Reader(max_mapped_bytes=min(max(self.num_bytes // 128, 2**21), 2**26))
         self._readers.reader.read(name, tensor, target, starts)
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        tensor = self._tensor(name)
+        shape = tensor.shape if shape is None else tuple(shape)
+        starts = locate_part(tensor.file, name, tensor.shape, shape, starts)
+        if not math.prod(shape):
+            return np.empty(shape, dtype=np.float32)
+        kind = "<u2" if tensor.dtype == "BF16" else f"<f{_FLOAT_TYPES[tensor.dtype][1]}"
+        try:
+            stored = np.memmap(tensor.file, kind, "r", tensor.offset, tensor.shape)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file}: {name!r} cannot be read: {error}") from error
+        part = stored[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))]
+        return widen_bfloat16(part) if tensor.dtype == "BF16" else np.array(part, dtype=np.float32)
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         return quantize_rows(self, name, format, starts, shape)
@@ -125,7 +142,7 @@ class _Reader:
         self._handle: Any = None
         self._num_bytes_read = 0
 
-    def read(self, name: str, tensor: _StoredTensor, target: Tensor, starts: tuple[int, ...]) -> None:
+    def read(self, name: str, tensor: _StoredTensor, target: "Tensor", starts: tuple[int, ...]) -> None:
         try:
             if not tensor.shape:
                 target.copy_(self._open(tensor.file, 0).get_tensor(name))
@@ -134,7 +151,7 @@ class _Reader:
                 slice(start, start + length) for start, length in zip(starts[1:], target.shape[1:], strict=True)
             )
             # Whole rows count, because their pages are read even if only some columns are needed.
-            row_bytes = math.prod(tensor.shape[1:]) * _TYPES[tensor.dtype].itemsize
+            row_bytes = math.prod(tensor.shape[1:]) * _TYPES[tensor.dtype][1]
             step = max(1, self._max_mapped_bytes // row_bytes)
             for offset in range(0, len(target), step):
                 part = target[offset : offset + step]
@@ -218,17 +235,27 @@ def _read_headers(files: list[Path]) -> dict[str, _StoredTensor]:
     tensors: dict[str, _StoredTensor] = {}
     for file in files:
         try:
-            with safe_open(file, "pt") as handle:
+            with safe_open(file, "np") as handle:
+                offsets = _read_offsets(file)
                 for name in handle.offset_keys():
                     if name in tensors:
                         raise CheckpointError(f"{file}: {name!r} is also in {tensors[name].file.name}")
                     stored = handle.get_slice(name)
-                    tensors[name] = _StoredTensor(file, stored.get_dtype(), tuple(stored.get_shape()))
+                    shape = tuple(stored.get_shape())
+                    tensors[name] = _StoredTensor(file, stored.get_dtype(), shape, offsets[name])
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"{file}: not a valid safetensors file, it is truncated or damaged: {error}"
             ) from error
     return tensors
+
+
+def _read_offsets(file: Path) -> dict[str, int]:
+    """Where each tensor begins in a file whose header was found valid."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {name: 8 + size + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
 
 
 def _check_index(index: dict[str, str], tensors: dict[str, _StoredTensor], directory: Path) -> None:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from infinilm.distributed.shard import Weights
+from infinilm.distributed.shard import ArrayShard, Shard, WeightShard
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint
+from infinilm.platforms import count_cores
 
 _MAX_LISTED = 20
 _MAX_WORKERS = 8
@@ -55,11 +56,11 @@ def check_shapes(
 
 
 def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
-    return name.endswith(".bias") and not checkpoint.read(name).any()
+    return name.endswith(".bias") and not checkpoint.read_floats(name).any()
 
 
 def load_weights(
-    targets: Weights,
+    targets: Mapping[str, Shard | ArrayShard],
     checkpoint: Checkpoint,
     *,
     is_ignorable: Callable[[str], bool] = is_rotary_buffer,
@@ -72,15 +73,17 @@ def load_weights(
     """
     check_shapes({name: target.full_shape for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
+    has_tensors = any(isinstance(target, WeightShard) for target in targets.values())
+
     def read(name: str) -> int:
-        with torch.inference_mode():  # per thread; weights may have been created in it
+        with _inference_mode() if has_tensors else nullcontext():  # per thread; weights may have been created in it
             targets[name].load(name, checkpoint)
         return targets[name].num_bytes
 
     names = [name for name in checkpoint.shapes() if name in targets]
     num_bytes = sum(target.num_bytes for target in targets.values())
     with (
-        _tensor_workers() as workers,
+        _tensor_workers() if has_tensors else _array_workers() as workers,
         tqdm(
             total=num_bytes,
             unit="B",
@@ -94,6 +97,17 @@ def load_weights(
             bar.update(num_bytes_read)
 
 
+def _inference_mode() -> AbstractContextManager[Any]:
+    import torch
+
+    return torch.inference_mode()
+
+
+def _array_workers() -> ThreadPoolExecutor:
+    """Threads for NumPy and the native library, which use one core each."""
+    return ThreadPoolExecutor(min(count_cores(), _MAX_WORKERS), "load-weights")
+
+
 @contextmanager
 def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
     """Threads that each run torch on a single core, as many as torch would use for one operation.
@@ -101,6 +115,8 @@ def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
     Decoding is thousands of short operations: one tensor per thread is faster than all threads on each operation, also
     when other processes keep the cores busy.
     """
+    import torch
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # new threads start with this number
     try:

@@ -1,31 +1,36 @@
 """Defaults that follow from a checkpoint and the machine."""
 
+from __future__ import annotations
+
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from infinilm.attention import why_not_native
 from infinilm.cache.config import DTYPES, FP8
 from infinilm.cache.specs import LatentSpec
 from infinilm.checks import check_choice
-from infinilm.distributed.group import CommunicationGroup, RankInfo
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.kernels import fp8_cache
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, WeightFormats, is_native
-from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.sources import find_source, resolve
 from infinilm.loading.weights import check_shapes
-from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
+from infinilm.models.dense import LlamaConfig
+from infinilm.models.native_model import weight_shapes
 from infinilm.models.quantization import choose_formats, note_dense
-from infinilm.models.registry import create_model
-from infinilm.platforms import has_bfloat16, require_device, select_indices, split_device
+from infinilm.models.registry import FAMILIES, create_model
+from infinilm.platforms import has_bfloat16, require_device, require_torch, select_indices, split_device
 from infinilm.sampling_params import MODEL_DEFAULTS, SamplingParams
-from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from infinilm.loading.checkpoint import Checkpoint
+    from infinilm.models.base import InfinilmModel
+    from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,8 @@ class AutoConfig:
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
     """The device asked for; with None or `auto` the GPU if there is one, else the CPU."""
+    import torch
+
     if device is None or device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not isinstance(device, (str, torch.device)):
@@ -56,6 +63,8 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 
 def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's."""
+    import torch
+
     if dtype is None or dtype == "auto":
         name = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
         if name == "bfloat16" and not has_bfloat16(device):
@@ -93,16 +102,17 @@ def make_choices(
     attention_backend: str = "auto",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
+    formats: WeightFormats | None = None,
 ) -> ModelChoices:
     """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
 
-    Without a checkpoint weights are random, and dense.
+    `formats` are those of matrices, if they were chosen before. Without a checkpoint weights are random, and dense.
     """
-    chosen, formats = choose_dtype(dtype, config, device), DENSE
+    chosen = choose_dtype(dtype, config, device)
     is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
     if checkpoint is not None:
         checkpoint.check_values()
-        formats = choose_formats(
+        formats = formats or choose_formats(
             checkpoint,
             config.model_type,
             quantization=quantization,
@@ -117,7 +127,7 @@ def make_choices(
             "alone has none; give the path of a checkpoint, or quantization='none'"
         )
     else:
-        outline = outline_model(config, chosen, num_ranks)
+        formats, outline = DENSE, outline_model(config, chosen, num_ranks)
     if kv_cache_dtype == FP8:
         check_fp8_cache("kv_cache_dtype", config, device)
     is_quantized = any(map(is_native, outline.weight_targets().values()))
@@ -146,6 +156,10 @@ def select_attention(asked: str, config: ModelConfig, device: torch.device, *, p
 
 def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
     """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
+    import torch
+
+    from infinilm.kernels import fp8_cache
+
     if asked == FP8:
         return fp8_cache.DTYPE
     name = str(dtype).removeprefix("torch.")
@@ -164,6 +178,8 @@ def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_
 
 def check_fp8_cache(parameter: str, config: ModelConfig, device: torch.device) -> None:
     """Refuse a model or a device that can't keep keys and values as 8-bit floats; `parameter` asked for them."""
+    from infinilm.kernels import fp8_cache  # which needs torch
+
     reason = fp8_cache.why_not(device)
     if any(isinstance(spec, LatentSpec) for spec in config.cache_specs()):
         reason = "latent attention keeps one vector for a token that is key and value, which has no such form here"
@@ -182,16 +198,31 @@ def check_fits(
 
     Returns the outline of a rank's share. Only headers are read, and no memory is taken.
     """
+    _check_layers(checkpoint, config)
+    outline = outline_model(config, dtype, num_ranks, formats=formats)
+    shapes = {name: target.full_shape for name, target in outline.weight_targets().items()}
+    check_shapes(shapes, checkpoint, is_ignorable=outline.is_ignorable)
+    return outline
+
+
+def check_described(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """As `check_fits`, for a whole model; torch is used only if the configuration does not say all of it."""
+    if not FAMILIES[config.model_type].is_native or not isinstance(config, LlamaConfig):
+        with require_torch(f"models of model_type={config.model_type!r}"):
+            import torch
+        check_fits(checkpoint, config, torch.float32)
+        return
+    _check_layers(checkpoint, config)
+    check_shapes(weight_shapes(config), checkpoint, is_ignorable=config.is_ignorable)
+
+
+def _check_layers(checkpoint: Checkpoint, config: ModelConfig) -> None:
     num_tensors = len(checkpoint.shapes())
     if config.num_hidden_layers > num_tensors:
         raise CheckpointError(
             f"{checkpoint.path}: num_hidden_layers={config.num_hidden_layers}, but there are only "
             f"{num_tensors} tensors; the config and the weights do not belong together"
         )
-    outline = outline_model(config, dtype, num_ranks, formats=formats)
-    shapes = {name: target.full_shape for name, target in outline.weight_targets().items()}
-    check_shapes(shapes, checkpoint, is_ignorable=outline.is_ignorable)
-    return outline
 
 
 def outline_model(
@@ -207,6 +238,10 @@ def outline_model(
 
     There are `num_ranks` in each pipeline stage, and `rank` counts them stage by stage.
     """
+    import torch
+
+    from infinilm.distributed.group import CommunicationGroup, RankInfo
+
     meta = torch.device("meta")
     group = CommunicationGroup(RankInfo(rank % num_ranks, num_ranks, meta))
     return create_model(

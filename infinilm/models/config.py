@@ -342,6 +342,10 @@ class ModelConfig:
         """The `count` of experts, how many `per_token`, their `size`, in how many `layers`; None: there are none."""
         return None
 
+    def is_ignorable(self, name: str) -> bool:
+        """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
+        return name.endswith("rotary_emb.inv_freq") or (self.tie_word_embeddings and name == "lm_head.weight")
+
     def max_context_len(self) -> int:
         """The longest text the model is made for: its positions, times what its rope scaling adds to them."""
         rope = self.main_rope

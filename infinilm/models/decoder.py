@@ -6,7 +6,7 @@ A family's file (`dense.py`) says which mixers its layers have; the mixers are i
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +16,21 @@ from infinilm.cache.paged import Cache
 from infinilm.cache.specs import LatentSpec, StateSpec
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE, CommunicationGroup
-from infinilm.distributed.shard import Shard, WeightShard
+from infinilm.distributed.shard import PackedShard, Shard, WeightShard
 from infinilm.kernels import native
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below
+from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below, is_native
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.moe import Experts
+from infinilm.layers.names import PRE_NORMS, LayerNorms
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.layers.state_plan import plan_states
 from infinilm.models.config import ModelConfig
+from infinilm.models.dense import LlamaConfig
+from infinilm.models.native_model import Rotary, are_packed, build_decoder, is_described
 from infinilm.models.stages import Stage
-
-
-class LayerNorms(NamedTuple):
-    """A layer's norms, by their names in a checkpoint; None where there is no norm."""
-
-    before_tokens: str | None = "input_layernorm"
-    after_tokens: str | None = None
-    before_channels: str | None = "post_attention_layernorm"
-    after_channels: str | None = None
-
-
-PRE_NORMS = LayerNorms()
-"""Llama's: one before each mixer."""
 
 
 class DecoderLayer(nn.Module):
@@ -61,7 +51,7 @@ class DecoderLayer(nn.Module):
         """`residual_scale` is what a mixer's result is multiplied by before it is added."""
         super().__init__()
         self.layer, self.token_mixer, self.channel_mixer = layer, token_mixer, channel_mixer
-        self.residual_scale, self._places, self._eps = residual_scale, norms, config.rms_norm_eps
+        self.residual_scale = residual_scale
         kind: dict[str, Any] = {"dtype": options["dtype"], "device": options["device"]}
         self._norms = {name: norm_class(config.hidden_size, config.rms_norm_eps, **kind) for name in norms if name}
         for name, norm in self._norms.items():
@@ -109,16 +99,6 @@ class DecoderLayer(nn.Module):
             **self.channel_mixer.weight_targets(prefix),
         }
 
-    def to_native(self) -> Any | None:
-        """This layer as one of the native library's; None unless the library can compute all of it."""
-        library, mixers = native.load(), (self.token_mixer.to_native(), self.channel_mixer.to_native())
-        weights = {name: norm.to_native() for name, norm in self._norms.items()}
-        parts = (*mixers, *weights.values())
-        if library is None or type(self) is not DecoderLayer or any(part is None for part in parts):
-            return None
-        norms = {place: name and weights[name] for place, name in self._places._asdict().items()}
-        return library.Layer(*mixers, **norms, eps=self._eps, residual_scale=self.residual_scale)
-
 
 class Decoder(nn.Module):
     """An `InfinilmModel` whose family gives the mixers of each layer.
@@ -133,7 +113,7 @@ class Decoder(nn.Module):
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     body_prefix: ClassVar[str] = "model."
     """Of all weights in a checkpoint but the head's."""
-    unused_weights: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
+    unused_weights: ClassVar[tuple[str, ...]] = ()
     """Patterns of the tensors that a checkpoint may hold though the model has no use for them."""
     updates_cache: ClassVar[bool] = True
     """Whether keys and values go through `Cache.update`, so that a cache's own is called."""
@@ -253,11 +233,24 @@ class Decoder(nn.Module):
 
         Made when it is first needed, which is after the weights were loaded.
         """
-        library, norm = native.load(), self.norm and self.norm.to_native()
-        if library is None or self.group.size > 1 or (norm is None) != (self.norm is None):
+        if native.load() is None or self.group.size > 1 or self.dtype != torch.float32:
             return None
-        layers = [layer.to_native() for layer in self.layers if isinstance(layer, DecoderLayer)]
-        return None if None in layers else library.Decoder(layers, norm, self.config.rms_norm_eps)
+        if not is_described(self.config, type(self)):
+            return None
+        targets = {
+            name: shard
+            for name, shard in self.weight_targets().items()
+            if ".layers." in name or name.endswith(".norm.weight")
+        }
+        weights = {
+            name: shard.matrix if isinstance(shard, PackedShard) else shard.tensor.detach().numpy()
+            for name, shard in targets.items()
+        }
+        is_other = any(isinstance(shard, PackedShard) and not is_native(shard) for shard in targets.values())
+        if is_other or not are_packed(self.config, weights):
+            return None
+        rotaries = {layer: _to_native(rotary) for layer, rotary in self.rotaries.items()}
+        return build_decoder(cast(LlamaConfig, self.config), weights, rotaries, self.stage.layers)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""
@@ -267,7 +260,10 @@ class Decoder(nn.Module):
         if (scale := self.config.logit_scale) != 1:
             logits = logits * scale
         if (cap := self.config.logit_cap) is not None:
-            logits = (logits / cap).tanh_().mul_(cap)
+            if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.load() is not None:
+                native.load_library().cap_logits(logits, cap)
+            else:
+                logits = (logits / cap).tanh_().mul_(cap)
         return logits
 
     def weight_targets(self) -> dict[str, Shard]:
@@ -286,9 +282,9 @@ class Decoder(nn.Module):
 
     def is_ignorable(self, name: str) -> bool:
         """See `InfinilmModel`."""
-        is_tied_head = self.config.tie_word_embeddings and name == "lm_head.weight"
-        is_elsewhere = self.stage.count > 1  # the whole model's names were checked before the model was divided
-        return is_tied_head or is_elsewhere or any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
+        if self.stage.count > 1 or self.config.is_ignorable(name):  # the names of a divided model were checked before
+            return True
+        return any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
 
     def num_bytes(self) -> int:
         """See `InfinilmModel`."""
@@ -296,6 +292,12 @@ class Decoder(nn.Module):
         matrix_bytes = sum(module.matrix.num_bytes for module in self.modules() if isinstance(module, kinds))
         others = sum(weight.nbytes for name, weight in self.named_parameters() if ".matrix." not in name)
         return matrix_bytes + others + sum(rotary.table.nbytes for rotary in set(self.rotaries.values()))
+
+
+def _to_native(rotary: RotaryEmbedding) -> Rotary:
+    scale = rotary.query_scale
+    scales = None if scale is None else scale.float().flatten().numpy()
+    return Rotary(rotary.table.numpy(), scales, rotary.is_interleaved)
 
 
 def build_rotaries(

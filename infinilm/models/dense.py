@@ -2,18 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from infinilm.checks import check_choice, check_flag
 from infinilm.errors import InvalidValueError
-from infinilm.layers.attention import Attention
-from infinilm.layers.formats import LayerOptions
-from infinilm.layers.mixer import Mixer
-from infinilm.layers.mlp import ACTIVATIONS, MLP
-from infinilm.layers.norm import RMSNorm
-from infinilm.layers.rotary_embedding import RotaryEmbedding
+from infinilm.layers.names import ACTIVATION_NAMES, PRE_NORMS, LayerNorms
 from infinilm.models.config import ModelConfig
-from infinilm.models.decoder import Decoder
 
 
 @dataclass(init=False, frozen=True)
@@ -32,6 +26,12 @@ class LlamaConfig(ModelConfig):
     qk_norm: bool = False
     """Whether the query and key of each head are normalised."""
 
+    norms: ClassVar[LayerNorms] = PRE_NORMS
+    has_zero_centred_norms: ClassVar[bool] = False
+    """Whether norms multiply by 1 + weight."""
+    norms_all_heads: ClassVar[bool] = False
+    """Whether a query or key norm is over all heads as one."""
+
     @property
     def activation(self) -> str:
         """The activation function of the MLP."""
@@ -49,7 +49,7 @@ class LlamaConfig(ModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_choice("hidden_act", self.activation, tuple(ACTIVATIONS))
+        check_choice("hidden_act", self.activation, ACTIVATION_NAMES)
         for name in ("attention_bias", "qkv_bias", "mlp_bias", "qk_norm"):
             check_flag(name, getattr(self, name))
             if getattr(self, name) and name in self._family.config.ignored_settings:
@@ -123,56 +123,3 @@ class Qwen3Config(Qwen2Config):
     qk_norm: bool = True
 
     ignored_settings = frozenset({"mlp_bias"})
-
-
-class CausalLM(Decoder):
-    """The model of all of them, and the base of their relatives."""
-
-    config: LlamaConfig
-    norms_all_heads: ClassVar[bool] = False
-    """Whether a query or key norm is over all heads as one."""
-
-    def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        norms: dict[str, Any] = {"norm_class": self.norm_class, "norms_all_heads": self.norms_all_heads}
-        return build_attention(self.config, layer, self.rotaries[layer], **norms, **options)
-
-    def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        return build_mlp(self.config, layer, **options)
-
-
-def build_attention(
-    config: LlamaConfig,
-    layer: int,
-    rotary: RotaryEmbedding,
-    prefix: str = "self_attn.",
-    *,
-    norm_class: type[RMSNorm] = RMSNorm,
-    norms_all_heads: bool = False,
-    has_gate: bool = False,
-    **options: Unpack[LayerOptions],
-) -> Attention:
-    return Attention(
-        layer,
-        config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rotary=rotary,
-        window=config.window(layer),
-        scale=config.attention_scale,
-        cap=config.attention_cap,
-        has_sinks=config.has_sinks,
-        qkv_bias=config.attention_bias or config.qkv_bias,
-        out_bias=config.out_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        norm_class=norm_class,
-        norms_all_heads=norms_all_heads,
-        has_gate=has_gate,
-        prefix=prefix,
-        **options,
-    )
-
-
-def build_mlp(config: LlamaConfig, layer: int, prefix: str = "mlp.", **options: Unpack[LayerOptions]) -> MLP:
-    sizes = (config.hidden_size, config.intermediate_size)
-    return MLP(layer, *sizes, bias=config.mlp_bias, activation=config.activation, prefix=prefix, **options)

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from infinilm.checks import check_integer, check_real
 from infinilm.errors import InvalidValueError
-from infinilm.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from infinilm.layers.names import LayerNorms
 from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION
-from infinilm.models.decoder import LayerNorms
-from infinilm.models.dense import CausalLM, LlamaConfig
+from infinilm.models.dense import LlamaConfig
 
 
 @dataclass(init=False, frozen=True)
@@ -41,6 +40,10 @@ class Gemma2Config(LlamaConfig):
 
     window_settings = {"sliding_window": 4096, "sliding_window_pattern": 2}  # noqa: RUF012
     ignored_settings = frozenset({"hidden_act", "mlp_bias"})
+    norms = LayerNorms(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+    has_zero_centred_norms = True
 
     @staticmethod
     def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,10 +101,3 @@ class Gemma3Config(Gemma2Config):
     default_theta = 1_000_000.0
     sliding_theta = 10_000.0
     window_settings = {"sliding_window": 4096, "sliding_window_pattern": 6}  # noqa: RUF012
-
-
-class GemmaForCausalLM(CausalLM):
-    norms = LayerNorms(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    )
-    norm_class: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm

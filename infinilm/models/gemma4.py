@@ -13,20 +13,22 @@ from infinilm.checks import check_choice, check_flag, check_integer
 from infinilm.debug.taps import Taps
 from infinilm.distributed.shard import Shard, WeightShard
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import GELU, Routing
+from infinilm.kernels.routing import GELU, Routing
 from infinilm.layers.attention import Attention
 from infinilm.layers.embedding import VocabParallelEmbedding
 from infinilm.layers.formats import DENSE, LayerOptions, below
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.mlp import ACTIVATIONS, MLP
-from infinilm.layers.moe import ExpertNames, SparseMLP
+from infinilm.layers.moe import SparseMLP
+from infinilm.layers.names import ExpertNames
 from infinilm.layers.norm import RMSNorm, WideRMSNorm, normalized
 from infinilm.layers.rotary_embedding import apply_rotary
 from infinilm.loading.parts import MAX_EXPERTS
+from infinilm.models.causal_lm import GemmaForCausalLM
 from infinilm.models.config import FULL_ATTENTION
 from infinilm.models.decoder import DecoderLayer
-from infinilm.models.gemma import Gemma3Config, GemmaForCausalLM
+from infinilm.models.gemma import Gemma3Config
 
 
 @dataclass(init=False, frozen=True)
@@ -189,9 +191,6 @@ class Gemma4Attention(Attention):
             view = tensor.view(len(tensor), -1) if stage == "after_proj" else tensor
             num_copies = 1 if name == "q" else self.qkv.num_copies
             taps.see(f"attention_{name}_{stage}", view, self.layer, is_shared_out=True, num_copies=num_copies)
-
-    def to_native(self) -> None:
-        return None
 
 
 class Gemma4Experts(SparseMLP):

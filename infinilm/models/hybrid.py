@@ -7,15 +7,16 @@ from typing import Any
 from infinilm.cache.specs import AttentionSpec, CacheSpec, StateSpec
 from infinilm.checks import check_integer
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import Routing
+from infinilm.kernels.routing import Routing
 from infinilm.layers.delta_net import GatedDeltaNet
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
-from infinilm.layers.moe import ExpertNames
+from infinilm.layers.names import ExpertNames
 from infinilm.layers.norm import ZeroCentredRMSNorm
+from infinilm.models.causal_lm import CausalLM, SparseCausalLM, build_attention
 from infinilm.models.config import FULL_ATTENTION
-from infinilm.models.dense import CausalLM, LlamaConfig, build_attention
-from infinilm.models.sparse import Qwen3MoeConfig, SparseCausalLM, SparseConfig
+from infinilm.models.dense import LlamaConfig
+from infinilm.models.sparse import Qwen3MoeConfig, SparseConfig
 
 LINEAR_ATTENTION = "linear_attention"
 

@@ -8,12 +8,13 @@ import torch
 
 from infinilm.cache.specs import CacheSpec, LatentSpec
 from infinilm.checks import check_choice, check_integer
-from infinilm.kernels.experts_torch import Routing
+from infinilm.kernels.routing import Routing
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.latent_attention import LatentAttention
 from infinilm.layers.mixer import Mixer
-from infinilm.layers.rotary_embedding import yarn_scale
-from infinilm.models.sparse import Glm4MoeConfig, Glm4MoeForCausalLM, SparseConfig
+from infinilm.layers.rotary_tables import yarn_scale
+from infinilm.models.causal_lm import Glm4MoeForCausalLM
+from infinilm.models.sparse import Glm4MoeConfig, SparseConfig
 
 
 @dataclass(init=False, frozen=True)

@@ -20,8 +20,9 @@ from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import ForwardContext
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.models.auto import choose_device, choose_dtype
+from infinilm.models.causal_lm import CausalLM, build_attention, build_mlp
 from infinilm.models.decoder import Decoder, DecoderLayer, build_rotaries
-from infinilm.models.dense import CausalLM, LlamaConfig, build_attention, build_mlp
+from infinilm.models.dense import LlamaConfig
 from infinilm.models.random_weights import fill_randomly
 
 

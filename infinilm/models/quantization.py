@@ -4,8 +4,7 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from fnmatch import fnmatchcase
-
-import torch
+from typing import TYPE_CHECKING
 
 from infinilm.checks import check_choice
 from infinilm.distributed.grouped import MXFP4, GroupedFormat
@@ -16,6 +15,10 @@ from infinilm.layers.formats import DENSE, FORMATS, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
 from infinilm.loading.quantize import QUANTIZERS
 from infinilm.models.registry import keeps_quantized
+from infinilm.platforms import HostDevice
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,12 @@ _MAX_LISTED = 8
 
 
 def choose_formats(
-    checkpoint: Checkpoint, model_type: str, *, quantization: str | None, dtype: str, device: torch.device
+    checkpoint: Checkpoint,
+    model_type: str,
+    *,
+    quantization: str | None,
+    dtype: str,
+    device: "torch.device | HostDevice",
 ) -> WeightFormats:
     """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
     is_native = device.type == "cpu"
@@ -122,7 +130,7 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
         )
 
 
-def _check_quantization(model_type: str, quantization: str, dtype: str, device: torch.device) -> None:
+def _check_quantization(model_type: str, quantization: str, dtype: str, device: "torch.device | HostDevice") -> None:
     """Refuse settings under which nothing can be quantised."""
     asked = f"quantization={quantization!r}"
     if device.type == "cpu" and quantization not in QUANTIZED_TO:

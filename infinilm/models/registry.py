@@ -5,51 +5,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import Parameter, get_annotations, signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from infinilm.distributed.group import SINGLE, CommunicationGroup, RankInfo
 from infinilm.errors import CheckpointError, InvalidTypeError, InvalidValueError
-from infinilm.layers.formats import DENSE, WeightFormats
-from infinilm.layers.linear import check_heads
-from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
-from infinilm.models.dense import CausalLM, LlamaConfig, Ministral3Config, MistralConfig, Qwen2Config, Qwen3Config
-from infinilm.models.gemma import Gemma2Config, Gemma3Config, GemmaForCausalLM
-from infinilm.models.gemma4 import Gemma4Config, Gemma4ForCausalLM
-from infinilm.models.hybrid import (
-    Qwen3NextConfig,
-    Qwen35Config,
-    Qwen35ForCausalLM,
-    Qwen35MoeConfig,
-    Qwen35MoeForCausalLM,
-)
-from infinilm.models.latent import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
-from infinilm.models.relatives import (
-    Glm4Config,
-    Glm4ForCausalLM,
-    GraniteConfig,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Phi3Config,
-    SmolLM3Config,
-)
 from infinilm.models.rope_parameters import ROPE_SETTINGS
-from infinilm.models.sparse import (
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    SparseCausalLM,
-)
-from infinilm.models.stages import divide_layers
+from infinilm.platforms import require_torch
 
-ModelBuilder = Callable[..., InfinilmModel]
+if TYPE_CHECKING:
+    import torch
+
+    from infinilm.distributed.group import CommunicationGroup
+    from infinilm.layers.formats import WeightFormats
+    from infinilm.models.base import InfinilmModel
+
+ModelBuilder = Callable[..., "InfinilmModel"]
 """Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
 group's rank has, with empty weights. One that can keep matrices quantised has a parameter `formats` for it, one that
 can build a part of the layers `stage`."""
@@ -57,42 +27,73 @@ can build a part of the layers `stage`."""
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """How checkpoints of one `model_type` are read and run."""
+    """How checkpoints of one `model_type` are read and run.
+
+    The class of the configuration and the builder may be named, `"file of models/:name"`: they are imported when they
+    are asked for, and most builders import torch.
+    """
 
     class_name: str
     """Its name under `architectures` in a config.json."""
-    config: type[ModelConfig]
-    builder: ModelBuilder
+    config_class: type[ModelConfig] | str
+    model: ModelBuilder | str
     """The model. Its `weight_targets` and `is_ignorable` say what its weights are called in a checkpoint."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Settings with other defaults than the configuration class's."""
+    is_native: bool = False
+    """Whether the configuration says all that `native_model.py` needs to run the model."""
+
+    @property
+    def config(self) -> type[ModelConfig]:
+        """The class of its configurations."""
+        found: type[ModelConfig] = _named(self.config_class)
+        return found
+
+    @property
+    def builder(self) -> ModelBuilder:
+        """What makes a model."""
+        found: ModelBuilder = _named(self.model)
+        return found
+
+
+def _named(target: Any) -> Any:
+    """A class or function, imported if only its name is known."""
+    if not isinstance(target, str):
+        return target
+    file, _, name = target.partition(":")
+    with require_torch(f"{name} models"):
+        return getattr(import_module(f"infinilm.models.{file}"), name)
+
+
+def _native(class_name: str, config: str, model: str = "CausalLM") -> ModelFamily:
+    return ModelFamily(class_name, config, f"causal_lm:{model}", is_native=True)
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily("LlamaForCausalLM", LlamaConfig, CausalLM),
-    "mistral": ModelFamily("MistralForCausalLM", MistralConfig, CausalLM),
-    "qwen2": ModelFamily("Qwen2ForCausalLM", Qwen2Config, CausalLM),
-    "qwen3": ModelFamily("Qwen3ForCausalLM", Qwen3Config, CausalLM),
-    "ministral": ModelFamily("MinistralForCausalLM", MistralConfig, CausalLM),
-    "ministral3": ModelFamily("Ministral3ForCausalLM", Ministral3Config, CausalLM),
-    "gemma2": ModelFamily("Gemma2ForCausalLM", Gemma2Config, GemmaForCausalLM),
-    "gemma3_text": ModelFamily("Gemma3ForCausalLM", Gemma3Config, GemmaForCausalLM),
-    "gemma4_text": ModelFamily("Gemma4ForCausalLM", Gemma4Config, Gemma4ForCausalLM),
-    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", DeepseekV3Config, DeepseekV3ForCausalLM),
-    "glm4": ModelFamily("Glm4ForCausalLM", Glm4Config, Glm4ForCausalLM),
-    "glm4_moe": ModelFamily("Glm4MoeForCausalLM", Glm4MoeConfig, Glm4MoeForCausalLM),
-    "gpt_oss": ModelFamily("GptOssForCausalLM", GptOssConfig, GptOssForCausalLM),
-    "mixtral": ModelFamily("MixtralForCausalLM", MixtralConfig, MixtralForCausalLM),
-    "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", Qwen3MoeConfig, SparseCausalLM),
-    "granite": ModelFamily("GraniteForCausalLM", GraniteConfig, CausalLM),
-    "olmo2": ModelFamily("Olmo2ForCausalLM", Olmo2Config, Olmo2ForCausalLM),
-    "olmo3": ModelFamily("Olmo3ForCausalLM", Olmo3Config, Olmo2ForCausalLM),
-    "phi3": ModelFamily("Phi3ForCausalLM", Phi3Config, CausalLM),
-    "qwen3_5_text": ModelFamily("Qwen3_5ForCausalLM", Qwen35Config, Qwen35ForCausalLM),
-    "qwen3_5_moe_text": ModelFamily("Qwen3_5MoeForCausalLM", Qwen35MoeConfig, Qwen35MoeForCausalLM),
-    "qwen3_next": ModelFamily("Qwen3NextForCausalLM", Qwen3NextConfig, Qwen35MoeForCausalLM),
-    "smollm3": ModelFamily("SmolLM3ForCausalLM", SmolLM3Config, CausalLM),
+    "llama": _native("LlamaForCausalLM", "dense:LlamaConfig"),
+    "mistral": _native("MistralForCausalLM", "dense:MistralConfig"),
+    "qwen2": _native("Qwen2ForCausalLM", "dense:Qwen2Config"),
+    "qwen3": _native("Qwen3ForCausalLM", "dense:Qwen3Config"),
+    "ministral": _native("MinistralForCausalLM", "dense:MistralConfig"),
+    "ministral3": _native("Ministral3ForCausalLM", "dense:Ministral3Config"),
+    "gemma2": _native("Gemma2ForCausalLM", "gemma:Gemma2Config", "GemmaForCausalLM"),
+    "gemma3_text": _native("Gemma3ForCausalLM", "gemma:Gemma3Config", "GemmaForCausalLM"),
+    "gemma4_text": ModelFamily("Gemma4ForCausalLM", "gemma4:Gemma4Config", "gemma4:Gemma4ForCausalLM"),
+    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", "latent:DeepseekV2Config", "latent:DeepseekV2ForCausalLM"),
+    "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", "latent:DeepseekV3Config", "latent:DeepseekV3ForCausalLM"),
+    "glm4": _native("Glm4ForCausalLM", "relatives:Glm4Config", "Glm4ForCausalLM"),
+    "glm4_moe": _native("Glm4MoeForCausalLM", "sparse:Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "gpt_oss": ModelFamily("GptOssForCausalLM", "sparse:GptOssConfig", "causal_lm:GptOssForCausalLM"),
+    "mixtral": _native("MixtralForCausalLM", "sparse:MixtralConfig", "MixtralForCausalLM"),
+    "qwen3_moe": _native("Qwen3MoeForCausalLM", "sparse:Qwen3MoeConfig", "SparseCausalLM"),
+    "granite": _native("GraniteForCausalLM", "relatives:GraniteConfig"),
+    "olmo2": _native("Olmo2ForCausalLM", "relatives:Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": _native("Olmo3ForCausalLM", "relatives:Olmo3Config", "Olmo2ForCausalLM"),
+    "phi3": _native("Phi3ForCausalLM", "relatives:Phi3Config"),
+    "qwen3_5_text": ModelFamily("Qwen3_5ForCausalLM", "hybrid:Qwen35Config", "hybrid:Qwen35ForCausalLM"),
+    "qwen3_5_moe_text": ModelFamily("Qwen3_5MoeForCausalLM", "hybrid:Qwen35MoeConfig", "hybrid:Qwen35MoeForCausalLM"),
+    "qwen3_next": ModelFamily("Qwen3NextForCausalLM", "hybrid:Qwen3NextConfig", "hybrid:Qwen35MoeForCausalLM"),
+    "smollm3": _native("SmolLM3ForCausalLM", "relatives:SmolLM3Config"),
 }
 """By `model_type`. `register_model` adds to them."""
 _BUILT_IN = frozenset(FAMILIES)
@@ -102,17 +103,19 @@ def register_model(
     model_type: str,
     class_name: str,
     *,
-    config: type[ModelConfig] = LlamaConfig,
+    config: type[ModelConfig] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    builder: ModelBuilder = CausalLM,
+    builder: ModelBuilder | None = None,
 ) -> None:
     """Add a family, so that checkpoints of it can be loaded.
 
     `model_type` and `class_name` are what its config.json says in `model_type` and `architectures`. `config` is a
     dataclass that adds its own settings to `ModelConfig` or `LlamaConfig`; the `builder` gets an instance of it.
     `defaults` are settings with other defaults than the class's (`{"qk_norm": True}`, say). Without a `builder` the
-    model is Llama's.
+    model is Llama's, and so is the configuration without a `config`.
     """
+    llama = FAMILIES["llama"]
+    config = config or llama.config
     if model_type in FAMILIES:
         raise InvalidValueError(f"model_type={model_type!r} is registered already; choose another name")
     _check_config_class(config, builder)
@@ -122,13 +125,15 @@ def register_model(
             f"defaults of model_type={model_type!r}: {config.__name__} has no setting {', '.join(sorted(unknown))}; "
             f"it has {', '.join(known)}"
         )
-    FAMILIES[model_type] = ModelFamily(class_name, config, builder, dict(defaults or {}))
+    is_native = builder is None and config is llama.config
+    FAMILIES[model_type] = ModelFamily(class_name, config, builder or llama.model, dict(defaults or {}), is_native)
 
 
-def _check_config_class(config: type[ModelConfig], builder: ModelBuilder) -> None:
+def _check_config_class(config: type[ModelConfig], builder: ModelBuilder | None) -> None:
     if not (isinstance(config, type) and issubclass(config, ModelConfig)):
         raise InvalidTypeError(f"config={config!r} must be a subclass of ModelConfig")
-    if builder is CausalLM and not issubclass(config, LlamaConfig):
+    llama = FAMILIES["llama"]
+    if (builder is None or builder is llama.builder) and not issubclass(config, llama.config):
         raise InvalidTypeError(f"{config.__name__} is no LlamaConfig, so the model can't be Llama's; give a builder")
     own = [name for name, hint in get_annotations(config).items() if "ClassVar" not in str(hint)]
     if missing := set(own) - set(config.setting_names()):
@@ -160,18 +165,26 @@ def create_model(
     config: ModelConfig,
     *,
     max_len: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    group: CommunicationGroup = SINGLE,
-    formats: WeightFormats = DENSE,
+    dtype: "torch.dtype | None" = None,
+    device: "torch.device | str" = "cpu",
+    group: "CommunicationGroup | None" = None,
+    formats: "WeightFormats | None" = None,
     num_stages: int = 1,
     stage: int = 0,
-) -> InfinilmModel:
+) -> "InfinilmModel":
     """Build the model that a configuration describes, with empty weights, for texts of up to `max_len` tokens.
 
     `formats`, unless empty, are for a model that `keeps_quantized`. With several pipeline stages, only the layers of
-    one of them are built.
+    one of them are built. By default it is dense, in float32, for one rank.
     """
+    import torch
+
+    from infinilm.distributed.group import SINGLE, CommunicationGroup, RankInfo
+    from infinilm.layers.formats import DENSE
+    from infinilm.layers.linear import check_heads
+    from infinilm.models.stages import divide_layers
+
+    dtype, group, formats = dtype or torch.float32, group or SINGLE, formats or DENSE
     config.validate()
     check_heads(config.num_attention_heads, config.num_key_value_heads, group.size)
     builder = FAMILIES[config.model_type].builder
@@ -204,6 +217,8 @@ class InfinilmModelFactory:
 
 def keeps_quantized(model_type: str, *, is_native: bool) -> bool:
     """Whether models of this type can keep matrices quantised, in the native library or on another device."""
+    if FAMILIES[model_type].is_native:
+        return True
     builder = FAMILIES[model_type].builder
     return _takes_formats(builder) and (not is_native or getattr(builder, "keeps_quantized", True))
 

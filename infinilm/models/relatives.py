@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from infinilm.checks import check_integer, check_real
 from infinilm.errors import InvalidValueError
+from infinilm.layers.names import LayerNorms
 from infinilm.models.config import FULL_ATTENTION, SLIDING_ATTENTION
-from infinilm.models.decoder import LayerNorms
-from infinilm.models.dense import CausalLM, LlamaConfig
+from infinilm.models.dense import LlamaConfig
 
 _NO_ROPE = {"rope_type": "none", "rope_theta": 10000.0}
 
@@ -103,6 +103,8 @@ class Olmo2Config(LlamaConfig):
     qk_norm: bool = True
 
     ignored_settings = frozenset({"mlp_bias"})
+    norms = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    norms_all_heads = True
 
 
 @dataclass(init=False, frozen=True)
@@ -161,6 +163,7 @@ class Glm4Config(LlamaConfig):
 
     rotates_partially = True
     ignored_settings = frozenset({"mlp_bias"})
+    norms = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
     @classmethod
     def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
@@ -170,12 +173,3 @@ class Glm4Config(LlamaConfig):
     @property
     def out_bias(self) -> bool:
         return False
-
-
-class Glm4ForCausalLM(CausalLM):
-    norms = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
-
-
-class Olmo2ForCausalLM(CausalLM):
-    norms = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-    norms_all_heads: ClassVar[bool] = True

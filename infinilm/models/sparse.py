@@ -5,17 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.experts_torch import ClampedGate, Routing
-from infinilm.layers.formats import LayerOptions
-from infinilm.layers.mixer import Mixer
-from infinilm.layers.moe import ExpertNames, SparseMLP
+from infinilm.kernels.routing import Routing
+from infinilm.layers.names import ExpertNames
 from infinilm.loading.parts import MAX_EXPERTS
 from infinilm.models.config import FULL_ATTENTION, MAX_LAYERS, SLIDING_ATTENTION, ModelConfig
-from infinilm.models.dense import CausalLM, LlamaConfig
+from infinilm.models.dense import LlamaConfig
 
 
 @dataclass(init=False, frozen=True)
@@ -27,6 +23,14 @@ class SparseConfig(LlamaConfig):
 
     aliases = {**ModelConfig.aliases, "num_local_experts": "num_experts"}  # noqa: RUF012
     ignored_settings = frozenset({"mlp_bias"})
+    expert_names: ClassVar[ExpertNames] = ExpertNames()
+    has_router_bias: ClassVar[bool] = False
+    """Whether a bias is added to the scores by which experts are chosen."""
+
+    @property
+    def shared_size(self) -> int:
+        """The intermediate size of all experts together that compute every token."""
+        return 0
 
     @property
     def expert_size(self) -> int:
@@ -73,6 +77,7 @@ class MixtralConfig(SparseConfig):
     default_theta = 1_000_000.0
     window_settings = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}  # noqa: RUF012
     ignored_settings = frozenset({"attention_bias", "mlp_bias"})
+    expert_names = ExpertNames("block_sparse_moe.", "gate", "w1", "w3", "w2")
 
 
 @dataclass(init=False, frozen=True)
@@ -149,6 +154,7 @@ class Glm4MoeConfig(SparseConfig):
     first_k_dense_replace: int = 1
 
     rotates_partially = True
+    has_router_bias = True
     aliases = {  # noqa: RUF012
         **SparseConfig.aliases,
         "n_routed_experts": "num_experts",
@@ -163,6 +169,15 @@ class Glm4MoeConfig(SparseConfig):
     @property
     def expert_size(self) -> int:
         return self.moe_intermediate_size
+
+    @property
+    def shared_size(self) -> int:
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    def is_ignorable(self, name: str) -> bool:
+        """See `ModelConfig`. Layers after the last predict tokens after the next."""
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return super().is_ignorable(name) or (found is not None and int(found[1]) >= self.num_hidden_layers)
 
     @property
     def routing(self) -> Routing:
@@ -245,50 +260,3 @@ class GptOssConfig(SparseConfig):
         super().validate()
         for name in ("swiglu_alpha", "swiglu_limit"):
             check_real(name, getattr(self, name), low=0.0, high=1e6, above_low=True)
-
-
-class SparseCausalLM(CausalLM):
-    """A decoder with experts in the layers that its configuration says."""
-
-    config: SparseConfig
-    expert_names: ClassVar[ExpertNames] = ExpertNames()
-
-    def channel_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        config = self.config
-        if not config.is_sparse(layer):
-            return super().channel_mixer(layer, options)
-        sizes = (config.hidden_size, config.expert_size)
-        return SparseMLP(layer, *sizes, config.routing, self.expert_names, **self.expert_options(), **options)
-
-    def expert_options(self) -> dict[str, Any]:
-        """The family's options of `SparseMLP`."""
-        return {}
-
-
-class MixtralForCausalLM(SparseCausalLM):
-    expert_names = ExpertNames("block_sparse_moe.", "gate", "w1", "w3", "w2")
-
-
-class Glm4MoeForCausalLM(SparseCausalLM):
-    config: Glm4MoeConfig
-
-    def expert_options(self) -> dict[str, Any]:
-        shared_size = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return {"router_dtype": torch.float32, "has_router_bias": True, "shared_size": shared_size}
-
-    def is_ignorable(self, name: str) -> bool:
-        """See `InfinilmModel`. Layers after the last predict tokens after the next."""
-        found = re.match(r"model\.layers\.(\d+)\.", name)
-        return super().is_ignorable(name) or (found is not None and int(found[1]) >= self.config.num_hidden_layers)
-
-
-class GptOssForCausalLM(SparseCausalLM):
-    config: GptOssConfig
-    expert_names = ExpertNames(router="router", gate="gate_up_proj", is_stacked=True)
-
-    keeps_quantized: ClassVar[bool] = False
-    """The native library can't keep a tensor of all experts quantised."""
-
-    def expert_options(self) -> dict[str, Any]:
-        gate = ClampedGate(self.config.swiglu_alpha, self.config.swiglu_limit)
-        return {"adds_router_bias": True, "gate": gate}

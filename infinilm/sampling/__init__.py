@@ -24,9 +24,14 @@ InfiniLM's: `check_uniform`, then `draw_uniform` (`uniform`). It draws straight 
 `top_k` and `top_p`; there, equal logits do have an order, that of their indices.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from infinilm.sampling.logprobs import Logprobs, logprobs_of
 from infinilm.sampling.sampler import SampledToken, Sampler, Samples
-from infinilm.sampling.uniform import UniformValues, check_uniform, draw_uniform
+
+if TYPE_CHECKING:
+    from infinilm.sampling.uniform import UniformValues, check_uniform, draw_uniform
 
 __all__ = [
     "Logprobs",
@@ -38,3 +43,9 @@ __all__ = [
     "draw_uniform",
     "logprobs_of",
 ]
+
+
+def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+    if name in ("UniformValues", "check_uniform", "draw_uniform"):
+        return getattr(import_module("infinilm.sampling.uniform"), name)
+    raise AttributeError(f"module 'infinilm.sampling' has no attribute {name!r}")

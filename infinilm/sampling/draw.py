@@ -17,6 +17,7 @@ from torch import Tensor
 
 from infinilm.kernels import native
 from infinilm.sampling.noise import draw_keys, gumbel_argmax, token_parts
+from infinilm.sampling.settings import DRAW_SETTINGS
 from infinilm.sampling.truncation import (
     Limits,
     Scale,
@@ -30,16 +31,6 @@ from infinilm.sampling.truncation import (
 Draw: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Settings: TypeAlias = npt.NDArray[np.void]  # rows of `DRAW_SETTINGS`
 
-# The settings of a row, 64 bits each.
-DRAW_SETTINGS = np.dtype(
-    [
-        ("scrambled_seed", np.uint64),
-        ("temperature", np.float64),  # 0: greedily; a float32's value
-        ("top_k", np.int64),  # at least the vocabulary: no limit
-        ("top_p", np.float64),  # 1: no limit
-        ("log_min_p", np.float64),  # -inf: no limit; a float32's value
-    ]
-)
 NUM_LEADERS = 256  # most truncated distributions have fewer tokens
 
 

@@ -1,33 +1,36 @@
 """Changes to logits before truncation: bias, penalties, `min_tokens` and the request's own functions.
 
-All but the functions are tensor operations over all rows of a step that use them. Their indices are computed once for
-as long as the step's rows stay the same (`_Batch`).
+All but the functions are operations over all rows of a step that use them (`HostArrays`, `DeviceArrays`). Their indices
+are computed once for as long as the step's rows stay the same (`_Batch`). No torch here.
 """
 
 import math
 from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from infinilm.errors import InvalidTypeError, InvalidValueError
-from infinilm.kernels.copies import to_device
-from infinilm.kernels.penalties import IN_PROMPT, find_penalize
+from infinilm.kernels.penalties import IN_PROMPT
 from infinilm.sampling_params import LogitsProcessor, RowStart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infinilm.sampling.device_arrays import DeviceArrays
+    from infinilm.sampling.host_arrays import HostArrays
 
 
 class TokenCounts:
     """Counts and penalties by slot. A slot belongs to one row; the table doubles when all are used."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, arrays: "HostArrays | DeviceArrays") -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._penalize = find_penalize(device)
-        self._counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)  # [slots, vocab]
-        self._penalties = torch.empty(0, 3, device=device)  # [slots, 3]: repetition, frequency, presence
+        self._arrays: Any = arrays
+        self._counts = self._arrays.empty((0, vocab_size), "int32")  # [slots, vocab]
+        self._penalties = self._arrays.empty((0, 3), "float32")  # [slots, 3]: repetition, frequency, presence
         self._free: list[int] = []
 
     def start(self, penalties: Sequence[float], prompt_ids: Sequence[int], output_ids: Sequence[int]) -> int:
@@ -35,28 +38,29 @@ class TokenCounts:
         if not self._free:
             num_slots = len(self._counts)
             num_new = max(num_slots, 1)
-            self._counts = torch.cat((self._counts, self._counts.new_zeros(num_new, self._vocab_size)))
-            self._penalties = torch.cat((self._penalties, self._penalties.new_ones(num_new, 3)))
+            new = self._arrays.empty((num_new, self._vocab_size), "int32"), self._arrays.empty((num_new, 3), "float32")
+            self._counts = self._arrays.join((self._counts, new[0]))
+            self._penalties = self._arrays.join((self._penalties, new[1]))
             self._free = list(range(num_slots, num_slots + num_new))
         slot = self._free.pop()
-        (self._penalties[slot],) = to_device(self._device, np.array(penalties, dtype=np.float32))
+        (self._penalties[slot],) = self._arrays.upload(np.array(penalties, dtype=np.float32))
         texts = (np.array(prompt_ids, dtype=np.int64), np.array(output_ids, dtype=np.int64))
-        in_prompt, drawn = to_device(self._device, *texts)
-        counts = self._counts[slot].zero_()
-        counts.index_fill_(0, in_prompt, IN_PROMPT)
-        counts.index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
+        in_prompt, drawn, ones = self._arrays.upload(*texts, np.ones_like(texts[1]))
+        self._counts[slot] = 0
+        self._counts[slot, in_prompt] = IN_PROMPT
+        self._arrays.add(self._counts[slot], drawn, ones)
         return slot
 
     def end(self, slot: int) -> None:
         self._free.append(slot)
 
-    def penalize(self, logits: Tensor, places: Tensor, slots: Tensor) -> None:
+    def penalize(self, logits: Any, places: Any, slots: Any) -> None:
         """Penalise the rows `places` [k] of `logits` [n, vocab] float32, which have `slots` [k], in place."""
-        self._penalize(logits, places, slots, self._counts, self._penalties)
+        self._arrays.penalize(logits, places, slots, self._counts, self._penalties)
 
-    def record(self, slots: Tensor, token_ids: Tensor) -> None:
-        ones = torch.ones_like(token_ids, dtype=torch.int32)
-        self._counts.view(-1).index_add_(0, slots * self._vocab_size + token_ids, ones)
+    def record(self, slots: Any, token_ids: Any) -> None:
+        (ones,) = self._arrays.upload(np.ones(len(token_ids), dtype=np.int64))
+        self._arrays.add(self._counts, slots * self._vocab_size + token_ids, ones)
 
 
 IntArray = npt.NDArray[np.int64]
@@ -79,10 +83,10 @@ class _Batch:
     """The rules of a step's rows. A logit's index is `index of the row in the step * vocab + token id`."""
 
     rows: tuple[int, ...]
-    bias_indices: Tensor | None  # [b] int64
-    biases: Tensor | None  # [b] float32
-    penalized: Tensor | None  # [k] int64, places of rows with penalties
-    slots: Tensor | None  # [k] int64
+    bias_indices: Any  # [b] int64, or None; this and the next three are where the logits are
+    biases: Any  # [b] float32, or None
+    penalized: Any  # [k] int64, places of rows with penalties, or None
+    slots: Any  # [k] int64, or None
     stop_indices: IntArray  # [s]
     stop_places: IntArray  # [s]
     first_stops: IntArray  # [s]
@@ -92,11 +96,11 @@ class _Batch:
 class LogitsProcessors:
     """The rules of all live rows that have any."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, arrays: "HostArrays | DeviceArrays") -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._arrays: Any = arrays
         self._rules: dict[int, _RowRules] = {}  # by row
-        self._counts = TokenCounts(vocab_size, device)
+        self._counts = TokenCounts(vocab_size, arrays)
         self._batch: _Batch | None = None
 
     @property
@@ -138,33 +142,32 @@ class LogitsProcessors:
             if rules.slot is not None:
                 self._counts.end(rules.slot)
 
-    def apply(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> dict[int, Exception]:
+    def apply(self, logits: Any, rows: Sequence[int], positions: Sequence[int]) -> dict[int, Exception]:
         """Change the `logits` [n, vocab] float32 of `rows` [n], which draw tokens at `positions` [n], in place.
 
         Returns the errors of functions, by index. Waits for the device only if a row has functions.
         """
         batch = self._gather(rows)
-        flat = logits.view(-1)
-        if batch.bias_indices is not None and batch.biases is not None:
-            flat.index_add_(0, batch.bias_indices, batch.biases)
-        if batch.penalized is not None and batch.slots is not None:
+        if batch.bias_indices is not None:
+            self._arrays.add(logits, batch.bias_indices, batch.biases)
+        if batch.penalized is not None:
             self._counts.penalize(logits, batch.penalized, batch.slots)
         if len(batch.stop_indices):
             is_early = np.asarray(positions)[batch.stop_places] < batch.first_stops
             if is_early.any():
-                flat.index_fill_(0, to_device(self._device, batch.stop_indices[is_early])[0], -torch.inf)
+                self._arrays.forbid(logits, batch.stop_indices[is_early])
         errors: dict[int, Exception] = {}
         for place in batch.with_functions:
             try:
-                _call_functions(self._rules[rows[place]], logits[place])
+                _call_functions(self._rules[rows[place]], self._arrays.tensor(logits[place]))
             except Exception as error:  # raised by the request's own code: an error of that request only
                 errors[place] = error
         return errors
 
-    def record(self, token_ids: Tensor, rows: Sequence[int]) -> None:
+    def record(self, token_ids: Any, rows: Sequence[int]) -> None:
         """Count the tokens drawn: `token_ids` [n] on the device."""
         batch = self._gather(rows)
-        if batch.penalized is not None and batch.slots is not None:
+        if batch.penalized is not None:
             self._counts.record(batch.slots, token_ids[batch.penalized])
         for place in batch.with_functions:
             self._rules[rows[place]].output_ids.append(int(token_ids[place]))
@@ -178,11 +181,12 @@ class LogitsProcessors:
         biases = np.concatenate([np.empty(0, dtype=np.float32), *(rules.biases for _, rules in found)])
         slots = [(place, rules.slot) for place, rules in found if rules.slot is not None]
         stops = [(place, rules) for place, rules in found if len(rules.stop_ids)]
-        penalized, held = to_device(self._device, *np.array(slots, dtype=np.int64).T.copy()) if slots else (None, None)
+        upload = self._arrays.upload
+        penalized, held = upload(*np.array(slots, dtype=np.int64).T.copy()) if slots else (None, None)
         self._batch = _Batch(
             tuple(rows),
-            to_device(self._device, bias_indices)[0] if len(bias_indices) else None,
-            to_device(self._device, biases)[0] if len(biases) else None,
+            upload(bias_indices)[0] if len(bias_indices) else None,
+            upload(biases)[0] if len(biases) else None,
             penalized,
             held,
             _joined([place * self._vocab_size + rules.stop_ids for place, rules in stops]),
@@ -197,7 +201,7 @@ def _joined(arrays: Sequence[IntArray]) -> IntArray:
     return np.concatenate([_NO_IDS, *arrays])
 
 
-def _call_functions(rules: _RowRules, logits: Tensor) -> None:
+def _call_functions(rules: _RowRules, logits: "Tensor") -> None:
     """Apply a row's own functions to its `logits` [vocab]. Raises what they raise, or an error for a bad result."""
     for function in rules.functions:
         if not math.isfinite(logits.max()):
@@ -208,8 +212,10 @@ def _call_functions(rules: _RowRules, logits: Tensor) -> None:
         logits.copy_(result.detach())
 
 
-def _check_processed(processor: LogitsProcessor, result: object, logits: Tensor) -> None:
+def _check_processed(processor: LogitsProcessor, result: object, logits: "Tensor") -> None:
     """Refuse a processor's result that can't replace `logits` [vocab]."""
+    import torch
+
     name = f"logits processor {getattr(processor, '__qualname__', repr(processor))}"
     if not isinstance(result, torch.Tensor):
         raise InvalidTypeError(f"{name} returned {type(result).__name__}; it must return the logits, a tensor")

@@ -2,23 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from infinilm.kernels.copies import to_pinned
+from infinilm.kernels import native
 from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
-from infinilm.sampling.truncation import block_topk
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at n positions, of a token and of the k likeliest ones, on the device."""
+    """Log-probabilities at n positions, of a token and of the k likeliest ones: tensors or arrays."""
 
-    ids: torch.Tensor  # [n, 2 + k] int64: the token, its rank (1 for the likeliest), the likeliest tokens, best first
-    values: torch.Tensor  # [n, 1 + k] float32: the token's, those of the likeliest
+    ids: Any  # [n, 2 + k] int64: the token, its rank (1 for the likeliest), the likeliest tokens, best first
+    values: Any  # [n, 1 + k] float32: the token's, those of the likeliest
 
     def to_pinned(self) -> "Logprobs":
+        from infinilm.kernels.copies import to_pinned
+
         return Logprobs(to_pinned(self.ids), to_pinned(self.values))
 
     def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
@@ -30,7 +33,7 @@ class Logprobs:
         ]
 
 
-def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Logprobs:
+def logprobs_of(logits: "torch.Tensor", targets: "torch.Tensor", num_top: int) -> Logprobs:
     """Log-probabilities of `targets` [n] and of the `num_top` likeliest tokens, from raw `logits` [n, vocab].
 
     Ranks are counted in the logits, which distinguish values that round to equal log-probabilities.
@@ -41,7 +44,16 @@ def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> Lo
 
         if num_top <= MAX_TOP:
             return Logprobs(*top_logprobs(logits, targets, num_top))
+    import torch
+
+    from infinilm.sampling.truncation import block_topk
+
     logits = logits.float()
+    library: Any = native.load()
+    if logits.device.type == "cpu" and library is not None:
+        found, values = (torch.empty(len(logits), 1 + num_top, dtype=kind) for kind in (torch.int64, torch.float32))
+        library.logprobs(logits.contiguous(), targets.contiguous(), found, values)
+        return Logprobs(torch.cat((targets.unsqueeze(1), found), dim=1), values)
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)
     ranks = (logits > logits.gather(1, columns)).sum(dim=-1, keepdim=True) + 1

@@ -18,26 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinilm.sampling.settings import scramble
 from infinilm.sampling.truncation import Scale, first_max, row_passes
 
-MASK64 = 2**64 - 1
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step
 MULTIPLIERS = (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)  # MurmurHash3's, as signed 32-bit integers
 
 HASH_SCALE = 2.0**-32 * (1 - 2.0**-24)
 """The greatest float32 below 2⁻³²: hashes that round up to 2³² must not give 1, and then log(0)."""
-
-
-def scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects every other."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def scrambled_seed(seed: int) -> int:
-    """The generator's initial state for any integer seed, of which the low 64 bits count."""
-    return int(scramble(np.array([seed & MASK64], dtype=np.uint64))[0])
 
 
 def draw_keys(scrambled_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:

@@ -1,23 +1,24 @@
-"""The sampler: settings of every live row, and one batched pass from logits to tokens."""
+"""The sampler: settings of every live row, and one batched pass from logits to tokens. It needs no torch."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from infinilm.errors import EngineError, InvalidValueError
-from infinilm.kernels.copies import to_device, to_pinned
-from infinilm.kernels.support import has_kernels
 from infinilm.outputs import TokenLogprobs
-from infinilm.sampling.draw import DRAW_SETTINGS, find_draw
+from infinilm.sampling.host_arrays import HostArrays
 from infinilm.sampling.logits_processors import LogitsProcessors
-from infinilm.sampling.logprobs import Logprobs, logprobs_of
+from infinilm.sampling.logprobs import Logprobs
 from infinilm.sampling.masks import TokenMasks
-from infinilm.sampling.noise import scrambled_seed
+from infinilm.sampling.settings import DRAW_SETTINGS, scrambled_seed
 from infinilm.sampling_params import RowStart
+
+if TYPE_CHECKING:
+    import torch
 
 LOWEST_TEMPERATURE = 1e-30  # float32 can divide by this; lower values draw the same
 
@@ -33,16 +34,18 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The results of n rows, on the device."""
+    """The results of n rows, where they were drawn: tensors or arrays."""
 
-    token_ids: torch.Tensor  # [n] int64
-    is_finite: torch.Tensor  # [n] bool: the greatest logit was finite
+    token_ids: Any  # [n] int64
+    is_finite: Any  # [n] bool: the greatest logit was finite
     logprobs: Logprobs | None = None  # of the rows that asked, in their order
     # By index in this batch: how many log-probabilities a row asked for, and errors that affect no other row.
     num_logprobs: dict[int, int] = field(default_factory=dict)
     processor_errors: dict[int, Exception] = field(default_factory=dict)
 
     def to_pinned(self) -> "Samples":
+        from infinilm.kernels.copies import to_pinned
+
         logprobs = self.logprobs and self.logprobs.to_pinned()
         return replace(
             self, token_ids=to_pinned(self.token_ids), is_finite=to_pinned(self.is_finite), logprobs=logprobs
@@ -55,7 +58,8 @@ class Samples:
             entries = self.logprobs.to_host(list(self.num_logprobs.values()))
             logprobs = dict(zip(self.num_logprobs, entries, strict=True))
         errors = dict(self.processor_errors)
-        for i in np.flatnonzero(~self.is_finite.numpy(force=True)).tolist():
+        is_finite = self.is_finite if isinstance(self.is_finite, np.ndarray) else self.is_finite.numpy(force=True)
+        for i in np.flatnonzero(~is_finite).tolist():
             message = (
                 "no token can be drawn: the logits hold NaN or +inf, or all are -inf; "
                 "check the checkpoint's weights and the dtype it runs in"
@@ -72,28 +76,28 @@ class Sampler:
     """Draws tokens for rows that start and end at any step. `infinilm.sampling` lists the rules and their order.
 
     The settings of draws are on the device, for kernels that a CUDA graph can capture (`sample_rows`). A graph stays
-    valid while all rows ever started are below `max_rows`; a greater row reallocates the settings.
+    valid while all rows ever started are below `max_rows`; a greater row reallocates the settings. Without a device
+    logits and results are arrays, and the native library draws.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, max_rows: int = 16) -> None:
+    def __init__(self, vocab_size: int, device: "torch.device | None", max_rows: int = 16) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._draw = find_draw(device)
+        self._arrays: Any = HostArrays() if device is None else _device_arrays(device)
         self._draw_settings = np.zeros(max_rows, dtype=DRAW_SETTINGS)  # by row
-        self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
+        self._device_settings: Any = self._arrays.upload(self._packed(slice(None)))[0]
         self._changed: set[int] = set()  # rows whose settings are not on the device yet
         self._live: set[int] = set()  # rows
         self._special: set[int] = set()  # live rows with logits processors, a grammar or log-probabilities
         self._num_logprobs: dict[int, int] = {}  # by row, only those that asked
-        self._processors = LogitsProcessors(vocab_size, device)
-        self._masks = TokenMasks(vocab_size, device)
+        self._processors = LogitsProcessors(vocab_size, self._arrays)
+        self._masks = TokenMasks(vocab_size, self._arrays)
 
     def start_row(self, start: RowStart) -> None:
         """Add a request. On an error nothing is changed."""
         row, params = start.row, start.params
         while row >= len(self._draw_settings):
             self._draw_settings = np.concatenate([self._draw_settings, np.zeros_like(self._draw_settings)])
-            self._device_settings = to_device(self._device, self._packed(slice(None)))[0]
+            self._device_settings = self._arrays.upload(self._packed(slice(None)))[0]
         if row in self._live:
             raise EngineError(f"row {row} is taken; end it before starting it again")
         self._processors.start(start)
@@ -125,7 +129,7 @@ class Sampler:
         self._processors.end(row)
         self._masks.end(row)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> Samples:
+    def sample(self, logits: Any, rows: Sequence[int], positions: Sequence[int]) -> Samples:
         """Draw one token per row from its raw `logits` [n, vocab] of any floating type.
 
         Those in float32 may be overwritten. `rows` are live; `positions` say how many tokens are before each drawn one.
@@ -136,22 +140,22 @@ class Sampler:
         if tuple(logits.shape) != (len(rows), self._vocab_size):
             raise InvalidValueError(f"logits of shape {list(logits.shape)} must be [{len(rows)}, {self._vocab_size}]")
         self.upload()
-        (places,) = to_device(self._device, np.array([rows, positions], dtype=np.int64))
+        (places,) = self._arrays.upload(np.array([rows, positions], dtype=np.int64))
         if self._special.isdisjoint(rows):
             return Samples(*self.sample_rows(logits, *places))
         num_logprobs: dict[int, int] = {}
-        asked: torch.Tensor | slice = slice(None)
+        asked: Any = slice(None)
         if self._num_logprobs:
             num_logprobs = {i: self._num_logprobs[row] for i, row in enumerate(rows) if row in self._num_logprobs}
             if len(num_logprobs) < len(rows):
-                (asked,) = to_device(self._device, np.array(list(num_logprobs), dtype=np.int64))
+                (asked,) = self._arrays.upload(np.array(list(num_logprobs), dtype=np.int64))
         masked = self._masks.places(rows)
         is_edited = bool(masked) or not self._processors.rows.isdisjoint(rows)
         raw_logits = logits[asked] if num_logprobs else logits
-        if is_edited and logits.dtype != torch.float32:
-            logits = self._to_float32(logits)
+        if is_edited and not str(logits.dtype).endswith("float32"):
+            logits = self._arrays.to_float32(logits)
         elif is_edited and len(num_logprobs) == len(rows):
-            raw_logits = raw_logits.clone()
+            raw_logits = self._arrays.copy(raw_logits)
         errors = self._processors.apply(logits, rows, positions) if is_edited else {}
         errors |= self._masks.apply(logits, rows, [i for i in masked if i not in errors])
         token_ids, is_finite = self.sample_rows(logits, *places)
@@ -160,26 +164,18 @@ class Sampler:
         self._masks.record(token_ids, rows, masked)
         logprobs = None
         if num_logprobs:
-            logprobs = logprobs_of(raw_logits, token_ids[asked], max(num_logprobs.values()))
+            num_top = min(max(num_logprobs.values()), self._vocab_size)
+            logprobs = Logprobs(*self._arrays.logprobs(raw_logits, token_ids[asked], num_top))
         return Samples(token_ids, is_finite, logprobs, num_logprobs, errors)
-
-    def _to_float32(self, logits: torch.Tensor) -> torch.Tensor:
-        if not has_kernels(self._device):
-            return logits.float()
-        from infinilm.kernels.cast import to_float32  # which needs Triton
-
-        return to_float32(logits)
 
     def upload(self) -> None:
         """Copy the settings of rows started since the last call to the device, in one copy, without waiting."""
         if self._changed:
             changed = slice(min(self._changed), max(self._changed) + 1)
-            self._device_settings[changed] = to_device(self._device, self._packed(changed))[0]
+            self._device_settings[changed] = self._arrays.upload(self._packed(changed))[0]
             self._changed.clear()
 
-    def sample_rows(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_rows(self, logits: Any, rows: Any, positions: Any) -> tuple[Any, Any]:
         """`sample` in a form that a CUDA graph can capture, for rows that don't need the host: everything is on the
         device.
 
@@ -187,12 +183,19 @@ class Sampler:
         there, row -1 is padding. Returns the token ids [n] int64, and whether each row's greatest logit was finite, [n]
         bool. Settings are those at the last `upload`.
         """
-        return self._draw(logits, self._device_settings, rows, positions)
+        drawn: tuple[Any, Any] = self._arrays.draw(logits, self._device_settings, rows, positions)
+        return drawn
 
-    def warm_up(self, logits: torch.Tensor) -> None:
-        padding = torch.full((len(logits),), -1, dtype=torch.int64, device=self._device)
+    def warm_up(self, logits: "torch.Tensor") -> None:
+        (padding,) = self._arrays.upload(np.full(len(logits), -1, dtype=np.int64))
         self.sample_rows(logits, padding, padding)
 
     def _packed(self, rows: slice) -> npt.NDArray[np.int64]:
         """The settings of some rows, [n, 5], as a view."""
         return self._draw_settings[rows].view(np.int64).reshape(-1, DRAW_SETTINGS.itemsize // 8)
+
+
+def _device_arrays(device: "torch.device") -> Any:
+    from infinilm.sampling.device_arrays import DeviceArrays  # which needs torch
+
+    return DeviceArrays(device)

@@ -18,6 +18,7 @@ from infinilm.engine.scheduler import Scheduler
 from infinilm.errors import CheckpointError, InfinilmError, WorkerDiedError
 from infinilm.executor.step_io import StepInput
 from infinilm.framing import ChannelClosedError, FrameSocket
+from infinilm.platforms import may_have_gpu
 from infinilm.processes import exit_with_parent, parent_socket
 from infinilm.sampling_params import SamplingParams
 from infinilm.server import messages
@@ -177,9 +178,7 @@ def send_report(frames: FrameSocket, report: messages.Report) -> None:
 
 
 def _load(config: Config) -> LLMEngine:
-    import torch
-
-    is_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    is_cpu = config.device == "cpu" or (config.device == "auto" and not may_have_gpu())
     if is_cpu and config.max_num_batched_tokens == Config.max_num_batched_tokens:
         config = config.replace(max_num_batched_tokens=MAX_CPU_STEP_TOKENS)
     return LLMEngine(config)
@@ -208,7 +207,7 @@ def _describe(engine: LLMEngine, load_seconds: float, seconds: dict[str, float])
 def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
     import_time = perf_counter()
-    import infinilm.executor.loader  # noqa: F401 - torch, while the HTTP process prepares the first message
+    import infinilm.executor.loader  # noqa: F401 - while the HTTP process prepares the first message
 
     seconds = {"imports": perf_counter() - import_time}
     command = messages.decode_command(frames.receive_frame())

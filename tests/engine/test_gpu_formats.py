@@ -38,8 +38,8 @@ def logits(path: Path, tp_size: int = 1, **settings: Any) -> Tensor:
 
 
 def kept(path: Path, **settings: Any) -> list[str]:
-    """The formats of an engine's packed matrices."""
-    with LLM(path, device="cpu", num_kvcache_blocks=16, **settings) as llm:
+    """The formats of the packed matrices of an engine on torch."""
+    with LLM(path, device="cpu", executor="processes", num_kvcache_blocks=16, **settings) as llm:
         found = worker_of(llm.executor).model.weight_targets().values()
         return [shard.matrix.format for shard in found if hasattr(shard, "matrix")]
 
@@ -67,7 +67,7 @@ def decoded(values: Tensor, format: str) -> Tensor:
     rows, columns = values.shape
     weight = TiledWeight([format], [rows], columns, **options)
     shard: Any = weight.shards([ShardRange.whole(rows)], ShardRange.whole(columns))[0]
-    shard.matrix.load(quantize(values, format), torch.arange(rows))
+    shard.matrix.load(quantize(values.detach().numpy(), format), torch.arange(rows))
     result: Tensor = weight.dequantized()
     return result
 

@@ -15,10 +15,11 @@ from infinilm.distributed import group
 from infinilm.distributed.channel import Channel, Message
 from infinilm.errors import CheckpointError, InvalidValueError, WorkerDiedError
 from infinilm.executor import processes
+from infinilm.executor.commands import Command
 from infinilm.executor.processes import ProcessExecutor
 from infinilm.executor.rank_worker import RankWorker
 from infinilm.executor.ray_executor import _Bundle, assign
-from infinilm.executor.wire import Command, handle_call
+from infinilm.executor.wire import handle_call
 from infinilm.executor.worker_processes import Place, RankProcess
 from infinilm.framing import ChannelClosedError
 from infinilm.ray_cluster import Node

@@ -19,7 +19,8 @@ NUM_NOISY_RUNS = 12
 
 def make_checkpoint(directory: Path) -> Path:
     """The tiny random model that all cases use."""
-    model = make_reference("llama-gqa", vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID, bos_token_id=0)
+    sizes = {"vocab_size": VOCAB_SIZE, "intermediate_size": 128}  # all matrices can be quantised
+    model = make_reference("llama-gqa", **sizes, eos_token_id=EOS_ID, bos_token_id=0)
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON_ID] = float("nan")
     save(model, directory)
@@ -30,13 +31,21 @@ def make_checkpoint(directory: Path) -> Path:
 class Oracle:
     """Runs one answer at a time in an engine without a prefix cache, and remembers what came."""
 
-    def __init__(self, model: Path, *, tolerance: float = 1e-4, device: str = "cpu") -> None:
+    def __init__(
+        self, model: Path, *, tolerance: float = 1e-4, device: str = "cpu", quantization: str | None = None
+    ) -> None:
+        """With a `quantization` the native library alone runs the engines, and torch with the same matrices this one:
+        a tolerance of 0 asks for the same bits."""
         self.model = model
         self.tolerance = tolerance
         """By which log-probabilities may differ, as other batches are rounded otherwise."""
         self.settings: dict[str, Any] = {"device": device, "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
         """Of every engine, lone or shared."""
-        self._engine = LLM(model, num_kvcache_blocks=16, enable_prefix_caching=False, **self.settings)
+        own: dict[str, Any] = {}
+        if quantization is not None:
+            self.settings |= {"quantization": quantization, "attention_backend": "native"}
+            own = {"executor": "processes"}
+        self._engine = LLM(model, num_kvcache_blocks=16, enable_prefix_caching=False, **self.settings, **own)
         self._answers: dict[tuple[int, int], RequestOutput] = {}
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
 """Some of the fuzzer's cases on every path, and the fuzzer itself: it must notice what is broken."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from packing import needs_native
 
 from fuzz.cases import PATHS, make_case
 from fuzz.oracle import Oracle, make_checkpoint
@@ -15,6 +17,7 @@ from infinilm.text.detokenizer import Detokenizer
 
 CASES_PER_PATH = 40
 SERVED_CASES = 24
+NATIVE_CASES = 12
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,16 @@ def test_company_changes_nothing(lab: Lab, path: str) -> None:
     for seed in range(SERVED_CASES if path == "server" else CASES_PER_PATH):
         report = lab.run(make_case(seed, path))
         assert not report.problems, reproduce(report.case)
+
+
+@needs_native
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "server"])
+def test_the_native_library_alone_gives_the_bits_that_it_gives_under_torch(lab: Lab, path: str) -> None:
+    oracle = Oracle(lab.oracle.model, tolerance=0.0, quantization="q8")
+    with Lab(oracle) as packed:
+        for seed in range(NATIVE_CASES):
+            report = packed.run(replace(make_case(seed, path), fault_at=None))  # hooks need torch
+            assert not report.problems, reproduce(report.case)
 
 
 def lose_a_block(pool: BlockPool, blocks: list[int], release=BlockPool.release) -> None:

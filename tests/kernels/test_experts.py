@@ -8,8 +8,9 @@ from torch import Tensor
 
 from infinilm.distributed.ggml_blocks import BLOCK_FORMATS
 from infinilm.kernels.experts import FEW_ROWS, Tile, Tiles, choose_experts, choose_tiles, mix_experts
-from infinilm.kernels.experts_torch import GELU, ClampedGate, Routing, choose_experts_torch, mix_experts_torch
+from infinilm.kernels.experts_torch import choose_experts_torch, mix_experts_torch
 from infinilm.kernels.packed_lines import PackedLines, unpack_lines_torch
+from infinilm.kernels.routing import GELU, ClampedGate, Routing
 from infinilm.layers.formats.lines import LinesPart
 from infinilm.layers.formats.tiled import tile_format
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infinilm.attention import TorchAttention
 from infinilm.cache.paged import PagedKVCache
+from infinilm.cache.specs import kv_heads_per_rank
 from infinilm.distributed import CommunicationGroup, RankInfo
 from infinilm.distributed.shard import Shard
 from infinilm.errors import InvalidValueError
@@ -25,7 +26,6 @@ from infinilm.layers.linear import (
     GateUpParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
-    kv_heads_per_rank,
 )
 
 MAKE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig as ReferenceConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, inverse_frequencies
+from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
+from infinilm.layers.rotary_tables import inverse_frequencies
 from infinilm.models import LlamaConfig
 
 HEAD_DIM, MAX_POSITIONS, LENGTH = 32, 400, 400

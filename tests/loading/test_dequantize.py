@@ -9,7 +9,7 @@ from gguf.quants import quantize
 
 from infinilm.errors import InvalidValueError
 from infinilm.loading.gguf import GGML_TYPES, GGMLType
-from infinilm.loading.quantize import dequantize, stored_dtype
+from infinilm.loading.quantize import dequantize
 
 TYPES = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
 QUANTISED = [name for name, ggml_type in TYPES.items() if ggml_type.block_elements > 1]
@@ -48,8 +48,8 @@ def test_random_blocks_decode_bit_for_bit(name: str) -> None:
     expected = reference(blocks, GGMLQuantizationType[name])
     assert np.isfinite(expected).all()
     shape = (12, 768 * TYPES[name].block_elements // 12)
-    decoded = dequantize(torch.from_numpy(blocks), TYPES[name], shape)
-    assert decoded.dtype == torch.float32
+    decoded = dequantize(blocks, TYPES[name], shape)
+    assert decoded.dtype == np.float32
     assert tuple(decoded.shape) == shape
     assert bits(decoded) == bits(expected)
 
@@ -58,42 +58,29 @@ def test_random_blocks_decode_bit_for_bit(name: str) -> None:
 def test_quantised_weights_decode_bit_for_bit(name: str) -> None:
     weights = np.random.default_rng(3).normal(0, 0.02, (16, 96)).astype(np.float32)
     raw = quantize(weights, GGMLQuantizationType[name])
-    decoded = dequantize(torch.from_numpy(raw.view(np.uint8)), TYPES[name], (16, 96))
-    assert bits(decoded.float()) == bits(reference(raw, GGMLQuantizationType[name]))
-    assert torch.allclose(decoded.float(), torch.from_numpy(weights), atol=0.02)
+    decoded = dequantize(raw.view(np.uint8), TYPES[name], (16, 96))
+    assert bits(decoded) == bits(reference(raw, GGMLQuantizationType[name]))
+    assert np.allclose(decoded, weights, atol=0.02)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_plain_types_come_as_they_are_stored(name: str, dtype: torch.dtype) -> None:
     values = torch.randn(5, 7, generator=torch.manual_seed(0)).to(dtype)
-    decoded = dequantize(values.view(torch.uint8).flatten(), TYPES[name], (5, 7))
-    assert decoded.dtype == stored_dtype(TYPES[name]) == dtype
-    assert torch.equal(decoded, values)
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-def test_out_is_filled_and_nothing_around_it(name: str) -> None:
-    ggml_type = TYPES[name]
-    blocks = torch.from_numpy(random_blocks(ggml_type, 2))
-    shape = (2, ggml_type.block_elements)
-    target = torch.full((4, ggml_type.block_elements), -7.0)
-    result = dequantize(blocks, ggml_type, shape, target[1:3])
-    assert result.data_ptr() == target[1:3].data_ptr()
-    assert torch.equal(target[1:3], dequantize(blocks, ggml_type, shape))
-    assert (target[[0, 3]] == -7).all()
+    decoded = dequantize(values.view(torch.uint8).flatten().numpy(), TYPES[name], (5, 7))
+    assert decoded.dtype == (np.float16 if name == "F16" else np.float32)  # NumPy has no bfloat16
+    assert torch.equal(torch.from_numpy(decoded).to(dtype), values)
+    assert torch.equal(torch.from_numpy(decoded).float(), values.float())
 
 
 def test_bytes_at_an_odd_address_are_taken() -> None:
-    raw = torch.from_numpy(random_blocks(TYPES["Q6_K"], 1)).flatten()
-    shifted = torch.cat((torch.zeros(1, dtype=torch.uint8), raw))[1:]
-    assert torch.equal(dequantize(shifted, TYPES["Q6_K"], (256,)), dequantize(raw, TYPES["Q6_K"], (256,)))
+    raw = random_blocks(TYPES["Q6_K"], 1).ravel()
+    shifted = np.concatenate((np.zeros(1, dtype=np.uint8), raw))[1:]
+    assert np.array_equal(dequantize(shifted, TYPES["Q6_K"], (256,)), dequantize(raw, TYPES["Q6_K"], (256,)))
 
 
 def test_sizes_that_do_not_agree_are_refused() -> None:
-    raw = torch.zeros(34, dtype=torch.uint8)
+    raw = np.zeros(34, dtype=np.uint8)
     with pytest.raises(InvalidValueError, match=r"34 bytes are not a Q8_0 tensor of shape \[2, 32\]"):
         dequantize(raw, TYPES["Q8_0"], (2, 32))
     with pytest.raises(InvalidValueError, match=r"shape \[31\]"):
         dequantize(raw, TYPES["Q8_0"], (31,))
-    with pytest.raises(InvalidValueError, match="out must be contiguous"):
-        dequantize(raw, TYPES["Q8_0"], (32,), torch.zeros(32, dtype=torch.float16))

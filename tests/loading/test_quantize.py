@@ -5,7 +5,11 @@ import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
 
 from infinilm.errors import InvalidValueError
-from infinilm.loading.quantize import quantize as quantize_ours
+from infinilm.loading.quantize import quantize as quantize_arrays
+
+
+def quantize_ours(values: torch.Tensor, format: str) -> torch.Tensor:
+    return torch.from_numpy(quantize_arrays(values.numpy(), format))
 
 
 def values_of(blocks: torch.Tensor, format: str) -> torch.Tensor:

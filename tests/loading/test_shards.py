@@ -232,8 +232,8 @@ def read_packed(checkpoint: Checkpoint, name: str, format: str, starts: Sequence
     """The piece as floats, its rows in the places that they are said to have."""
     found = torch.full(tuple(shape), math.nan)
     for blocks, places in checkpoint.read_packed(name, format, starts, shape):
-        assert blocks.is_contiguous()
-        values = dequantize(blocks.numpy(), GGMLQuantizationType[format])
+        assert torch.as_tensor(blocks).is_contiguous()
+        values = dequantize(np.asarray(blocks), GGMLQuantizationType[format])
         found[places] = torch.from_numpy(values.reshape(-1, shape[1]))
     return found
 

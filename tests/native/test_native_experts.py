@@ -7,7 +7,8 @@ import torch
 from native.test_native_matrix import make_matrix
 from torch import Tensor
 
-from infinilm.kernels.experts_torch import Routing, choose_experts_torch, mix_experts_torch
+from infinilm.kernels.experts_torch import choose_experts_torch, mix_experts_torch
+from infinilm.kernels.routing import Routing
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 64, 96, 6, 3
 

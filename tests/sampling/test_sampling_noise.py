@@ -8,7 +8,8 @@ import torch
 from sampling.sampling_helpers import CPU, draw_many
 
 from infinilm.sampling import Sampler
-from infinilm.sampling.noise import draw_keys, log_exponentials, scrambled_seed, token_hashes, token_parts
+from infinilm.sampling.noise import draw_keys, log_exponentials, token_hashes, token_parts
+from infinilm.sampling.settings import scrambled_seed
 from infinilm.sampling_params import RowStart, SamplingParams
 
 NUM_DRAWS = 20_000

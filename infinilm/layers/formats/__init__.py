@@ -2,19 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Required, TypedDict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
-import torch
-
-from infinilm.distributed.group import CommunicationGroup
-from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
-from infinilm.layers.formats.dense import DenseWeight
-from infinilm.layers.formats.gguf import FORMATS, GGUFWeight, MatrixOutline, PackedFormat
-from infinilm.layers.formats.lines import LinesPart
-from infinilm.layers.formats.rounded import RoundedPart, RoundedWeight, can_round
-from infinilm.layers.formats.tiled import TiledPart, TiledWeight, tile_format
-from infinilm.layers.formats.weight import Weight
+from infinilm.layers.formats.packed import FORMATS, MatrixOutline, PackedFormat
+
+if TYPE_CHECKING:
+    import torch
+
+    from infinilm.distributed.group import CommunicationGroup
+    from infinilm.distributed.grouped import GroupedFormat
+    from infinilm.layers.formats.dense import DenseWeight
+    from infinilm.layers.formats.gguf import GGUFWeight
+    from infinilm.layers.formats.rounded import RoundedWeight
+    from infinilm.layers.formats.tiled import TiledWeight
+    from infinilm.layers.formats.weight import Weight
 
 __all__ = [
     "DENSE",
@@ -32,6 +35,20 @@ __all__ = [
     "is_native",
 ]
 
+_FILES = {
+    "DenseWeight": "dense",
+    "GGUFWeight": "gguf",
+    "RoundedWeight": "rounded",
+    "TiledWeight": "tiled",
+    "Weight": "weight",
+}
+
+
+def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+    if name in _FILES:
+        return getattr(import_module(f"infinilm.layers.formats.{_FILES[name]}"), name)
+    raise AttributeError(f"module 'infinilm.layers.formats' has no attribute {name!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
@@ -43,6 +60,8 @@ class WeightFormats:
     by_name: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     """Of the names that are asked for."""
+    matrices: Mapping[str, Any] = field(default_factory=dict)
+    """The native library's matrices that are there already, by name; others are made."""
     is_ordered: bool = False
     """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
     is_native: bool = True
@@ -59,21 +78,31 @@ class WeightFormats:
         """
         formats = [self.by_name.get(self.prefix + name) for name in names]
         found = [format for format in formats if format in FORMATS and _has_whole_blocks(columns, FORMATS[format])]
+        if not self.is_native:
+            from infinilm.layers.formats.tiled import tile_format
         has_tiles = self.is_native or all(columns.length % tile_format(format).chunk == 0 for format in found)
         return found if has_tiles and len(found) == len(formats) else None
 
     def find_grouped(self, names: Sequence[str], columns: ShardRange) -> str | None:
         """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
+        from infinilm.layers.formats.tiled import tile_format
+
         name = self.find_one(names, columns)
         return name if name is not None and name not in FORMATS and tile_format(name).has_tiles else None
 
     def find_one(self, names: Sequence[str], columns: ShardRange) -> str | None:
         """The format in which a device keeps all of these matrices; None if they have none, or several."""
+        from infinilm.distributed.grouped import GroupedFormat
+
         (name, *others) = {self.by_name.get(self.prefix + name) for name in names}
         if name is None or others or self.is_native:
             return None
         format = FORMATS.get(name) or GroupedFormat.parse(name)
         return name if format is not None and _has_whole_blocks(columns, format) else None
+
+    def find_matrices(self, names: Sequence[str]) -> list[Any] | None:
+        """Those of these `names` that are there already; None: they are to be made."""
+        return [self.matrices[self.prefix + name] for name in names] if self.matrices else None
 
     def create(
         self,
@@ -81,17 +110,22 @@ class WeightFormats:
         rows: Sequence[int],
         columns: ShardRange,
         *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        dtype: "torch.dtype",
+        device: "torch.device | str",
         is_table: bool = False,
-    ) -> Weight:
+    ) -> "Weight":
         """Make the matrices of these `names`, which are multiplied as one and have so many `rows` each.
 
         If all can stay quantised they do; otherwise all are dense. This is where a format is chosen.
         """
+        from infinilm.layers.formats.dense import DenseWeight
+        from infinilm.layers.formats.gguf import GGUFWeight
+        from infinilm.layers.formats.rounded import RoundedWeight, can_round
+        from infinilm.layers.formats.tiled import TiledWeight
+
         found, grouped = self.find(names, columns), self.find_grouped(names, columns)
         if found and self.is_native:
-            return GGUFWeight(found, rows, columns.length, device)
+            return GGUFWeight(found, rows, columns.length, device, self.find_matrices(names))
         options: dict[str, Any] = {"dtype": dtype, "device": device, "is_ordered": self.is_ordered}
         if grouped and not is_table and not self.is_ordered and can_round(grouped, rows, columns.length, dtype, device):
             return RoundedWeight(grouped, rows, columns.length, dtype=dtype, device=device)
@@ -106,25 +140,31 @@ DENSE = WeightFormats()
 
 def is_native(shard: Shard) -> bool:
     """Whether the native library keeps and multiplies this matrix."""
-    return isinstance(shard, PackedShard) and not isinstance(shard.matrix, TiledPart | RoundedPart | LinesPart)
+    if not isinstance(shard, PackedShard):
+        return False
+    from infinilm.layers.formats.lines import LinesPart
+    from infinilm.layers.formats.rounded import RoundedPart
+    from infinilm.layers.formats.tiled import TiledPart
+
+    return not isinstance(shard.matrix, TiledPart | RoundedPart | LinesPart)
 
 
-def _has_whole_blocks(columns: ShardRange, format: PackedFormat | GroupedFormat) -> bool:
+def _has_whole_blocks(columns: ShardRange, format: "PackedFormat | GroupedFormat") -> bool:
     return columns.start % format.block_columns == 0 and columns.length % format.block_columns == 0
 
 
 class WeightOptions(TypedDict, total=False):
     """How weights are made."""
 
-    dtype: Required[torch.dtype]
-    device: Required[torch.device | str]
+    dtype: Required["torch.dtype"]
+    device: Required["torch.device | str"]
     formats: WeightFormats
 
 
 class LayerOptions(WeightOptions, total=False):
     """How a layer makes its weights, and the ranks that share it."""
 
-    group: CommunicationGroup
+    group: "CommunicationGroup"
 
 
 def below(options: LayerOptions, prefix: str) -> LayerOptions:

@@ -135,7 +135,3 @@ class DenseWeight(nn.Module):
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""
         return F.embedding(rows, self.weight)
-
-    def to_native(self, bias: Tensor | None) -> Any | None:  # noqa: ARG002
-        """See `Weight`: the native library multiplies quantised matrices only."""
-        return None

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange, WeightShard
-from infinilm.kernels.experts_torch import Gate, mix_experts_torch
+from infinilm.kernels.experts_torch import mix_experts_torch
+from infinilm.kernels.native import load_library
+from infinilm.kernels.routing import Gate
 from infinilm.kernels.support import has_kernels
-from infinilm.layers.formats.gguf import GGUFWeight, load_library
+from infinilm.layers.formats.gguf import GGUFWeight
 from infinilm.layers.formats.lines import Lines
 
 LEAST_FP8_CAPABILITY = (8, 9)
@@ -195,14 +197,15 @@ class PackedExperts:
         hidden_size: int,
         expert_size: int,
         device: torch.device | str,
+        matrices: Sequence[list[Any] | None],
     ) -> None:
-        """`formats` are those of gate, up and down, by expert."""
+        """`formats` and `matrices`, if they are there already, are those of gate, up and down, by expert."""
         self._experts = [
             (
-                GGUFWeight(own[:2], [expert_size, expert_size], hidden_size, device),
-                GGUFWeight(own[2:], [hidden_size], expert_size, device),
+                GGUFWeight(own[:2], [expert_size, expert_size], hidden_size, device, made and made[:2]),
+                GGUFWeight(own[2:], [hidden_size], expert_size, device, made and made[2:]),
             )
-            for own in formats
+            for own, made in zip(formats, matrices, strict=True)
         ]
 
     @property
@@ -233,4 +236,4 @@ class PackedExperts:
     def native(self) -> Any:
         """The native library's experts."""
         gate_ups, downs = zip(*self._experts, strict=True)
-        return load_library().Experts(*([each.to_native(None) for each in linears] for linears in (gate_ups, downs)))
+        return load_library().Experts(*([each.native for each in linears] for linears in (gate_ups, downs)))

@@ -1,7 +1,6 @@
 """GGML's formats on a CPU: matrices stay quantised, and the native library computes with them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -9,69 +8,28 @@ import torch
 from torch import Tensor
 
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
-from infinilm.errors import EngineError
-from infinilm.kernels import native
 from infinilm.kernels.invariant import silu
+from infinilm.kernels.native import load_library
+from infinilm.layers.formats.packed import MatrixOutline
 from infinilm.layers.norm import RMSNorm
-
-GROUP = 32
-"""Columns that share a scale in memory."""
-PANEL = 16
-"""Rows that lie side by side in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedFormat:
-    """One of GGML's formats, and what becomes of it in memory."""
-
-    block_columns: int
-    """A rank's piece of a row must be whole blocks of so many columns."""
-    group_bytes: int
-    """What 32 numbers take in memory, scale included."""
-
-
-FORMATS = {
-    "Q4_0": PackedFormat(32, 18),
-    "Q4_1": PackedFormat(32, 20),
-    "Q5_0": PackedFormat(32, 22),
-    "Q5_1": PackedFormat(32, 24),
-    "Q8_0": PackedFormat(32, 34),
-    "Q4_K": PackedFormat(256, 20),
-    "Q5_K": PackedFormat(256, 24),
-    "Q6_K": PackedFormat(256, 28),
-}
-"""Those that the native library takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixOutline:
-    """A quantised matrix without its memory, for a model that is only an outline."""
-
-    format: str
-    rows: int
-    columns: int
-
-    @property
-    def num_bytes(self) -> int:
-        """What it would take."""
-        return -(-self.rows // PANEL) * PANEL * self.columns // GROUP * FORMATS[self.format].group_bytes
-
-    def load(self, _blocks: Tensor, _rows: Tensor, /) -> None:
-        """Refused: there is no memory to load into."""
-        raise EngineError("the outline of a model takes no weights")
-
-    def dequantize(self, _rows: Tensor, _out: Tensor, /) -> None:
-        """Refused likewise."""
-        raise EngineError("the outline of a model has no weights")
 
 
 class GGUFWeight:
     """See `Weight`. `matrices` are the native library's, one for each of `formats` and `rows`."""
 
-    def __init__(self, formats: Sequence[str], rows: Sequence[int], columns: int, device: torch.device | str) -> None:
-        is_outline = torch.device(device).type == "meta"
-        make: Any = MatrixOutline if is_outline else load_library().Matrix
-        self.matrices = [make(format, count, columns) for format, count in zip(formats, rows, strict=True)]
+    def __init__(
+        self,
+        formats: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        device: torch.device | str,
+        matrices: list[Any] | None = None,
+    ) -> None:
+        if matrices is None:
+            is_outline = torch.device(device).type == "meta"
+            make: Any = MatrixOutline if is_outline else load_library().Matrix
+            matrices = [make(format, count, columns) for format, count in zip(formats, rows, strict=True)]
+        self.matrices = matrices
         self._num_rows, self._num_columns = sum(rows), columns
 
     @property
@@ -94,7 +52,7 @@ class GGUFWeight:
         else:
             out = x.new_empty(len(x), self._num_rows) if bias is None else bias.repeat(len(x), 1)
         is_added_to = residual is not None or bias is not None
-        self._linear.multiply(x.contiguous(), out, is_added_to)
+        self.native.multiply(x.contiguous(), out, is_added_to)
         return out
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
@@ -109,17 +67,7 @@ class GGUFWeight:
         matrix.dequantize(rows.contiguous(), out)
         return out
 
-    def to_native(self, bias: Tensor | None) -> Any:
-        """See `Weight`."""
-        return load_library().Linear(self.matrices, bias)
-
     @cached_property
-    def _linear(self) -> Any:
-        return self.to_native(None)
-
-
-def load_library() -> Any:
-    library = native.load()
-    if library is None:
-        raise EngineError("the native library, which computes with quantised weights, was not built with the package")
-    return library
+    def native(self) -> Any:
+        """The native library's layer of these matrices."""
+        return load_library().Linear(self.matrices, None)

@@ -1,5 +1,7 @@
 """Packed matrices of one format below each other, line by line, for the kernels of experts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +24,9 @@ class LinesPart:
         matrix = self._matrix
         return sum(each.nbytes for each in matrix[2:] if each is not None) * self._num_lines // len(matrix.codes)
 
-    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+    def load(self, blocks: Any, rows: Any, /) -> None:
         """See `PackedMatrix`. Rows are taken apart on the device."""
+        blocks, rows = torch.as_tensor(blocks), torch.as_tensor(rows)
         matrix, device = self._matrix, self._matrix.codes.device
         blocks, lines = blocks.to(device), self._first + rows.to(device)
         grouped, factors, zeros = GroupedFormat.parse(self.format), None, None

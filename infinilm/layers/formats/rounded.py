@@ -35,8 +35,9 @@ class RoundedPart:
     def num_bytes(self) -> int:
         return self._codes.nbytes + self._scales.nbytes
 
-    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+    def load(self, blocks: Any, rows: Any, /) -> None:
         """See `PackedMatrix`."""
+        blocks, rows = torch.as_tensor(blocks), torch.as_tensor(rows)
         format, device = GroupedFormat.parse(self.format), self._codes.device
         assert format is not None
         codes, scales, _ = format.take_apart(blocks.to(device), self._codes.shape[1])
@@ -98,7 +99,3 @@ class RoundedWeight(nn.Module):
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""
         return (F.embedding(rows, self.codes.float()) * self.scales[rows, None]).to(self._dtype)
-
-    def to_native(self, bias: Tensor | None) -> Any | None:  # noqa: ARG002
-        """See `Weight`: the native library has formats of its own."""
-        return None

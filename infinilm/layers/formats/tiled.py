@@ -41,8 +41,9 @@ class TiledPart:
         self.format, self._matrix, self._first = format, matrix, first
         self.num_bytes = sum(each.nbytes for each in matrix.tensors) * num_rows // matrix.lines
 
-    def load(self, blocks: Tensor, rows: Tensor, /) -> None:
+    def load(self, blocks: Any, rows: Any, /) -> None:
         """See `PackedMatrix`. Rows are taken apart on the device."""
+        blocks, rows = torch.as_tensor(blocks), torch.as_tensor(rows)
         matrix, device = self._matrix, self._matrix.codes.device
         lines = self._first + rows.to(device)
         grouped = GroupedFormat.parse(self.format)
@@ -151,10 +152,6 @@ class TiledWeight(nn.Module):
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""
         return F.embedding(rows, self.dequantized())
-
-    def to_native(self, bias: Tensor | None) -> Any | None:  # noqa: ARG002
-        """See `Weight`: the native library has formats of its own."""
-        return None
 
     def _uses_kernel(self, x: Tensor) -> bool:
         return len(x) <= self._max_kernel_rows or (self._is_ordered and self._has_kernels)

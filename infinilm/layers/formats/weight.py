@@ -1,7 +1,7 @@
 """What a weight format does; the layers know no more of it than this."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,3 @@ class Weight(Protocol):
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Some `rows` `[n]` of the only matrix, in the type that is computed in: `[n, columns]`."""
-
-    def to_native(self, bias: Tensor | None) -> Any | None:
-        """The native library's layer of these matrices; None if it has none for this format."""

@@ -1,0 +1,24 @@
+"""The commands that an executor gives to ranks. No torch here."""
+
+from enum import StrEnum
+
+
+class Command(StrEnum):
+    """What a rank can be told to do. All but INIT, JOIN and STOP are methods of `RankWorker`."""
+
+    INIT = "init"
+    """Set up the device."""
+    JOIN = "join"
+    """Meet the other ranks, at first and after a step that failed on one of them."""
+    LOAD = "load"
+    """Build the model."""
+    LOAD_SHARDS = "load_shards"
+    STATE_DICT = "state_dict"
+    RESET_CACHE = "reset_cache"
+    MEASURE_WORKSPACE = "measure_workspace"
+    START_ROWS = "start_rows"
+    EXECUTE = "execute"
+    """Compute a step of requests in rows."""
+    FORWARD = "forward"
+    """Compute one forward pass."""
+    STOP = "stop"

@@ -1,0 +1,34 @@
+"""How experts are chosen, and what becomes of their gates. No torch here."""
+
+from typing import Literal, NamedTuple
+
+
+class Routing(NamedTuple):
+    """How a router's logits choose experts."""
+
+    num_experts: int
+    top_k: int
+    """The experts of each token."""
+    renormalizes: bool
+    """Whether the scores of the chosen experts are divided by their sum."""
+    is_sigmoid: bool = False
+    """Whether scores are the logits' sigmoids, each by itself, instead of their softmax."""
+    num_groups: int = 1
+    """Experts come in groups of as many, next to each other."""
+    top_groups: int = 1
+    """A token's experts are in so many groups: those whose `group_best` best, 1 or 2, have the largest sum."""
+    group_best: int = 2
+    scale: float = 1.0
+    """What weights are multiplied by in the end."""
+
+
+class ClampedGate(NamedTuple):
+    """GPT-OSS's gate: `(up + 1) * gate * sigmoid(alpha * gate)`, both limited; lines of gate and up alternate."""
+
+    alpha: float
+    limit: float
+
+
+GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+Gate = ClampedGate | Literal["gelu_pytorch_tanh"] | None
+"""What becomes of gate and up. None: `silu(gate) * up`; with GELU the same, gates first."""

@@ -1,0 +1,55 @@
+"""GGML's formats, and what becomes of them in the native library's memory. No torch here."""
+
+from dataclasses import dataclass
+
+from infinilm.errors import EngineError
+
+GROUP = 32
+"""Columns that share a scale in memory."""
+PANEL = 16
+"""Rows that lie side by side in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """One of GGML's formats, and what becomes of it in memory."""
+
+    block_columns: int
+    """A rank's piece of a row must be whole blocks of so many columns."""
+    group_bytes: int
+    """What 32 numbers take in memory, scale included."""
+
+
+FORMATS = {
+    "Q4_0": PackedFormat(32, 18),
+    "Q4_1": PackedFormat(32, 20),
+    "Q5_0": PackedFormat(32, 22),
+    "Q5_1": PackedFormat(32, 24),
+    "Q8_0": PackedFormat(32, 34),
+    "Q4_K": PackedFormat(256, 20),
+    "Q5_K": PackedFormat(256, 24),
+    "Q6_K": PackedFormat(256, 28),
+}
+"""Those that the native library takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixOutline:
+    """A quantised matrix without its memory, for a model that is only an outline."""
+
+    format: str
+    rows: int
+    columns: int
+
+    @property
+    def num_bytes(self) -> int:
+        """What it would take."""
+        return -(-self.rows // PANEL) * PANEL * self.columns // GROUP * FORMATS[self.format].group_bytes
+
+    def load(self, _blocks: object, _rows: object, /) -> None:
+        """Refused: there is no memory to load into."""
+        raise EngineError("the outline of a model takes no weights")
+
+    def dequantize(self, _rows: object, _out: object, /) -> None:
+        """Refused likewise."""
+        raise EngineError("the outline of a model has no weights")

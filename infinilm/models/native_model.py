@@ -1,0 +1,303 @@
+"""Models whose matrices are all quantised, in the native library alone: arrays in, arrays out. No torch here.
+
+A `LlamaConfig`, or a `SparseConfig`, says all that there is to know of a family with `ModelFamily.is_native`: which
+weights there are (`weight_shapes`), and how the library's layers are made of them (`build_decoder`). The torch model
+of such a family has the library compute its layers in the same way while no hook watches them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from infinilm.attention.native_backend import why_not_native
+from infinilm.distributed.shard import ArrayShard, PackedShard, ShardRange
+from infinilm.kernels.native import load_library
+from infinilm.layers.formats import WeightFormats
+from infinilm.layers.formats.packed import FORMATS, MatrixOutline
+from infinilm.layers.names import NATIVE_ACTIVATIONS, ExpertNames
+from infinilm.layers.rotary_tables import query_scales, rotary_table
+from infinilm.models.config import ModelConfig
+from infinilm.models.dense import LlamaConfig
+from infinilm.models.registry import FAMILIES
+from infinilm.models.sparse import SparseConfig
+from infinilm.platforms import HOST
+
+if TYPE_CHECKING:
+    from infinilm.attention.batch import HostBatch
+    from infinilm.cache.host import HostCache
+
+Floats = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+Shapes = dict[str, tuple[int, ...]]
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Rotary(NamedTuple):
+    """What turns a layer's queries and keys."""
+
+    table: Any  # [max_len, dim] float32
+    query_scale: Any  # [max_len] float32, or None
+    is_interleaved: bool
+
+
+def weight_shapes(config: LlamaConfig) -> Shapes:
+    """The weights of a model by their names in a checkpoint."""
+    shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = shapes[EMBEDDING]
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{name}.weight": (config.hidden_size,) for name in config.norms if name}
+        shapes |= _attention_shapes(config, f"{prefix}self_attn.")
+        if isinstance(config, SparseConfig) and config.is_sparse(layer):
+            shapes |= _expert_shapes(config, prefix)
+        else:
+            shapes |= _mlp_shapes(f"{prefix}mlp.", config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    return shapes
+
+
+def _attention_shapes(config: LlamaConfig, prefix: str) -> Shapes:
+    hidden, dim = config.hidden_size, config.head_dim
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    shapes: Shapes = {}
+    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        shapes[f"{prefix}{name}.weight"] = (rows, hidden)
+        if config.attention_bias or config.qkv_bias:
+            shapes[f"{prefix}{name}.bias"] = (rows,)
+    shapes[f"{prefix}o_proj.weight"] = (hidden, q)
+    if config.out_bias:
+        shapes[f"{prefix}o_proj.bias"] = (hidden,)
+    if config.qk_norm:
+        widths = (q, kv) if config.norms_all_heads else (dim, dim)
+        shapes |= {f"{prefix}{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
+    return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int, names: Sequence[str] = (), *, bias: bool = False) -> Shapes:
+    gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
+    sizes = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+    shapes: Shapes = {f"{prefix}{name}.weight": shape for name, shape in sizes.items()}
+    return shapes | ({f"{prefix}{name}.bias": shape[:1] for name, shape in sizes.items()} if bias else {})
+
+
+def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
+    names, hidden = config.expert_names, config.hidden_size
+    prefix += names.prefix
+    shapes: Shapes = {f"{prefix}{names.router}.weight": (config.num_experts, hidden)}
+    if config.has_router_bias:
+        shapes[f"{prefix}{names.router}.{names.router_bias}"] = (config.num_experts,)
+    for expert in range(config.num_experts):
+        parts = (names.gate, names.up, names.down)
+        shapes |= _mlp_shapes(f"{prefix}experts.{expert}.", hidden, config.expert_size, parts)
+    if config.shared_size:
+        shapes |= _mlp_shapes(f"{prefix}{names.shared}.", hidden, config.shared_size)
+    return shapes
+
+
+def _is_router(name: str, names: ExpertNames) -> bool:
+    return name.endswith(f".{names.prefix}{names.router}.weight")
+
+
+def is_described(config: ModelConfig, model_class: type) -> bool:
+    """Whether a configuration says all of what a model of a class computes, and the library can compute it."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or not family.is_native or not isinstance(config, LlamaConfig):
+        return False
+    return config.activation in NATIVE_ACTIVATIONS and model_class is family.builder
+
+
+def are_packed(config: ModelConfig, weights: Mapping[str, Any]) -> bool:
+    """Whether all matrices but routers are the library's own."""
+    names = config.expert_names if isinstance(config, SparseConfig) else None
+    arrays = [name for name, weight in weights.items() if isinstance(weight, np.ndarray) and weight.ndim == 2]
+    return all(names is not None and _is_router(name, names) for name in arrays)
+
+
+def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
+    """Why the native library can't run a model by itself; None if it can. The answer is for an error's text."""
+    if not FAMILIES[config.model_type].is_native or not isinstance(config, LlamaConfig):
+        return f"models of model_type={config.model_type!r}"
+    if config.activation not in NATIVE_ACTIVATIONS:
+        return f"models with hidden_act={config.activation!r}"
+    group = config.num_attention_heads // config.num_key_value_heads
+    if (reason := why_not_native(cast(Any, HOST), config.max_head_dim, group)) is not None:
+        return f"models that the native library can't attend in ({reason})"
+    expert_names = config.expert_names if isinstance(config, SparseConfig) else None
+    for name, shape in weight_shapes(config).items():
+        if len(shape) != 2 or (expert_names and _is_router(name, expert_names)):
+            continue
+        format = formats.by_name.get(name)
+        if format not in FORMATS or shape[1] % FORMATS[format].block_columns:
+            return f"dense weights, such as {name} (quantization='q8' makes them quantised),"
+    return None
+
+
+def make_rotaries(config: LlamaConfig, max_len: int) -> dict[int, Rotary]:
+    """By layer. Layers with equal settings share one."""
+    found: list[tuple[Mapping[str, Any], Rotary]] = []
+    rotaries: dict[int, Rotary] = {}
+    for layer in range(config.num_hidden_layers):
+        rope = config.rope(layer)
+        rotary = next((each for settings, each in found if settings == rope), None)
+        if rotary is None:
+            table = rotary_table(config.head_dim, rope, max_len, config.max_position_embeddings)
+            rotary = Rotary(table, query_scales(rope, max_len), bool(rope.get("interleaved")))
+            found.append((rope, rotary))
+        rotaries[layer] = rotary
+    return rotaries
+
+
+class _Builder:
+    """Makes the library's layers of weights by name: its own matrices, and arrays."""
+
+    def __init__(self, config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary]) -> None:
+        self.config, self.weights, self.rotaries, self.library = config, weights, rotaries, load_library()
+
+    def norm(self, name: str) -> Floats | None:
+        weight = self.weights.get(f"{name}.weight")
+        if weight is None:
+            return None
+        return np.asarray(1 + weight if self.config.has_zero_centred_norms else weight, dtype=np.float32)
+
+    def linear(self, prefix: str, *names: str) -> Any:
+        biases = [self.weights[f"{prefix}{name}.bias"] for name in names if f"{prefix}{name}.bias" in self.weights]
+        bias = np.ascontiguousarray(np.concatenate(biases)) if biases else None
+        return self.library.Linear([self.weights[f"{prefix}{name}.weight"] for name in names], bias)
+
+    def attention(self, layer: int) -> Any:
+        config, rotary, prefix = self.config, self.rotaries[layer], f"model.layers.{layer}.self_attn."
+        return self.library.Attention(
+            qkv=self.linear(prefix, "q_proj", "k_proj", "v_proj"),
+            out=self.linear(prefix, "o_proj"),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rotary=rotary.table,
+            is_interleaved=rotary.is_interleaved,
+            query_scale=rotary.query_scale,
+            q_norm=self.norm(f"{prefix}q_norm"),
+            k_norm=self.norm(f"{prefix}k_norm"),
+            eps=config.rms_norm_eps if config.qk_norm else 0.0,
+            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            window=config.window(layer),
+            cap=config.attention_cap,
+            sinks=None,
+        )
+
+    def mlp(self, prefix: str, activation: str) -> Any:
+        gate_up, down = self.linear(prefix, "gate_proj", "up_proj"), self.linear(prefix, "down_proj")
+        return self.library.MLP(gate_up=gate_up, down=down, activation=activation)
+
+    def experts(self, config: SparseConfig, prefix: str) -> Any:
+        names = config.expert_names
+        prefix += names.prefix
+        each = [f"{prefix}experts.{expert}." for expert in range(config.num_experts)]
+        gate_ups = [self.linear(own, names.gate, names.up) for own in each]
+        downs = [self.linear(own, names.down) for own in each]
+        router = self.weights[f"{prefix}{names.router}.weight"]
+        return self.library.SparseMLP(
+            experts=self.library.Experts(gate_ups, downs),
+            router=np.ascontiguousarray(router.T),
+            router_bias=None,
+            correction=self.weights.get(f"{prefix}{names.router}.{names.router_bias}"),
+            shared=self.mlp(f"{prefix}{names.shared}.", "silu") if config.shared_size else None,
+            **{name: value for name, value in config.routing._asdict().items() if name != "num_experts"},
+        )
+
+    def layer(self, layer: int) -> Any:
+        config, prefix = self.config, f"model.layers.{layer}."
+        if isinstance(config, SparseConfig) and config.is_sparse(layer):
+            channels = self.experts(config, prefix)
+        else:
+            channels = self.mlp(f"{prefix}mlp.", config.activation)
+        norms = {place: name and self.norm(prefix + name) for place, name in config.norms._asdict().items()}
+        numbers = {"eps": config.rms_norm_eps, "residual_scale": config.residual_scale}
+        return self.library.Layer(self.attention(layer), channels, **norms, **numbers)
+
+
+def build_decoder(
+    config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary], layers: Iterable[int]
+) -> Any:
+    """The library's decoder of some layers, and of the final norm if the weights have it."""
+    builder = _Builder(config, weights, rotaries)
+    norm = builder.norm(FINAL_NORM.removesuffix(".weight"))
+    return builder.library.Decoder([builder.layer(layer) for layer in layers], norm, config.rms_norm_eps)
+
+
+class NativeModel:
+    """A model in the native library. It is made with empty weights and filled through `weight_targets`."""
+
+    def __init__(self, config: LlamaConfig, formats: WeightFormats, max_len: int, *, is_outline: bool = False) -> None:
+        """An outline has no memory."""
+        self.config, self.formats, self.max_len = config, formats, max_len
+        make: Any = MatrixOutline if is_outline else load_library().Matrix
+        names = config.expert_names if isinstance(config, SparseConfig) else None
+        self.weights: dict[str, Any] = {
+            name: make(formats.by_name[name], *shape)
+            if len(shape) == 2 and not (names and _is_router(name, names))
+            else np.zeros(shape, dtype=np.float32)
+            for name, shape in weight_shapes(config).items()
+        }
+        """By name: the library's matrices, and arrays."""
+        self._decoder: Any = None
+        self._head: Any = None
+
+    def weight_targets(self) -> dict[str, ArrayShard | PackedShard]:
+        """All weights, by their names in a checkpoint."""
+        return {
+            name: ArrayShard(weight)
+            if isinstance(weight, np.ndarray)
+            else PackedShard.of(weight, ShardRange.whole(weight.rows), ShardRange.whole(weight.columns))
+            for name, weight in self.weights.items()
+        }
+
+    def num_bytes(self) -> int:
+        """The memory that weights take, and tables of `max_len` positions."""
+        weights = sum(target.num_bytes for target in self.weight_targets().values())
+        kinds = {id(self.config.rope(layer)) for layer in range(self.config.num_hidden_layers)}
+        return weights + len(kinds) * self.max_len * self.config.head_dim * 4
+
+    def build(self) -> None:
+        """Make the layers of the weights, which are loaded."""
+        config = self.config
+        rotaries = make_rotaries(config, self.max_len)
+        self._decoder = build_decoder(config, self.weights, rotaries, range(config.num_hidden_layers))
+        self._head = load_library().Linear([self.weights[EMBEDDING if config.tie_word_embeddings else HEAD]], None)
+
+    def embed(self, token_ids: IntArray) -> Floats:
+        """The embeddings `[T, hidden]` of tokens."""
+        hidden = np.empty((len(token_ids), self.config.hidden_size), dtype=np.float32)
+        self.weights[EMBEDDING].dequantize(np.ascontiguousarray(token_ids), hidden)
+        if self.config.embedding_scale != 1:
+            hidden *= np.float32(self.config.embedding_scale)
+        return hidden
+
+    def forward(self, batch: "HostBatch", token_ids: IntArray, cache: "HostCache") -> Floats:
+        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
+        hidden = self.embed(token_ids)
+        make_step = load_library().Step
+        shared = [np.ascontiguousarray(each) for each in (batch.positions, batch.query_lens, batch.context_lens)]
+        steps = [
+            make_step(
+                shared[0],
+                np.ascontiguousarray(batch.slots_of(group)),
+                np.ascontiguousarray(batch.tables_of(group)),
+                *shared[1:],
+            )
+            for group in range(len(cache.groups))
+        ]
+        self._decoder.forward(hidden, cache.native, [steps[group] for group in cache.group_of])
+        return hidden
+
+    def compute_logits(self, hidden: Floats) -> Floats:
+        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]`."""
+        logits = np.empty((len(hidden), self.config.vocab_size), dtype=np.float32)
+        self._head.multiply(np.ascontiguousarray(hidden), logits, False)
+        if self.config.logit_scale != 1:
+            logits *= np.float32(self.config.logit_scale)
+        if self.config.logit_cap is not None:
+            load_library().cap_logits(logits, self.config.logit_cap)
+        return logits
