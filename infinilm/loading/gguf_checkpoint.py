@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Tensors are decoded in slices of about this many elements, few enough for the caches.
 _SLICE_ELEMENTS = 2**18
-_COPIED_ELEMENTS = 2**24  # of blocks that are not decoded
+_COPIED_ELEMENTS = 2**21  # of blocks that are not decoded: more would show in the peak of memory
 
 # Architectures whose files permute the rows of q and k, see `_unpermute`.
 _PERMUTED_ARCHITECTURES = {"llama", "mistral", "mistral3", "granite", "smollm3"}
