@@ -80,7 +80,7 @@ $(CLIENTS_VENV)/.clients: pyproject.toml constraints-clients.txt
 screenshots: native $(VENV)/.dev
 	SCREENSHOTS=docs $(BIN)/python -m pytest -p no:xdist --override-ini=addopts= -k test_screenshots tests/server/test_page.py
 
-# The kernels, as far as they have changed. A machine that can't compile does without; an error in the code stops here.
+# The kernels, as far as they have changed. A machine that can't compile gets torch instead; an error in the code stops here.
 # Ninja would otherwise try to share the jobs of a parallel make, which doesn't pass them on to a recipe like this.
 native: $(VENV)/.run
 	@mkdir -p build
@@ -89,6 +89,7 @@ native: $(VENV)/.run
 	else \
 		rm -rf build/native infinilm/_native.*.so; \
 		echo "The native kernels can't be built here (build/native.log says why): InfiniLM will run on torch alone."; \
+		$(EDITABLE) '.[torch]'; \
 	fi
 
 # The kernels' tests, on a build that stops at the first bad memory access or undefined behaviour.
@@ -123,7 +124,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
 	$(PIP) scikit-build-core nanobind cmake ninja
-	$(EDITABLE) '.[torch,serve,structured]'
+	$(EDITABLE) '.[serve,structured]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
