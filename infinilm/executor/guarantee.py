@@ -38,6 +38,8 @@ def find_guarantee(config: Config, model_config: "ModelConfig", executor: Execut
     """What holds for a loaded model. Products of matrices are tried on its device."""
     info = executor.info
     reasons = known_reasons(model_config, info.device, info.attention, info.num_ranks // info.num_stages)
+    if config.kv_cache_dtype == "fp8" and info.device.startswith("cuda"):
+        reasons.append("on a GPU a cache of 8-bit floats was not tried with all of them")
     if not config.deterministic and (reasons or not info.device.startswith("cpu")):
         return Guarantee(("deterministic=True is not set", *reasons))
     if failing := executor.failing_products():

@@ -176,7 +176,8 @@ def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
     """The options of both kernels. None depends on the number of rows, because no row's result may."""
     _, heads, head_dim = query.shape
     block_size, _, kv_heads, _ = cache.shape[1:]
-    pad_dim = max(16, triton.next_power_of_2(head_dim))
+    # A matrix instruction takes 16 columns; 8-bit floats are multiplied as two halves.
+    pad_dim = max(16 if cache.element_size() > 1 else 32, triton.next_power_of_2(head_dim))
     early = launches_early(query.device)
     return {
         "KV_HEADS": kv_heads,

@@ -447,7 +447,7 @@ def prefill_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        PAD_DIM=max(16, triton.next_power_of_2(head_dim)),
+        PAD_DIM=max(16 if scales is None else 32, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
         TILE_ROWS=tile_rows,
         TILE_KEYS=keys,

@@ -72,7 +72,7 @@ def rounded_product(
 
 
 def round_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-    """Rows `[M, in]`, normed, as 8-bit floats, and their scales, float32 `[M]`: the largest number becomes `LARGEST`."""
+    """Rows `[M, in]`, normed, as 8-bit floats, and scales, float32 `[M]`: the largest number becomes `LARGEST`."""
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     rounded = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)

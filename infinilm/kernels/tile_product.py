@@ -272,14 +272,15 @@ def _product_kernel(
         own = tl.zeros([LINES, ROWS], tl.float32)
         own_ups = tl.zeros([LINES, ROWS], tl.float32)
         for start in tl.range(begin, begin + PER_SPLIT, STEP, num_stages=STAGES):
-            own, own_ups = _added(
-                own, own_ups, x, codes, scales, zeros, factors, first, out_size, start, rows, is_row, x_stride,
-                num_lines, IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, MATRICES, LINES, ROWS, STEP,
+            own = _added(
+                own, x, codes, scales, zeros, factors, first, start, rows, is_row, x_stride, num_lines,
+                IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, LINES, ROWS, STEP,
             )  # fmt: skip
-        if GROUP == IN:
-            own *= tl.load(scales + lines)[:, None]
             if MATRICES == 2:
-                own_ups *= tl.load(scales + out_size + lines)[:, None]
+                own_ups = _added(
+                    own_ups, x, codes, scales, zeros, factors, first + out_size, start, rows, is_row, x_stride,
+                    num_lines, IN, GROUP, BITS, IS_FLOAT, ZERO, HAS_MINIMUMS, UNPACK, OUTPUTS, LINES, ROWS, STEP,
+                )  # fmt: skip
         sums += own
         ups += own_ups
     if partials is not None:
@@ -304,6 +305,10 @@ def _product_kernel(
                 ups += tl.load(partials + (split * SIZE + LINES * ROWS), cache_modifier=".cg")
 
     has_line = lines < out_size
+    if GROUP == IN:
+        sums *= tl.load(scales + lines)[:, None]
+        if MATRICES == 2:
+            ups *= tl.load(scales + out_size + lines)[:, None]
     if bias is not None:
         sums += tl.load(bias + lines, mask=has_line, other=0.0).to(tl.float32)[:, None]
     result = sums.to(out.dtype.element_ty)
@@ -366,76 +371,44 @@ def _untile_kernel(
 
 @triton.jit
 def _added(
-    sums, ups, x, codes, scales, zeros, factors, first, out_size, start, rows, is_row, x_stride, num_lines,
+    sums, x, codes, scales, zeros, factors, first, start, rows, is_row, x_stride, num_lines,
     IN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, ZERO: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, MATRICES: tl.constexpr,
-    LINES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and `ups`, and the products with lines `first` and on, of inputs `start` to `start + STEP`."""
+    """`sums` and the products with lines `first` and on, of inputs `start` to `start + STEP`."""
     CHUNK: tl.constexpr = 256 // BITS
     SIZE: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
     PARTS: tl.constexpr = CHUNK // SIZE
+    lines = first + tl.arange(0, LINES)
     group_sums = tl.zeros([LINES, ROWS], tl.float32)
-    group_ups = tl.zeros([LINES, ROWS], tl.float32)
     input_sums = tl.zeros([LINES, ROWS], tl.float32)
     for chunk in tl.static_range(STEP // CHUNK):
+        words = _load_words(codes, first, start + chunk * CHUNK, IN, BITS, LINES)
         for part in tl.static_range(PARTS):
             place = start + chunk * CHUNK + part * SIZE
-            inputs = place + tl.arange(0, SIZE)
-            values = tl.load(
-                x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :], mask=is_row[:, None], other=0.0
-            )
-            values = values.trans()
+            places = rows.to(tl.int64)[:, None] * x_stride + (place + tl.arange(0, SIZE))[None, :]
+            values = tl.load(x + places, mask=is_row[:, None], other=0.0).trans()
+            tile = _unpack(
+                _take(words, part, PARTS), zeros, first, place, num_lines, x.dtype.element_ty,
+                GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES,
+            )  # fmt: skip
             if UNPACK is None:  # the interpreter has no products of bfloat16 matrices
-                values = values.to(tl.float32)
-            if HAS_MINIMUMS:
-                ones = tl.full([LINES, SIZE], 1.0, values.dtype)
-                input_sums = tl.dot(ones, values, input_sums, input_precision="ieee")
-            for matrix in tl.static_range(MATRICES):
-                begin = first + matrix * out_size
-                words = _take(_load_words(codes, begin, start + chunk * CHUNK, IN, BITS, LINES), part, PARTS)
-                tile = _unpack(
-                    words, zeros, begin, place, num_lines, x.dtype.element_ty,
-                    GROUP, BITS, IS_FLOAT, ZERO, UNPACK, OUTPUTS, LINES,
-                )  # fmt: skip
-                if UNPACK is None:
-                    tile = tile.to(tl.float32)
-                if GROUP == IN:
-                    if matrix == 0:
-                        sums = tl.dot(tile, values, sums, input_precision="ieee")
-                    else:
-                        ups = tl.dot(tile, values, ups, input_precision="ieee")
-                elif matrix == 0:
-                    group_sums = tl.dot(tile, values, group_sums, input_precision="ieee")
-                else:
-                    group_ups = tl.dot(tile, values, group_ups, input_precision="ieee")
-            if GROUP != IN and (SIZE == GROUP or chunk == STEP // CHUNK - 1):
-                sums = _scaled(
-                    sums, group_sums, input_sums, scales, factors, first, place // GROUP, num_lines,
-                    GROUP, HAS_MINIMUMS, LINES,
-                )  # fmt: skip
-                group_sums = tl.zeros([LINES, ROWS], tl.float32)
-                if MATRICES == 2:
-                    ups = _scaled(
-                        ups, group_ups, input_sums, scales, factors, first + out_size, place // GROUP, num_lines,
-                        GROUP, HAS_MINIMUMS, LINES,
-                    )  # fmt: skip
-                    group_ups = tl.zeros([LINES, ROWS], tl.float32)
-                input_sums = tl.zeros([LINES, ROWS], tl.float32)
-    return sums, ups
-
-
-@triton.jit
-def _scaled(
-    sums, group_sums, input_sums, scales, factors, first, group, num_lines,
-    GROUP: tl.constexpr, HAS_MINIMUMS: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """`sums` and those of a group, with its scales and minimums."""
-    lines = first + tl.arange(0, LINES)
-    scale, minimum = _scale(scales, factors, lines, group, num_lines, GROUP, HAS_MINIMUMS)
-    sums = tl.fma(group_sums, tl.broadcast_to(scale[:, None], sums.shape), sums)
-    if HAS_MINIMUMS:
-        sums = tl.fma(input_sums, tl.broadcast_to(minimum[:, None], sums.shape), sums)
+                values, tile = values.to(tl.float32), tile.to(tl.float32)
+            if GROUP == IN:
+                sums = tl.dot(tile, values, sums, input_precision="ieee")
+            else:
+                group_sums = tl.dot(tile, values, group_sums, input_precision="ieee")
+                if HAS_MINIMUMS:
+                    ones = tl.full([LINES, SIZE], 1.0, values.dtype)
+                    input_sums = tl.dot(ones, values, input_sums, input_precision="ieee")
+                if SIZE == GROUP or chunk == STEP // CHUNK - 1:
+                    scale, minimum = _scale(scales, factors, lines, place // GROUP, num_lines, GROUP, HAS_MINIMUMS)
+                    sums = tl.fma(group_sums, tl.broadcast_to(scale[:, None], sums.shape), sums)
+                    group_sums = tl.zeros([LINES, ROWS], tl.float32)
+                    if HAS_MINIMUMS:
+                        sums = tl.fma(input_sums, tl.broadcast_to(minimum[:, None], sums.shape), sums)
+                        input_sums = tl.zeros([LINES, ROWS], tl.float32)
     return sums
 
 
