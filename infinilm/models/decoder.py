@@ -261,7 +261,8 @@ class Decoder(nn.Module):
             logits = logits * scale
         if (cap := self.config.logit_cap) is not None:
             if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.load() is not None:
-                native.load_library().cap_logits(logits, cap)
+                if logits.numel():  # there are none on other ranks than the first
+                    native.load_library().cap_logits(logits, cap)
             else:
                 logits = (logits / cap).tanh_().mul_(cap)
         return logits

@@ -23,7 +23,7 @@ from infinilm.distributed import DistConfig
 from infinilm.engine import InferEngine
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.layers import attention, mlp
-from infinilm.models import LlamaConfig, decoder, dense
+from infinilm.models import LlamaConfig, causal_lm, decoder
 
 KINDS = ["llama-gqa", "llama-bias", "qwen3", "mistral"]
 CACHES = ["none", "static", "paged"]
@@ -335,7 +335,7 @@ def decoder_without_taps() -> types.ModuleType:
     """The decoder's own sources, less all that has to do with hooks."""
     transformer, forwards = WithoutTaps(), []
     with patch.dict(sys.modules):
-        for source in (attention, mlp, decoder, dense):
+        for source in (attention, mlp, decoder, causal_lm):
             tree = ast.fix_missing_locations(transformer.visit(ast.parse(inspect.getsource(source))))
             forwards += [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "forward"]
             module = types.ModuleType(source.__name__)

@@ -100,7 +100,7 @@ def test_quantised_experts_stay_so(tmp_path: Path) -> None:
     reference = make_reference("qwen3-moe")
     path = write_gguf(reference, tmp_path / "model.gguf", "qwen3moe", "Q8_0")
     differences = (prompt_logprobs(path, dtype="auto") - prompt_logprobs(path)).abs()
-    assert (differences < 1e-3).float().mean() > 0.9
+    assert (differences < 1.5e-3).float().mean() > 0.9
     checkpoint = open_checkpoint(path)
     found = choose_formats(checkpoint, "qwen3_moe", quantization=None, dtype="auto", device=torch.device("cpu")).by_name
     checkpoint.close()

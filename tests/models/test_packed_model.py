@@ -72,7 +72,7 @@ def test_architectures(kind: str, tmp_path: Path) -> None:
     fused = Driver(model, backend=NativeAttention()).run(TOKENS)
     assert exact.std() > 0.3
     # What a recurrent layer computes of a token, it keeps for all that follow.
-    limit = 5e-4 if kind.startswith(("qwen3.5", "qwen3-next")) else 1e-4
+    limit = 1e-3 if kind.startswith(("qwen3.5", "qwen3-next")) else 1.5e-4
     for found in (layers, fused):
         assert (found - exact).abs().mean() < limit
 

@@ -72,7 +72,7 @@ REFUSED_SCHEMAS: dict[str, Any] = {
         "minProperties": 90,
         "maxProperties": 100,
     },
-    "const of 250 kB": {"const": "x" * 250_000},
+    "const of 1 MB": {"const": "x" * 1_000_000},
     "multipleOf": {"type": "integer", "multipleOf": 1_000_000_007, "minimum": 0, "maximum": 10**30},
     "http": {"$ref": "http://127.0.0.1:9/schema.json"},
     "https": {"$ref": "https://example.com/schema.json#/$defs/a"},
