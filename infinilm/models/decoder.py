@@ -262,6 +262,7 @@ class Decoder(nn.Module):
         if (cap := self.config.logit_cap) is not None:
             if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.load() is not None:
                 if logits.numel():  # there are none on other ranks than the first
+                    logits = logits.contiguous()
                     native.load_library().cap_logits(logits, cap)
             else:
                 logits = (logits / cap).tanh_().mul_(cap)
