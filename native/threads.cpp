@@ -59,7 +59,7 @@ private:
         latest_.store(number);
         open_.store(number);
         if (sleepers_.load() > 0) {
-            { std::lock_guard lock(mutex_); }  // whoever is about to sleep has seen the number, or is asleep by now
+            { std::lock_guard lock(mutex_); }  // after this a thread has seen the number, or sleeps and is woken
             wake_.notify_all();
         }
     }
@@ -96,7 +96,7 @@ private:
                 pause();
                 if (spins % 64 == 63 && std::chrono::steady_clock::now() - begin > kPatience) break;
             }
-            // Whoever wakes up after its piece of work is over looks for the next one, which mostly comes at once.
+            // A thread that wakes after its piece of work is over spins for the next one, which mostly comes at once.
             std::unique_lock lock(mutex_);
             sleepers_.fetch_add(1);
             wake_.wait(lock, [&] { return latest_.load() != latest; });

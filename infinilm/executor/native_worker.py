@@ -69,7 +69,7 @@ class NativeWorker:
     def __init__(self) -> None:
         self.registry: HookRegistry | None = None
         self.cache: HostCache | None = None
-        torch = sys.modules.get("torch")  # whoever has imported it may have set its threads
+        torch = sys.modules.get("torch")  # the caller may have set its number of threads
         self.num_threads: int = count_cores() if torch is None else torch.get_num_threads()
         self._model: NativeModel | None = None
         self._runner: _Runner | None = None

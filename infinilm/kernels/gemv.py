@@ -24,7 +24,7 @@ from torch import Tensor
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.activation import gated, silu_mul_torch
 from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
-from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
+from infinilm.kernels.norm import Norm, inverse_rms, rms_norm_torch, scale_and_weigh
 
 MAX_ROWS = 16
 
@@ -38,10 +38,6 @@ _MIN_PROGRAMS = 256
 _MAX_WARPS = 16
 # Lines that the tensor cores take at least.
 _DOT_LINES = 16
-
-
-Norm = tuple[Tensor, float]
-"""Weight `[in]` and epsilon of an RMS norm of the input."""
 
 
 class Tile(NamedTuple):

@@ -13,6 +13,9 @@ _MIN_TILE = 1024
 # A thread of a long row has several loads in flight.
 _WARPS = 4
 
+Norm = tuple[Tensor, float]
+"""Weight `[in]` and epsilon of an RMS norm of the input."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = False) -> Tensor:
     """`x` `[T, n]` over its rows' root mean square, times `weight` `[n]`: `[T, n]`, contiguous.

@@ -18,16 +18,13 @@ from torch import Tensor
 
 from infinilm.kernels.activation import gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
-from infinilm.kernels.norm import rms_norm
+from infinilm.kernels.norm import Norm, rms_norm
 
 MAX_ROWS = 32
 # Inputs of a line that are fetched ahead: of large matrices the L2 cache could not hold all.
 FETCHED = tl.constexpr(2048)
 # Columns of the smallest matrix instruction.
 FEW_ROWS = 8
-
-Norm = tuple[Tensor, float]
-"""Weight `[in]` and epsilon of an RMS norm of the input."""
 
 
 class Tile(NamedTuple):

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from infinilm.kernels.activation import gated, silu_mul
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
-from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
+from infinilm.kernels.norm import Norm, inverse_rms, rms_norm_torch, scale_and_weigh
 
-Norm = tuple[Tensor, float]
-"""Weight `[in]` and epsilon of an RMS norm of the input."""
 LARGEST = tl.constexpr(448.0)
 """The largest 8-bit float (e4m3)."""
 LEAST_CAPABILITY = (8, 9)

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from infinilm.kernels.activation import gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
-from infinilm.kernels.norm import rms_norm
+from infinilm.kernels.norm import Norm, rms_norm
 from infinilm.kernels.tiles import TILE_LINES, TiledMatrix, TileFormat
 
-Norm = tuple[Tensor, float]
-"""Weight `[in]` and epsilon of an RMS norm of the input."""
 MAX_ROWS = 256
 """For more rows it is faster to unpack the matrix first."""
 # Programs that keep a device busy, by the rows of each; the most splits of the order that is kept; and the rows from
