@@ -52,9 +52,8 @@ void check_rows(const Matrix& matrix, const Ints1& rows) {
 CacheType cache_type(const AnyArray& cache) {
     if (cache.dtype() == nb::dtype<float>()) return CacheType::kFloat32;
     if (cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Float)) return CacheType::kFloat16;
-    if (cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat)) {
-        return CacheType::kBFloat16;
-    }
+    const bool is_bfloat = cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat);
+    if (is_bfloat || cache.dtype() == nb::dtype<uint16_t>()) return CacheType::kBFloat16;  // NumPy has the bits only
     if (cache.dtype() == nb::dtype<uint8_t>()) return CacheType::kFloat8;
     throw std::invalid_argument("a cache must be float32, float16, bfloat16, or uint8 with the codes of 8-bit floats");
 }

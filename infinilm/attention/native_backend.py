@@ -47,16 +47,17 @@ class NativeAttention:
     ) -> Any:
         """The library's view of the batch."""
         return self._library.Step(
-            batch.positions.contiguous(),
-            batch.slot_mapping.contiguous(),
-            batch.block_tables.contiguous(),
+            *native.arrays_of(
+                batch.positions.contiguous(), batch.slot_mapping.contiguous(), batch.block_tables.contiguous()
+            ),
             np.ascontiguousarray(batch.query_lens),
             np.ascontiguousarray(batch.context_lens),
         )
 
     def store(self, new: Tensor, cache: Tensor, plan: Any, *, scales: Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache."""
-        self._library.store(new.float(), _as_bytes(cache), plan, scales)
+        floats, stored, factors = native.arrays_of(new.float(), _as_bytes(cache), scales)
+        self._library.store(floats, stored, plan, factors)
 
     def attend(
         self,
@@ -73,7 +74,8 @@ class NativeAttention:
         """Attend `query` `[T, heads, head_dim]` to each request's context; returns the same shape."""
         query_floats = query.float()
         out = query_floats.new_empty(query.shape)
-        self._library.attend(query_floats, _as_bytes(cache), plan, out, scale, window, cap, sinks, scales)
+        given, stored, result = native.arrays_of(query_floats, _as_bytes(cache), out)
+        self._library.attend(given, stored, plan, result, scale, window, cap, *native.arrays_of(sinks, scales))
         return out.to(query.dtype)
 
 

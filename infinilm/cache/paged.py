@@ -176,7 +176,8 @@ class Cache:
     def native(self) -> Any:
         """The keys and values of the layers held, as the native library's decoder takes them."""
         library: Any = native.load()
-        return library.Cache([as_bytes(layer) for layer in self.layers.values()], list(self.scales.values()))
+        layers = native.arrays_of(*map(as_bytes, self.layers.values()))
+        return library.Cache(layers, native.arrays_of(*self.scales.values()))
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.

@@ -70,13 +70,27 @@ def load_library() -> Any:
     return library
 
 
+def arrays_of(*tensors: "Tensor | None") -> "list[npt.NDArray[Any] | None]":
+    """Tensors as arrays of the same memory, bfloat16 as uint16. The library gets those.
+
+    Of a tensor it would call `__dlpack__`, which is Python code, and pass over any error in it: a Ctrl-C would be lost.
+    """
+    return [None if tensor is None else _array_of(tensor.detach()) for tensor in tensors]
+
+
+def _array_of(tensor: "Tensor") -> "npt.NDArray[Any]":
+    import torch
+
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def draw(logits: "Tensor", settings: "Tensor", rows: "Tensor", positions: "Tensor") -> "tuple[Tensor, Tensor]":
     """The library's draw; `infinilm/sampling/draw.py` defines the arguments and the result."""
     import torch
 
     library: Any = load()
     token_ids, are_finite = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
-    library.draw(logits.float().contiguous(), settings, rows, positions, token_ids, are_finite)
+    library.draw(*arrays_of(logits.float().contiguous(), settings, rows, positions, token_ids, are_finite))
     return token_ids, are_finite
 
 

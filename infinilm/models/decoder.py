@@ -191,7 +191,8 @@ class Decoder(nn.Module):
             if taps is not None:
                 taps.see("embed_tokens", hidden)
         if taps is None and backend.name == "native" and cache.only_stores and self._native is not None:
-            self._native.forward(hidden, cache.native, [step.plan for step in steps])
+            (rows,) = native.arrays_of(hidden)
+            self._native.forward(rows, cache.native, [step.plan for step in steps])
             return hidden
         inputs = self.layer_inputs(batch, hidden)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
@@ -263,7 +264,7 @@ class Decoder(nn.Module):
             if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.load() is not None:
                 if logits.numel():  # there are none on other ranks than the first
                     logits = logits.contiguous()
-                    native.load_library().cap_logits(logits, cap)
+                    native.load_library().cap_logits(*native.arrays_of(logits), cap)
             else:
                 logits = (logits / cap).tanh_().mul_(cap)
         return logits

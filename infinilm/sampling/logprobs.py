@@ -52,7 +52,7 @@ def logprobs_of(logits: "torch.Tensor", targets: "torch.Tensor", num_top: int) -
     library: Any = native.load()
     if logits.device.type == "cpu" and library is not None:
         found, values = (torch.empty(len(logits), 1 + num_top, dtype=kind) for kind in (torch.int64, torch.float32))
-        library.logprobs(logits.contiguous(), targets.contiguous(), found, values)
+        library.logprobs(*native.arrays_of(logits.contiguous(), targets.contiguous(), found, values))
         return Logprobs(torch.cat((targets.unsqueeze(1), found), dim=1), values)
     logprobs = torch.log_softmax(logits, dim=-1)
     columns = targets.unsqueeze(1)

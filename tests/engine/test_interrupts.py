@@ -10,6 +10,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from checkpoints import make_reference, save
 from narrow import present
 from processes import ranks, time_limit
 from troubled_model import save_troubled
@@ -131,6 +133,19 @@ def test_infer_engine(checkpoint: Path) -> None:
 
         expected = generate()
         interrupt_everywhere(generate, check, ENGINE_FILES, 20)
+
+
+def test_the_native_library_calls_no_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It converts arguments, and passes over errors in doing so: a Ctrl-C would be lost there."""
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", lambda tensor, **_: calls.append(tensor.shape))
+    sampled = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2)
+    path = save(make_reference("mixtral", intermediate_size=128), tmp_path)
+    with LLM(path, num_kvcache_blocks=64, attention_backend="native") as llm:
+        assert all(len(output.token_ids) == 3 for output in llm.generate(PROMPTS, sampled, use_tqdm=False))
+    with InferEngine(path, quantization="q8") as engine:
+        assert all(len(each) == 3 for each in engine.generate(PROMPTS[:1], 3, stop_on_eos=False).token_ids)
+    assert calls == []
 
 
 def test_a_stream_that_is_not_begun_leaves_nothing_behind(checkpoint: Path) -> None:

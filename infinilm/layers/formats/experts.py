@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange, WeightShard
 from infinilm.kernels.experts_torch import mix_experts_torch
-from infinilm.kernels.native import load_library
+from infinilm.kernels.native import arrays_of, load_library
 from infinilm.kernels.routing import Gate
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats.gguf import GGUFWeight
@@ -222,14 +222,15 @@ class PackedExperts:
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """See `ExpertWeights`."""
         out = torch.empty_like(x) if residual is None else residual.contiguous()
-        self.native.mix(x.contiguous(), ids.contiguous(), weights.contiguous(), out, residual is not None)
+        given = arrays_of(x.contiguous(), ids.contiguous(), weights.contiguous(), out)
+        self.native.mix(*given, residual is not None)
         return out
 
     @staticmethod
     def score(x: Tensor, router: Tensor) -> Tensor:
         """`x` `[T, hidden]` times `router` `[hidden, experts]`. Other rows do not change a row's bits, as in `mix`."""
         out = x.new_empty(len(x), router.shape[1])
-        load_library().score(x.contiguous(), router, out)
+        load_library().score(*arrays_of(x.contiguous(), router, out))
         return out
 
     @cached_property

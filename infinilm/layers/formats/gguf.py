@@ -9,7 +9,7 @@ from torch import Tensor
 
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.kernels.invariant import silu
-from infinilm.kernels.native import load_library
+from infinilm.kernels.native import arrays_of, load_library
 from infinilm.layers.formats.packed import MatrixOutline
 from infinilm.layers.norm import RMSNorm
 
@@ -52,7 +52,7 @@ class GGUFWeight:
         else:
             out = x.new_empty(len(x), self._num_rows) if bias is None else bias.repeat(len(x), 1)
         is_added_to = residual is not None or bias is not None
-        self.native.multiply(x.contiguous(), out, is_added_to)
+        self.native.multiply(*arrays_of(x.contiguous(), out), is_added_to)
         return out
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ class GGUFWeight:
         """See `Weight`."""
         (matrix,) = self.matrices
         out = torch.empty(len(rows), self._num_columns)
-        matrix.dequantize(rows.contiguous(), out)
+        matrix.dequantize(*arrays_of(rows.contiguous(), out))
         return out
 
     @cached_property
