@@ -4,6 +4,7 @@ Arrays are CPU tensors or numpy arrays, contiguous where nothing else is said, a
 `ValueError` or a `TypeError`. The GIL is released while something is computed.
 """
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -166,6 +167,44 @@ class Decoder:
     def forward(self, hidden: Floats, cache: Cache, steps: list[Step]) -> None:
         """Put `hidden` `[T, hidden]` through them, in place. Each layer has a step: groups of layers that keep their
         keys and values in different blocks have different ones."""
+
+class Generator:
+    """A model that goes from tokens to the next ones: `embedding` and `head` are `[vocab, hidden]`."""
+
+    def __init__(
+        self,
+        embedding: Matrix,
+        decoder: Decoder,
+        head: Linear,
+        *,
+        embedding_scale: float,
+        logit_scale: float,
+        logit_cap: float | None,
+    ) -> None: ...
+    def run(
+        self,
+        cache: Cache,
+        *,
+        groups: list[int],
+        tables: list[Ints],
+        tokens: Ints,
+        starts: Ints,
+        settings: Ints,
+        rows: Ints,
+        is_stop: npt.NDArray[np.bool_],
+        drawn: Ints,
+        are_sound: npt.NDArray[np.bool_],
+        seconds: float,
+        is_awaited: Callable[[], bool],
+    ) -> int:
+        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next ones, compute these, and so on,
+        into `drawn` `[steps, n]`. Returns the number of steps, at least one.
+
+        `tables` are the rows' block tables for all steps, one for each group of layers, and `groups` says which one a
+        layer has. `settings` and `rows` are those of `draw`. The run ends with a step in which a row draws a token of
+        which `is_stop` is true, if another step would take longer than `seconds` in all, and if `is_awaited`, which is
+        called between steps. It ends before a step in which a row can't draw, unless that is the first: then
+        `are_sound` `[n]` says which rows could."""
 
 def store(new: Floats, cache: Tensor, step: Step, scales: Tensor | None = None) -> None:
     """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""

@@ -116,6 +116,10 @@ class Turns:
         """Whether this thread has the turn."""
         return self._owner == get_ident()
 
+    def is_awaited(self) -> bool:
+        """Whether another thread waits for its turn."""
+        return bool(self._waiting)
+
     def take(self, *, interruptible: bool = False) -> None:
         """Wait for the turn. An interrupt during an `interruptible` wait is raised, and the turn is not taken."""
         thread = get_ident()

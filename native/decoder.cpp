@@ -68,6 +68,13 @@ void Linear::multiply(const Activations& x, int64_t rows, float* out, bool accum
     multiply_all(products, x);
 }
 
+void Linear::multiply(const float* x, int64_t rows, float* out, bool accumulate) const {
+    static thread_local QuantizedRows memory;
+    const Activations rounded = memory.reserve(rows, columns_);
+    parallel_for(rows, 4, [&](int64_t t) { kernels().quantize(x, columns_, nullptr, 0.0f, int(t), rounded); });
+    multiply(rounded, rows, out, accumulate);
+}
+
 void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate,
                            std::vector<Product>& products) const {
     int first = 0;
@@ -141,6 +148,14 @@ void Step::check(const CacheView& cache) const {
         }
     }
     if (total != tokens) throw std::invalid_argument("the requests' new tokens are not as many as the batch has");
+}
+
+void check_steps(const std::vector<const Step*>& steps, const std::vector<CacheView>& caches) {
+    for (size_t i = 0; i < steps.size(); ++i) {
+        const bool is_checked = i > 0 && steps[i] == steps[i - 1] && caches[i].blocks == caches[i - 1].blocks &&
+                                caches[i].block_size == caches[i - 1].block_size;
+        if (!is_checked) steps[i]->check(caches[i]);
+    }
 }
 
 namespace {
@@ -325,6 +340,17 @@ void MLP::run_some(const Surroundings& around, const float* x, int64_t tokens, f
 void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden) {
     run_attention(layer.attention, layer.around_attention, step, cache, hidden);
     layer.channels->run(layer.around_channels, hidden, step.tokens, hidden);
+}
+
+void Decoder::run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens,
+                  float* hidden) const {
+    for (size_t i = 0; i < layers.size(); ++i) run_layer(layers[i], *steps[i], caches[i], hidden);
+    if (norm == nullptr) return;
+    const int columns = layers.front().attention.qkv->in_features();
+    parallel_for(tokens, 16, [&](int64_t t) {
+        float* row = hidden + t * columns;
+        kernels().rms_norm(row, norm, eps, columns, row);
+    });
 }
 
 }  // namespace infinilm

@@ -63,6 +63,8 @@ public:
     int out_features() const { return rows_; }
     // out [rows, out] = or += x W^T + b.
     void multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const;
+    // The same for rows that are not rounded yet.
+    void multiply(const float* x, int64_t rows, float* out, bool accumulate) const;
     // The products that multiply some rows; `out` is that of row 0.
     void list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate, std::vector<Product>& products) const;
 
@@ -84,6 +86,9 @@ struct Step {
     // Throws std::invalid_argument if a table or a slot would lead outside of the cache.
     void check(const CacheView& cache) const;
 };
+
+// Check the step of each layer. One that several layers have is checked once.
+void check_steps(const std::vector<const Step*>& steps, const std::vector<CacheView>& caches);
 
 // How scores become weights; see AttentionTask.
 struct Scoring {
@@ -148,5 +153,14 @@ struct Layer {
 
 // Put hidden [tokens, hidden] through a layer.
 void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden);
+
+struct Decoder {
+    std::vector<Layer> layers;
+    const float* norm;  // after the last layer, or null
+    float eps;
+
+    // Put hidden [tokens, hidden] through all layers, each of which has a cache and a step, and the norm.
+    void run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens, float* hidden) const;
+};
 
 }  // namespace infinilm

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "threads.h"
 
 namespace infinilm {
 namespace {
@@ -59,8 +60,15 @@ void logprobs(const float* logits, int64_t vocab_size, int64_t target, int64_t t
     }
 }
 
-void cap_logits(float* logits, int64_t count, float cap) {
-    for (int64_t i = 0; i < count; ++i) logits[i] = cap * std::tanh(logits[i] / cap);
+void scale_logits(float* logits, int64_t count, float scale, float cap) {
+    if (scale == 1.0f && cap == 0.0f) return;
+    constexpr int64_t kPiece = 4096;
+    parallel_for((count + kPiece - 1) / kPiece, 1, [&](int64_t piece) {
+        for (int64_t i = piece * kPiece; i < std::min(count, (piece + 1) * kPiece); ++i) {
+            if (scale != 1.0f) logits[i] *= scale;
+            if (cap != 0.0f) logits[i] = cap * std::tanh(logits[i] / cap);
+        }
+    });
 }
 
 }  // namespace infinilm

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <optional>
 
@@ -14,6 +15,7 @@
 #include "dispatch.h"
 #include "experts.h"
 #include "logprobs.h"
+#include "run.h"
 #include "sampling.h"
 #include "threads.h"
 
@@ -137,13 +139,7 @@ struct PyLinear {
                 "x must be [T, " + std::to_string(linear->in_features()) + "] and out [T, " +
                     std::to_string(linear->out_features()) + "]");
         nb::gil_scoped_release release;
-        static thread_local QuantizedRows rows;
-        const Activations quantized = rows.reserve(x.shape(0), linear->in_features());
-        const Kernels& k = kernels();
-        parallel_for(int64_t(x.shape(0)), 4, [&](int64_t t) {
-            k.quantize(x.data(), int64_t(x.shape(1)), nullptr, 0.0f, int(t), quantized);
-        });
-        linear->multiply(quantized, int64_t(x.shape(0)), out.data(), accumulate);
+        linear->multiply(x.data(), int64_t(x.shape(0)), out.data(), accumulate);
     }
 };
 
@@ -292,40 +288,30 @@ struct PyLayer {
 struct PyDecoder {
     std::vector<std::shared_ptr<PyLayer>> layers;
     std::optional<Floats1> norm;
-    float eps;
+    Decoder decoder;
 
-    PyDecoder(std::vector<std::shared_ptr<PyLayer>> layers_, std::optional<Floats1> norm_, float eps_)
-        : layers(std::move(layers_)), norm(norm_), eps(eps_) {
+    PyDecoder(std::vector<std::shared_ptr<PyLayer>> layers_, std::optional<Floats1> norm_, float eps)
+        : layers(std::move(layers_)), norm(norm_) {
         require(!layers.empty(), "a decoder needs a layer");
         for (auto& layer : layers) {
             require(layer->hidden_size() == layers.front()->hidden_size(), "the layers have different hidden sizes");
         }
-        vector_or_null(norm, size_t(layers.front()->hidden_size()), "norm");
+        decoder = {{}, vector_or_null(norm, size_t(layers.front()->hidden_size()), "norm"), eps};
+        for (auto& layer : layers) decoder.layers.push_back(layer->layer);
     }
 
     void forward(Array<float, 2> hidden, const PyCache& cache, const std::vector<const PyStep*>& steps) const {
         require(cache.layers.size() == layers.size() && steps.size() == layers.size(),
                 "there must be a cache and a step for each of the decoder's layers");
-        const int columns = int(hidden.shape(1));
-        require(columns == layers.front()->hidden_size(), "hidden does not fit the layers");
+        require(int(hidden.shape(1)) == layers.front()->hidden_size(), "hidden does not fit the layers");
         for (size_t i = 0; i < layers.size(); ++i) check(*layers[i], cache.layers[i], steps[i]->step, int64_t(hidden.shape(0)));
-        for (size_t i = 0; i < layers.size(); ++i) {
-            const bool is_checked = i > 0 && steps[i] == steps[i - 1] && cache.layers[i].blocks == cache.layers[i - 1].blocks &&
-                                    cache.layers[i].block_size == cache.layers[i - 1].block_size;
-            if (!is_checked) steps[i]->step.check(cache.layers[i]);
-        }
+        std::vector<const Step*> batches;
+        for (const PyStep* each : steps) batches.push_back(&each->step);
+        check_steps(batches, cache.layers);
         nb::gil_scoped_release release;
-        for (size_t i = 0; i < layers.size(); ++i) {
-            run_layer(layers[i]->layer, steps[i]->step, cache.layers[i], hidden.data());
-        }
-        if (!norm) return;
-        parallel_for(int64_t(hidden.shape(0)), 16, [&](int64_t t) {
-            float* row = hidden.data() + t * columns;
-            kernels().rms_norm(row, norm->data(), eps, columns, row);
-        });
+        decoder.run(cache.layers, batches, int64_t(hidden.shape(0)), hidden.data());
     }
 
-private:
     static void check(const PyLayer& layer, const CacheView& cache, const Step& step, int64_t tokens) {
         const Attention& attention = layer.attention.attention;
         require(step.tokens == tokens, "hidden must have a row for each token of the step");
@@ -333,6 +319,84 @@ private:
         const auto max_len = int64_t(layer.attention.rotary.shape(0));
         for (int64_t t = 0; t < step.tokens; ++t) {
             require(step.positions[t] >= 0 && step.positions[t] < max_len, "a position lies outside of the rotary table");
+        }
+    }
+};
+
+// A whole model, which decodes by itself.
+struct PyGenerator {
+    PyDecoder decoder;  // these keep their arrays alive
+    PyLinear head;
+    TokenModel model;
+
+    PyGenerator(std::shared_ptr<const Matrix> embedding, const PyDecoder& decoder_, const PyLinear& head_,
+                float embedding_scale, float logit_scale, std::optional<float> logit_cap)
+        : decoder(decoder_), head(head_) {
+        const int size = decoder.layers.front()->hidden_size();
+        require(embedding->view().columns == size && head.linear->in_features() == size &&
+                    head.linear->out_features() == embedding->view().rows,
+                "embedding and head must be [vocab, " + std::to_string(size) + "]");
+        require(!logit_cap || *logit_cap > 0.0f, "logit_cap must be positive");
+        model = {embedding, embedding_scale, &decoder.decoder, head.linear, logit_scale, logit_cap.value_or(0.0f)};
+    }
+
+    PyGenerator(const PyGenerator&) = delete;  // model has a pointer to decoder
+
+    int64_t run(const PyCache& cache, const std::vector<size_t>& groups, const std::vector<Array<const int64_t, 2>>& tables,
+                Ints1 tokens, Ints1 starts, Array<const int64_t, 2> settings, Ints1 rows, Array<const bool, 1> is_stop,
+                Array<int64_t, 2> drawn, Array<bool, 1> are_sound, double seconds, nb::callable is_awaited) const {
+        const size_t count = tokens.size();
+        const int64_t steps = int64_t(drawn.shape(0));
+        require(cache.layers.size() == decoder.layers.size() && groups.size() == decoder.layers.size(),
+                "there must be a cache and a group for each of the decoder's layers");
+        require(count > 0 && starts.size() == count && rows.size() == count && drawn.shape(1) == count && steps > 0 &&
+                    are_sound.size() == count,
+                "tokens, starts, rows and are_sound must be [n], drawn [steps, n]");
+        require(settings.shape(1) == 5, "settings must be [rows, 5]");
+        check_rows(*model.embedding, tokens);
+        for (size_t i = 0; i < count; ++i) {
+            require(rows.data()[i] >= 0 && rows.data()[i] < int64_t(settings.shape(0)), "a row has no settings");
+        }
+        std::vector<const int64_t*> blocks;
+        for (const auto& table : tables) {
+            require(table.shape(0) == count && table.shape(1) == tables[0].shape(1), "all tables must be [n, max_blocks]");
+            blocks.push_back(table.data());
+        }
+        DecodeRun run(model, cache.layers, groups, blocks, blocks.empty() ? 0 : int64_t(tables[0].shape(1)),
+                      {int64_t(count), starts.data(), settings.data(), rows.data()}, steps);
+        for (size_t i = 0; i < groups.size(); ++i) {
+            PyDecoder::check(*decoder.layers[i], cache.layers[i], *run.last_batches()[i], int64_t(count));
+        }
+        return run_steps(run, tokens.data(), count, is_stop, drawn.data(), steps, are_sound.data(), seconds, is_awaited);
+    }
+
+private:
+    // Returns the number of steps.
+    static int64_t run_steps(DecodeRun& run, const int64_t* tokens, size_t count, const Array<const bool, 1>& is_stop,
+                             int64_t* drawn, int64_t steps, bool* are_sound, double seconds, const nb::callable& is_awaited) {
+        using Clock = std::chrono::steady_clock;
+        const auto begin = Clock::now();
+        for (int64_t step = 0;;) {
+            const auto step_begin = Clock::now();
+            {
+                nb::gil_scoped_release release;
+                run.step(tokens, drawn, are_sound);
+            }
+            const auto end = Clock::now();
+            const bool is_sound = std::all_of(are_sound, are_sound + count, [](bool each) { return each; });
+            // Tokens drawn so far are good. The step that failed is the first of the next run, which reports it.
+            if (!is_sound && step > 0) {
+                std::fill(are_sound, are_sound + count, true);
+                return step;
+            }
+            const bool is_last = std::any_of(drawn, drawn + count, [&](int64_t token) {
+                return token < int64_t(is_stop.size()) && is_stop.data()[token];
+            });
+            const std::chrono::duration<double> expected = (end - begin) + (end - step_begin);
+            if (++step == steps || !is_sound || is_last || expected.count() > seconds) return step;
+            if (nb::cast<bool>(is_awaited())) return step;
+            tokens = drawn;
+            drawn += count;
         }
     }
 };
@@ -374,7 +438,6 @@ void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 
 
 void draw_py(Array<const float, 2> logits, Array<const int64_t, 2> settings, Ints1 rows, Ints1 positions,
              Array<int64_t, 1> tokens, Array<bool, 1> are_sound) {
-    static_assert(sizeof(DrawSettings) == 5 * sizeof(int64_t));
     const size_t count = logits.shape(0);
     require(settings.shape(1) == 5 && logits.shape(1) > 0, "settings must be [rows, 5], logits [n, vocab]");
     require(rows.size() == count && positions.size() == count && tokens.size() == count && are_sound.size() == count,
@@ -383,14 +446,8 @@ void draw_py(Array<const float, 2> logits, Array<const int64_t, 2> settings, Int
         require(rows.data()[i] >= 0 && rows.data()[i] < int64_t(settings.shape(0)), "a row has no settings");
     }
     nb::gil_scoped_release release;
-    parallel_for(int64_t(count), 1, [&](int64_t i) {
-        DrawSettings own;
-        std::memcpy(&own, settings.data() + 5 * rows.data()[i], sizeof own);
-        const int64_t vocab_size = int64_t(logits.shape(1));
-        const int64_t token = draw(logits.data() + i * vocab_size, vocab_size, own, positions.data()[i]);
-        tokens.data()[i] = std::max<int64_t>(token, 0);
-        are_sound.data()[i] = token >= 0;
-    });
+    draw_rows(logits.data(), int64_t(count), int64_t(logits.shape(1)), settings.data(), rows.data(), positions.data(),
+              tokens.data(), are_sound.data());
 }
 
 void logprobs_py(Array<const float, 2> logits, Ints1 targets, Array<int64_t, 2> ids, Array<float, 2> values) {
@@ -412,11 +469,7 @@ void logprobs_py(Array<const float, 2> logits, Ints1 targets, Array<int64_t, 2> 
 void cap_logits_py(Array<float, 2> logits, float cap) {
     require(cap > 0.0f, "cap must be positive");
     nb::gil_scoped_release release;
-    constexpr int64_t kPiece = 4096;
-    const int64_t count = int64_t(logits.size());
-    parallel_for((count + kPiece - 1) / kPiece, 1, [&](int64_t i) {
-        cap_logits(logits.data() + i * kPiece, std::min(kPiece, count - i * kPiece), cap);
-    });
+    scale_logits(logits.data(), int64_t(logits.size()), 1.0f, cap);
 }
 
 }  // namespace
@@ -520,6 +573,13 @@ NB_MODULE(_native, module) {
         .def(nb::init<std::vector<std::shared_ptr<PyLayer>>, MaybeFloats, float>(), "layers"_a, "norm"_a.noconvert().none(),
              "eps"_a)
         .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a, "steps"_a);
+
+    nb::class_<PyGenerator>(module, "Generator")
+        .def(nb::init<std::shared_ptr<const Matrix>, const PyDecoder&, const PyLinear&, float, float, std::optional<float>>(),
+             "embedding"_a, "decoder"_a, "head"_a, nb::kw_only(), "embedding_scale"_a, "logit_scale"_a, "logit_cap"_a.none())
+        .def("run", &PyGenerator::run, "cache"_a, nb::kw_only(), "groups"_a, "tables"_a.noconvert(), "tokens"_a.noconvert(),
+             "starts"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(), "is_stop"_a.noconvert(),
+             "drawn"_a.noconvert(), "are_sound"_a.noconvert(), "seconds"_a, "is_awaited"_a);
 
     module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a,
                "scales"_a.noconvert() = nb::none());

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "threads.h"
 
 namespace infinilm {
 namespace {
@@ -210,6 +211,18 @@ private:
 
 int64_t draw(const float* logits, int64_t vocab_size, const DrawSettings& settings, int64_t position) {
     return Draw(logits, vocab_size, settings, position).token();
+}
+
+void draw_rows(const float* logits, int64_t count, int64_t vocab_size, const int64_t* settings, const int64_t* rows,
+               const int64_t* positions, int64_t* tokens, bool* are_sound) {
+    static_assert(sizeof(DrawSettings) == 5 * sizeof(int64_t));
+    parallel_for(count, 1, [&](int64_t i) {
+        DrawSettings own;
+        std::memcpy(&own, settings + 5 * rows[i], sizeof own);
+        const int64_t token = draw(logits + i * vocab_size, vocab_size, own, positions[i]);
+        tokens[i] = std::max<int64_t>(token, 0);
+        are_sound[i] = token >= 0;
+    });
 }
 
 }  // namespace infinilm

@@ -17,4 +17,9 @@ struct DrawSettings {
 // The token drawn at a position, or -1 if the greatest logit is not a finite number.
 int64_t draw(const float* logits, int64_t vocab_size, const DrawSettings& settings, int64_t position);
 
+// The same for each row of logits [count, vocab], with the settings [rows, 5] of row `rows[i]`. Where no token can be
+// drawn, it is 0 and not sound.
+void draw_rows(const float* logits, int64_t count, int64_t vocab_size, const int64_t* settings, const int64_t* rows,
+               const int64_t* positions, int64_t* tokens, bool* are_sound);
+
 }  // namespace infinilm

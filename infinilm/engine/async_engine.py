@@ -38,6 +38,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
         self.engine = LLMEngine(model, **settings)
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.engine.end_runs_if.append(partial(_has_letters, self._inbox))
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="infinilm-engine", daemon=True)
         self._thread.start()
@@ -136,3 +137,7 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+def _has_letters(inbox: "SimpleQueue[Callable[[], object] | None]") -> bool:
+    return not inbox.empty()

@@ -93,6 +93,9 @@ class LLMEngine:
         self.default_sampling_params = loaded.default_sampling_params
         """For requests without parameters: the checkpoint's defaults, or those of the model's card."""
         self.grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+        self._turns = Turns()
+        self.end_runs_if = [self._turns.is_awaited]
+        """Called between the steps of a `DecodeRun`, which ends if one of them returns True."""
         self.scheduler = Scheduler(
             BlockManager(
                 self.memory.group_blocks,
@@ -104,10 +107,11 @@ class LLMEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             num_stages=self.executor.info.num_stages,
+            max_run_steps=self.executor.info.max_run_steps,
+            is_awaited=partial(_is_any, self.end_runs_if),
         )
         self._stats = EngineStats(guarantee=str(loaded.guarantee), system_fingerprint=loaded.fingerprint)
         self._registry: HookRegistry | None = None
-        self._turns = Turns()
         self._max_in_flight = self.executor.info.max_in_flight
         self._is_stepping = False
         self._in_flight: deque[Step] = deque()
@@ -340,6 +344,7 @@ class LLMEngine:
         now = perf_counter()
         self.scheduler.commit(step, output)
         num_stale = sum(len(output.tokens_of(index)) for index in step.stale)
+        self._stats.num_steps += output.num_steps - 1
         self._stats.num_decode_tokens += len(output.token_ids) - num_stale
         self.last_step = step.input
         num_decoding = len(step.input.decoding.rows)
@@ -574,6 +579,10 @@ def _exit_if_alive(engine: "weakref.ref[LLMEngine]") -> None:
     if alive := engine():
         with interrupts_held():
             alive._exit()  # at once: a thread that has the turn may never give it back
+
+
+def _is_any(conditions: list[Callable[[], bool]]) -> bool:
+    return any(condition() for condition in conditions)
 
 
 def _mix(seed: int, number: int) -> int:

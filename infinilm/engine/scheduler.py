@@ -18,8 +18,10 @@ from infinilm.errors import PromptTooLongError
 from infinilm.executor.step_io import (
     LAST_TOKEN,
     NO_TOKEN,
+    ONE_STEP,
     BlockUpdates,
     DecodeRows,
+    DecodeRun,
     IntArray,
     RowChunk,
     StepInput,
@@ -67,7 +69,10 @@ class Scheduler:
         max_model_len: int,
         draft_source: DraftSource | None = None,
         num_stages: int = 1,
+        max_run_steps: int = 1,
+        is_awaited: Callable[[], bool] = ONE_STEP.is_awaited,
     ) -> None:
+        """`max_run_steps` and `is_awaited` are those of `DecodeRun`."""
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -85,6 +90,7 @@ class Scheduler:
         self._num_stages = num_stages
         self.num_shares = num_stages
         """Steps that the rows which decode are divided over, so that each stage has one to compute."""
+        self._max_run_steps, self._is_awaited = max_run_steps, is_awaited
         self._num_in_flight = 0
         self._num_planned = 0  # steps
         self._free_rows = list(range(self.max_num_rows))
@@ -156,6 +162,7 @@ class Scheduler:
                 self._samples_on_host[builder.decoding.rows].any() or self._samples_on_host[sampling].any()
             ),
             num_expected_rows=len(self.running) + len(self.waiting),
+            run=self._plan_run(builder),
         )
         self._ended_rows = []
         self._num_in_flight += 1
@@ -201,6 +208,18 @@ class Scheduler:
         builder.seqs = seqs.copy()
         builder.budget -= decoding.num_tokens
         return has_preempted
+
+    def _plan_run(self, builder: StepBuilder) -> DecodeRun:
+        """Let the rows go on as far as their blocks and limits reach, if no prompt waits and no token is pending."""
+        is_busy = bool(self.waiting or self._prefilling or self._num_in_flight or self._waits_for_commits)
+        if self._max_run_steps == 1 or is_busy or builder.chunks:
+            return ONE_STEP
+        rows, starts = builder.decoding.rows, builder.decoding.starts
+        room = int((np.minimum(self._capacity[rows], self._limit[rows] - 1) - starts).min())
+        if room < 2:
+            return ONE_STEP
+        self._awaits_commit[rows] = True
+        return DecodeRun(min(room, self._max_run_steps), self._is_stop, self._is_awaited)
 
     @property
     def _waits_for_commits(self) -> bool:
@@ -399,7 +418,7 @@ class Scheduler:
         self._num_in_flight -= 1
         is_same = self._row_generation[step.rows] == step.row_generations
         num_done = 0
-        if is_same.all() and not output.errors and self.draft_source is None:
+        if is_same.all() and not output.errors and self.draft_source is None and output.num_steps == 1:
             num_done = self._commit_decoding(step, output.token_ids)
         for index in range(num_done, len(step.seqs)):
             if step.seqs[index].finish_reason is not None:

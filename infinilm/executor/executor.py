@@ -71,6 +71,8 @@ class ExecutorInfo:
     Pipeline stages compute one each."""
     num_stages: int = 1
     """Pipeline stages."""
+    max_run_steps: int = 1
+    """Decode steps that are computed at a time while nothing else is to be done."""
 
 
 class StepHandle(Protocol):

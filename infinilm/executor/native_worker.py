@@ -22,6 +22,7 @@ from infinilm.executor.executor import CacheShape, ExecutorInfo, RunnerSettings
 from infinilm.executor.memory import rank_specs
 from infinilm.executor.step_io import (
     LAST_TOKEN,
+    IntArray,
     Rows,
     StepBatch,
     StepInput,
@@ -41,13 +42,17 @@ from infinilm.outputs import TokenLogprobs
 from infinilm.platforms import HOST, count_cores, require_torch
 from infinilm.sampling.host_arrays import HostArrays
 from infinilm.sampling.logprobs import Logprobs
-from infinilm.sampling.sampler import Sampler
+from infinilm.sampling.sampler import Sampler, Samples
 
 if TYPE_CHECKING:
     from infinilm.debug import HookRegistry
     from infinilm.executor.hooked_model import HookedModel
 
 Floats = npt.NDArray[np.float32]
+
+MAX_RUN_STEPS = 8
+RUN_SECONDS = 0.02
+"""Decode steps are computed together only as long as this, and as many as that: who reads along sees no jerks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,14 @@ class NativeWorker:
 
     def describe(self) -> ExecutorInfo:
         """How the model runs."""
-        return ExecutorInfo(num_ranks=1, device=str(HOST), dtype="float32", attention="native", max_in_flight=1)
+        return ExecutorInfo(
+            num_ranks=1,
+            device=str(HOST),
+            dtype="float32",
+            attention="native",
+            max_in_flight=1,
+            max_run_steps=MAX_RUN_STEPS,
+        )
 
     @property
     def model(self) -> NativeModel:
@@ -158,6 +170,10 @@ class _Runner:
             self._sampler.end_row(row)
         for start in step.starts:
             self._sampler.start_row(start)
+        if not (step.chunks or step.decoding.has_drafts or patterns):
+            settings = self._sampler.plain_settings(step.decoding.rows.tolist())
+            if settings is not None:
+                return self._decode(step, settings)
         batch = self._rows.gather(step)
         ids = batch.tokens.input_ids
         ids = np.where(ids == LAST_TOKEN, self._last_token[batch.token_rows], ids)
@@ -172,6 +188,32 @@ class _Runner:
                 self._hooked_model().show_logits(logits, registry)
             drawn = self._sample(logits, batch)
         return make_output(step, *drawn, self._prompt_logprobs(step, batch, hidden))
+
+    def _decode(self, step: StepInput, settings: IntArray) -> StepOutput:
+        """Compute decode steps in one call of the library, as many as it may."""
+        rows, starts, run = step.decoding.rows, step.decoding.starts, step.run
+        ids = step.decoding.token_ids.ravel()
+        num_columns = -(-int(starts.max() + run.max_steps) // self._cache.block_size)
+        drawn = np.empty((run.max_steps, len(rows)), dtype=np.int64)
+        is_finite = np.empty(len(rows), dtype=np.bool_)
+        num_steps = self._model.generator.run(
+            self._cache.native,
+            groups=self._cache.group_of,
+            tables=[own[rows, :num_columns] for own in self._rows.tables],
+            tokens=np.where(ids == LAST_TOKEN, self._last_token[rows], ids),
+            starts=starts,
+            settings=settings,
+            rows=rows,
+            is_stop=run.is_stop,
+            drawn=drawn,
+            are_sound=is_finite,
+            seconds=RUN_SECONDS,
+            is_awaited=run.is_awaited,
+        )
+        self._last_token[rows] = drawn[num_steps - 1]
+        token_ids, _, errors = Samples(drawn[:num_steps].T.ravel(), is_finite).read()
+        counts = None if num_steps == 1 else [num_steps] * len(rows)
+        return StepOutput(token_ids, counts, errors=errors, num_steps=num_steps)
 
     def _compute_logits(self, hidden: Floats, places: npt.NDArray[np.int64]) -> Floats:
         return self._model.compute_logits(hidden if len(places) == len(hidden) else hidden[places])

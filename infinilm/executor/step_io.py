@@ -3,7 +3,7 @@
 NumPy arrays and plain data, no torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -85,6 +85,23 @@ class BlockUpdates:
     blocks: IntArray  # [g]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """Leave to decode the step's rows for several steps, each with the tokens of the one before.
+
+    A worker may end the run after any of them. It ends it with a step in which a row draws a stop token.
+    """
+
+    max_steps: int = 1
+    is_stop: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(1, dtype=np.bool_))
+    """By token id, as far as it goes: whether it ends an answer."""
+    is_awaited: Callable[[], bool] = lambda: False
+    """Whether there is something else to do, so that the run has to end."""
+
+
+ONE_STEP = DecodeRun()
+
+
 @dataclass(frozen=True)
 class StepInput:
     """One step. Rows that ended are dropped first, then `starts` are set up, then tokens computed.
@@ -101,6 +118,8 @@ class StepInput:
     """Whether a row that draws needs more than the sampling kernel: log-probabilities, penalties, masks, …"""
     num_expected_rows: int = 0
     """Sequences running or waiting: the rows that later steps may have. A hint for capturing graphs."""
+    run: DecodeRun = ONE_STEP
+    """How far workers that can may go on. Others compute one step."""
 
     @property
     def num_rows(self) -> int:
@@ -152,6 +171,8 @@ class StepOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
     """What went wrong in single rows. The others are valid."""
+    num_steps: int = 1
+    """How many steps of a `DecodeRun` were computed: the tokens that each row gained."""
 
     @classmethod
     def of(cls, gained: Sequence[Sequence[int]]) -> Self:

@@ -244,6 +244,8 @@ class NativeModel:
         """By name: the library's matrices, and arrays."""
         self._decoder: Any = None
         self._head: Any = None
+        self.generator: Any = None
+        """What runs decode steps, sampling included."""
 
     def weight_targets(self) -> dict[str, ArrayShard | PackedShard]:
         """All weights, by their names in a checkpoint."""
@@ -266,6 +268,14 @@ class NativeModel:
         rotaries = make_rotaries(config, self.max_len)
         self._decoder = build_decoder(config, self.weights, rotaries, range(config.num_hidden_layers))
         self._head = load_library().Linear([self.weights[EMBEDDING if config.tie_word_embeddings else HEAD]], None)
+        self.generator = load_library().Generator(
+            self.weights[EMBEDDING],
+            self._decoder,
+            self._head,
+            embedding_scale=config.embedding_scale,
+            logit_scale=config.logit_scale,
+            logit_cap=config.logit_cap,
+        )
 
     def embed(self, token_ids: IntArray) -> Floats:
         """The embeddings `[T, hidden]` of tokens."""

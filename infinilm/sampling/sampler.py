@@ -168,6 +168,13 @@ class Sampler:
             logprobs = Logprobs(*self._arrays.logprobs(raw_logits, token_ids[asked], num_top))
         return Samples(token_ids, is_finite, logprobs, num_logprobs, errors)
 
+    def plain_settings(self, rows: Sequence[int]) -> Any | None:
+        """The settings of all rows, for a caller that draws by itself; None if one of `rows` needs more than a draw."""
+        if not self._live.issuperset(rows):
+            raise EngineError(f"rows {list(rows)} are not all started")
+        self.upload()
+        return self._device_settings if self._special.isdisjoint(rows) else None
+
     def upload(self) -> None:
         """Copy the settings of rows started since the last call to the device, in one copy, without waiting."""
         if self._changed:

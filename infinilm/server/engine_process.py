@@ -90,6 +90,7 @@ class EngineLoop:
         self._frames = frames
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
+        engine.end_runs_if.append(lambda: self._wait(0))
 
     def run(self) -> None:
         """Run until told to stop. Raises `ChannelClosedError` if the HTTP process has ended.
@@ -101,7 +102,7 @@ class EngineLoop:
         while True:
             if engine.is_finished():
                 self._send_stats()
-                select.select([self._frames.socket, self._grammars.bell], [], [], self._heartbeat_s)
+                self._wait(self._heartbeat_s)
             for message in self._frames.receive_ready_frames():
                 command = messages.decode_command(message)
                 if isinstance(command, messages.Submit):
@@ -119,6 +120,10 @@ class EngineLoop:
             if engine.is_finished():
                 continue
             self._step()
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for a command or a grammar. Returns whether one has come."""
+        return bool(select.select([self._frames.socket, self._grammars.bell], [], [], seconds)[0])
 
     def _step(self) -> None:
         start_time = perf_counter()
