@@ -197,7 +197,7 @@ class Generator:
         seconds: float,
         is_awaited: Callable[[], bool],
     ) -> int:
-        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next ones, compute these, and so on,
+        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next ones, compute these and so on,
         into `drawn` `[steps, n]`. Returns the number of steps, at least one.
 
         `tables` are the rows' block tables for all steps, one for each group of layers, and `groups` says which one a
