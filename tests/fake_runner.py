@@ -9,6 +9,7 @@ Each group of layers has a cache of its own; with a window its layers see, and t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from narrow import present
 from xxhash import xxh32_intdigest
@@ -90,9 +91,24 @@ class FakeRunner:
             self._compute(chunk.row, chunk.start, chunk.token_ids)
             if chunk.samples:
                 drawn.append(self._draw(chunk.row, chunk.start + len(chunk.token_ids)))
+        if step.run.max_steps > 1:
+            return self._go_on(step, drawn)
         if step.num_samples == step.num_rows and not decoding.has_drafts:
             return StepOutput(drawn)
         return StepOutput.of(step.accept(drawn))
+
+    def _go_on(self, step: StepInput, drawn: list[int]) -> StepOutput:
+        """Decode for more steps, any number of those allowed, after one in which rows drew these tokens."""
+        num_steps = 1 + xxh32_intdigest(repr(drawn).encode()) % step.run.max_steps
+        lines = [drawn]
+        while len(lines) < num_steps and not any(step.run.is_stop[: token + 1][token:].any() for token in lines[-1]):
+            ends = (step.decoding.starts + len(lines)).tolist()
+            rows = step.decoding.rows.tolist()
+            for row, end, token in zip(rows, ends, lines[-1], strict=True):
+                self._compute(row, end, [token])
+            lines.append([self._draw(row, end + 1) for row, end in zip(rows, ends, strict=True)])
+        gained = [list(tokens) for tokens in zip(*lines, strict=True)]
+        return replace(StepOutput.of(gained), num_steps=len(lines))
 
     def _compute(self, row: int, start: int, token_ids: Sequence[int]) -> None:
         for group, (slots, window) in enumerate(zip(self.slots, self.windows, strict=True)):

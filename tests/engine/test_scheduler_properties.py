@@ -44,6 +44,7 @@ class World:
     num_drafts: int
     """Draft tokens of a row. Some are right, some are wrong."""
     num_stages: int
+    max_run_steps: int
 
 
 @st.composite
@@ -75,6 +76,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_mixed_tokens=draw(st.sampled_from([1, 5, 1000])),
         num_drafts=draw(st.integers(0, 4)),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
+        max_run_steps=draw(st.sampled_from([1, 3, 8])),
     )
 
 
@@ -100,6 +102,7 @@ class Simulation:
             max_model_len=self.max_model_len,
             draft_source=self.guess if world.num_drafts else None,
             num_stages=world.num_stages,
+            max_run_steps=world.max_run_steps,
         )
         self.scheduler.min_awaited_tokens = world.min_awaited_tokens
         self.scheduler.max_mixed_tokens = world.max_mixed_tokens
@@ -187,6 +190,13 @@ class Simulation:
                 num_pending = self.scheduler.num_pending(seq) + num_drawn - 1
                 assert seq.num_output_tokens + num_pending <= seq.params.max_tokens
                 assert seq.num_tokens + num_pending <= self.max_model_len
+        if plan.run.max_steps > 1:
+            assert not self.scheduler.waiting
+            assert all(seq.is_decoding for seq in self.scheduler.running)
+            for seq in planned:
+                assert self.scheduler.num_pending(seq) == 1
+                assert seq.num_output_tokens + plan.run.max_steps <= seq.params.max_tokens
+                assert seq.num_tokens + plan.run.max_steps <= self.max_model_len
         # Answers go on beside any prompt: every running one gets a token whenever it can take one.
         for seq in self.scheduler.running if world.num_stages == 1 else ():
             assert seq in planned or self.scheduler.num_pending(seq) > 0 or not seq.is_decoding
