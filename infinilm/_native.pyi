@@ -197,8 +197,8 @@ class Generator:
         seconds: float,
         is_awaited: Callable[[], bool],
     ) -> int:
-        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next ones, compute these and so on,
-        into `drawn` `[steps, n]`. Returns the number of steps, at least one.
+        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next ones, compute these, and so
+        on, into `drawn` `[steps, n]`. Returns the number of steps, at least one.
 
         `tables` are the rows' block tables for all steps, one for each group of layers, and `groups` says which one a
         layer has. `settings` and `rows` are those of `draw`. The run ends with a step in which a row draws a token of
