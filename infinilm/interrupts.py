@@ -7,6 +7,9 @@ These are classes because an interrupted generator-based context manager would r
 """
 
 import signal
+
+# signal.getsignal looks the handler up in an enum, which takes longer than all else that a step does here.
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections import deque
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -20,7 +23,7 @@ class interrupts_held(ContextDecorator):  # noqa: N801 - used like a function
     def __enter__(self) -> None:
         if current_thread() is not main_thread():
             return  # other threads are never interrupted
-        handler = signal.getsignal(signal.SIGINT)
+        handler = getsignal(signal.SIGINT)
         if isinstance(handler, _Holder):
             handler.close()
         elif callable(handler):
@@ -93,7 +96,7 @@ class _Holder:
 
 
 def _current_holder() -> _Holder | None:
-    handler = signal.getsignal(signal.SIGINT)
+    handler = getsignal(signal.SIGINT)
     return handler if isinstance(handler, _Holder) and current_thread() is main_thread() else None
 
 

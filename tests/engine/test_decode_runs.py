@@ -1,6 +1,7 @@
 """Several decode steps in one call of the native library: the answers are those of one step at a time."""
 
 import asyncio
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
@@ -15,6 +16,7 @@ from tiny_tokenizer import save_tokenizer
 from infinilm import LLM, AsyncLLM, RequestOutput, SamplingParams
 from infinilm.executor import native_worker
 from infinilm.executor.native_worker import MAX_RUN_STEPS
+from infinilm.sampling.sampler import Sampler
 
 pytestmark = needs_native
 
@@ -22,6 +24,7 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "quantization": "q8", "num_kvcache_
 SIZES = {"intermediate_size": 128, "vocab_size": 300}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(2, 40)), [9, 2, 6]]
 LENGTH = 40  # tokens, over several blocks
+RANDOM: dict[str, Any] = {"temperature": 1.3, "seed": 2, "max_tokens": LENGTH, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True),
     SamplingParams(temperature=1.1, seed=7, max_tokens=LENGTH, ignore_eos=True, n=2),
@@ -67,7 +70,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], m
 
 def without_generator(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have logits and tokens computed by the calls that serve other steps."""
-    monkeypatch.setattr(native_worker.Sampler, "plain_settings", lambda *_: None)
+    monkeypatch.setattr(Sampler, "plain_settings", lambda *_: None)
 
 
 def run_lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -125,15 +128,13 @@ def test_families_scale_and_cap_and_have_windows(kind: str, tmp_path: Path, monk
     ids=str,
 )
 def test_parameters_that_end_or_forbid_runs(llm: LLM, changes: dict[str, Any]) -> None:
-    settings = {"temperature": 1.0, "seed": 11, "max_tokens": LENGTH, "ignore_eos": True}
-    params = [SamplingParams(**settings | changes), PARAMS[1]]
+    params = [SamplingParams(**RANDOM | changes), PARAMS[1]]
     assert generate(llm, PROMPTS[:2], params, MAX_RUN_STEPS) == generate(llm, PROMPTS[:2], params, 1)
 
 
 def test_stop_strings_inside_of_a_run_end_the_answer(llm: LLM) -> None:
-    settings = {"temperature": 1.0, "seed": 11, "max_tokens": LENGTH, "ignore_eos": True}
-    (text, *_), *_ = generate(llm, PROMPTS[:1], [SamplingParams(**settings)], 1)
-    params = SamplingParams(**settings, stop=[text[len(text) // 2 :][:3]])
+    (text, *_), *_ = generate(llm, PROMPTS[:1], [SamplingParams(**RANDOM)], 1)
+    params = SamplingParams(**RANDOM, stop=[text[len(text) // 2 :][:3]])
     found = generate(llm, PROMPTS[:1], [params], MAX_RUN_STEPS)
     assert found == generate(llm, PROMPTS[:1], [params], 1)
     assert len(found[0][0]) < len(text)
@@ -141,10 +142,9 @@ def test_stop_strings_inside_of_a_run_end_the_answer(llm: LLM) -> None:
 
 
 def test_a_stop_token_ends_the_run_and_the_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"temperature": 1.3, "seed": 2, "max_tokens": LENGTH, "ignore_eos": True}
-    (_, tokens, *_), *_ = generate(llm, PROMPTS[:1], [SamplingParams(**settings)], 1)
+    (_, tokens, *_), *_ = generate(llm, PROMPTS[:1], [SamplingParams(**RANDOM)], 1)
     stop = next(token for index, token in enumerate(tokens) if index >= 20 and tokens.index(token) == index)
-    params = SamplingParams(**settings, stop_token_ids=[stop])
+    params = SamplingParams(**RANDOM, stop_token_ids=[stop])
     lengths = run_lengths(llm, monkeypatch)
     ((_, found, _, *reasons),) = generate(llm, PROMPTS[:1], [params], MAX_RUN_STEPS)
     assert found == tokens[: tokens.index(stop) + 1]
@@ -232,6 +232,25 @@ def test_listeners_get_all_tokens_and_commands_end_runs(tiny: Path, llm: LLM) ->
     found = asyncio.run(run())
     assert answers([output for _, output in found]) == expected
     assert all(tokens == output.outputs[0].token_ids for tokens, output in found)
+
+
+def test_an_interrupt_between_steps_ends_the_call(llm: LLM) -> None:
+    expected = generate(llm, PROMPTS[:1], PARAMS[:1], 1)
+
+    def interrupt() -> bool:
+        signal.raise_signal(signal.SIGINT)
+        return False
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    llm.end_runs_if.append(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, PROMPTS[:1], PARAMS[:1], MAX_RUN_STEPS)
+    finally:
+        llm.end_runs_if.remove(interrupt)
+        signal.signal(signal.SIGINT, before)
+    assert generate(llm, PROMPTS[:1], PARAMS[:1], MAX_RUN_STEPS) == expected
+    assert llm.is_finished()
 
 
 def ends_after(calls: int) -> Callable[[], bool]:
