@@ -141,7 +141,10 @@ def _draw_engine(random: Random) -> EngineSettings:
 def _draw_specs(random: Random, seed: int, path: str) -> list[RequestSpec]:
     """A few, so that the same request may come more than once."""
     first = seed // CASES_PER_POOL * SPECS_PER_POOL
-    specs = [make_spec(first + number) for number in random.sample(range(SPECS_PER_POOL), 10)]
+    numbers = range(first, first + SPECS_PER_POOL)
+    if random.random() < 0.3:  # only plain requests are computed several steps at a time
+        numbers = range(-(-first // 3) * 3, numbers.stop, 3)
+    specs = [make_spec(number) for number in random.sample(numbers, 10)]
     if path == "server":  # processors can't be sent
         specs = [spec for spec in specs if "logits_processors" not in spec.settings]
     return specs[:6]

@@ -36,6 +36,12 @@ FORMS: tuple[dict[str, Any], ...] = (
 )
 
 
+PLAIN = frozenset(
+    ("temperature", "seed", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos", "stop", "stop_token_ids", "n")
+)
+"""Settings that need no more than a draw, so that several steps may be computed at a time."""
+
+
 @dataclass(frozen=True)
 class RequestSpec:
     """What is asked."""
@@ -104,6 +110,8 @@ def make_spec(number: int) -> RequestSpec:
     elif random.random() < 0.1:
         settings["logits_processors"] = (random.choice((ban_even, RaiseAt(random.randrange(6)))),)
     prompt = _draw_prompt(random)
+    if number % 3 == 0:
+        settings = {name: value for name, value in settings.items() if name in PLAIN}
     return RequestSpec(number, prompt, settings, _features(prompt, settings))
 
 
@@ -159,6 +167,8 @@ def _features(prompt: str | tuple[int, ...], settings: dict[str, Any]) -> frozen
     names = set(settings) - {"temperature", "seed", "max_tokens"}
     names.add("greedy" if settings["temperature"] == 0 or settings.get("top_k") == 1 else "sampled")
     names.add("text prompt" if isinstance(prompt, str) else "ids prompt")
+    if PLAIN.issuperset(settings):
+        names.add("plain")
     if settings["max_tokens"] > MAX_MODEL_LEN:
         names.add("context limit")
     if not isinstance(prompt, str) and POISON_ID in prompt:
