@@ -86,7 +86,7 @@ class Run:
     num_decode_tokens: int = 0
     decode_seconds: float = 0.0  # of all other steps
     ttfts: list[float] = field(default_factory=list)  # from `add_request` to the first token
-    gaps: list[float] = field(default_factory=list)  # between two tokens of a request
+    gaps: list[float] = field(default_factory=list)  # between two tokens of a request; of several at a time, the mean
     token_ids: list[list[int]] = field(default_factory=list)  # the answer to each prompt, in order
 
     def add_step(self, seconds: float, num_prefill_tokens: int, num_drawn: int) -> None:
@@ -149,20 +149,20 @@ def run_engine(engine: "LLMEngine", workload: Workload, prompts: Sequence[Sequen
             index, prompt = waiting.popleft()
             arrivals[engine.add_request(prompt, params)] = index
             last_times[index] = perf_counter()
-        outputs = engine.step()
+        deltas = engine.step_deltas()
         step_start, now = now, perf_counter()
         num_drawn = 0
-        for output in outputs:
-            index = arrivals[output.request_id]
-            num_drawn += len(output.outputs[0].new_token_ids)
+        for delta in deltas:
+            index, num_new = arrivals[delta.request_id], len(delta.token_ids)
+            num_drawn += num_new
             gaps = run.gaps if run.token_ids[index] else run.ttfts
-            gaps.append(now - last_times[index])
+            gaps += [(now - last_times[index]) / max(num_new, 1)] * num_new
             last_times[index] = now
-            run.token_ids[index] = output.token_ids
-            if output.finished:
-                if output.error:
-                    raise EngineError(f"a request of the workload {workload.name!r} failed: {output.error}")
-                del arrivals[output.request_id]
+            run.token_ids[index] += delta.token_ids
+            if delta.finish_reason is not None:
+                if delta.error:
+                    raise EngineError(f"a request of the workload {workload.name!r} failed: {delta.error}")
+                del arrivals[delta.request_id]
         known = engine.stats().num_prefill_tokens
         run.add_step(now - step_start, known - num_prefill_tokens, num_drawn)
         num_prefill_tokens = known

@@ -69,18 +69,17 @@ class CtrlC:
 
 
 def stream_answer(engine: "LLM", prompt: str | Sequence[int], sampling: SamplingParams) -> Iterator[RequestOutput]:
-    """The request's output after each step that changed it; the last one is finished. Ctrl-C aborts the request."""
+    """The request's output each time it has changed; the last one is finished. Ctrl-C aborts the request."""
+    outputs: list[RequestOutput] = []
     with CtrlC() as ctrl_c:
-        request_id = engine.add_request(prompt, sampling)
+        request_id = engine.add_request(prompt, sampling, on_token=outputs.append)
         try:
-            while True:
+            while not outputs or not outputs[-1].finished:
+                outputs.clear()
                 if ctrl_c.was_pressed:
                     engine.abort(request_id)
-                for output in engine.step():
-                    if output.request_id == request_id:
-                        yield output
-                        if output.finished:
-                            return
+                engine.step_deltas()
+                yield from outputs
         finally:
             engine.abort(request_id)
 

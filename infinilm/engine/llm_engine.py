@@ -241,7 +241,7 @@ class LLMEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> str:
-        """Queue a prompt; `on_token` is called with the request's output after each step that changed it.
+        """Queue a prompt; `on_token` is called with the request's output after each step, or each few, that changed it.
 
         It may abort this request and others, and add new ones. If it raises, its own request ends with that error.
         The prefix cache is shared among requests with the same `cache_salt`, and with no others.
@@ -264,13 +264,15 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns the requests that changed; `finished` says which have ended."""
         self._check_open()
-        self._advance()
+        self._advance(may_run=False)
         unreported, self._unreported = self._unreported, {}
         return [request.output() for request in unreported]
 
     @_in_turn
     def step_deltas(self) -> list[AnswerDelta]:
-        """Compute one step. Returns what is new, as tokens: much less work than `step` where texts are made elsewhere.
+        """Compute one step, or several that only decode. Returns what is new, as tokens.
+
+        That is much less work than `step` where texts are made elsewhere.
 
         Use either this or `step` for a request. Requests with a listener are left out here.
         """
@@ -280,23 +282,23 @@ class LLMEngine:
         return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
     @_in_turn
-    def _advance(self) -> None:
-        """Schedule and submit steps, as many as may be in flight, and commit the oldest."""
+    def _advance(self, *, may_run: bool = True) -> None:
+        """Schedule and submit steps, as many as may be in flight, and commit the oldest, or a `DecodeRun`."""
         if self._is_stepping:
             raise EngineError("the engine is in the middle of a step; don't call it from a hook or from on_token")
         self._is_stepping = True
         try:
-            self._compute_step()
+            self._compute_step(may_run=may_run)
         finally:
             try:
                 self._emit_updates()
             finally:
                 self._is_stepping = False
 
-    def _compute_step(self) -> None:
+    def _compute_step(self, *, may_run: bool) -> None:
         try:
             self.executor.check_health()
-            while len(self._in_flight) < self._max_in_flight and (step := self.scheduler.schedule()):
+            while len(self._in_flight) < self._max_in_flight and (step := self.scheduler.schedule(may_run=may_run)):
                 self._in_flight.append(step)
                 self._submit(step)
             if self._in_flight:

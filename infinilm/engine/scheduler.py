@@ -134,8 +134,8 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------------
 
-    def schedule(self) -> Step | None:
-        """Plan the next step, or None if there is nothing to compute right now."""
+    def schedule(self, *, may_run: bool = True) -> Step | None:
+        """Plan the next step, or None if there is nothing to compute right now. `may_run`: it may become several."""
         builder = StepBuilder(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(builder)
         num_decoding = len(builder.seqs)
@@ -147,7 +147,7 @@ class Scheduler:
             if not builder.lacks_blocks or self._num_in_flight:
                 return None
             self._preempt(self.running[-1])  # all wait for blocks that the others hold
-            return self.schedule()
+            return self.schedule(may_run=may_run)
         rows = builder.decoding.rows
         if builder.chunks:
             rows = np.concatenate((rows, [chunk.row for chunk in builder.chunks]))
@@ -162,7 +162,7 @@ class Scheduler:
                 self._samples_on_host[builder.decoding.rows].any() or self._samples_on_host[sampling].any()
             ),
             num_expected_rows=len(self.running) + len(self.waiting),
-            run=self._plan_run(builder),
+            run=self._plan_run(builder) if may_run else ONE_STEP,
         )
         self._ended_rows = []
         self._num_in_flight += 1

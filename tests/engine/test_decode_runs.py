@@ -16,6 +16,7 @@ from tiny_tokenizer import save_tokenizer
 from infinilm import LLM, AsyncLLM, RequestOutput, SamplingParams
 from infinilm.executor import native_worker
 from infinilm.executor.native_worker import MAX_RUN_STEPS
+from infinilm.outputs import AnswerDelta
 from infinilm.sampling.sampler import Sampler
 
 pytestmark = needs_native
@@ -205,14 +206,15 @@ def test_an_abort_ends_the_run(llm: LLM) -> None:
         return False
 
     llm.end_runs_if.insert(0, abort)
-    outputs: list[RequestOutput] = []
+    deltas: list[AnswerDelta] = []
     try:
         while not llm.is_finished():
-            outputs += llm.step()
+            deltas += llm.step_deltas()
     finally:
         llm.end_runs_if.remove(abort)
-    assert outputs[-1].outputs[0].finish_reason == "abort"
-    assert outputs[-1].outputs[0].token_ids == expected[:2]  # the prompt's, and that of the run's first step
+    assert deltas[-1].finish_reason == "abort"
+    # The prompt's, and that of the run's first step.
+    assert [token for delta in deltas for token in delta.token_ids] == expected[:2]
     assert answers(llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False))[0][1] == expected
 
 
@@ -251,6 +253,14 @@ def test_an_interrupt_between_steps_ends_the_call(llm: LLM) -> None:
         signal.signal(signal.SIGINT, before)
     assert generate(llm, PROMPTS[:1], PARAMS[:1], MAX_RUN_STEPS) == expected
     assert llm.is_finished()
+
+
+def test_step_computes_one_step(llm: LLM) -> None:
+    llm.add_request(PROMPTS[0], PARAMS[0])
+    outputs: list[RequestOutput] = []
+    while not llm.is_finished():
+        outputs += llm.step()
+    assert [len(output.outputs[0].new_token_ids) for output in outputs] == [1] * LENGTH
 
 
 def ends_after(calls: int) -> Callable[[], bool]:
