@@ -8,6 +8,7 @@ from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import make_reference, save
 from packing import needs_native
@@ -15,7 +16,7 @@ from tiny_tokenizer import save_tokenizer
 
 from infinilm import LLM, AsyncLLM, RequestOutput, SamplingParams
 from infinilm.executor import native_worker
-from infinilm.executor.native_worker import MAX_RUN_STEPS
+from infinilm.executor.native_worker import MAX_RUN_STEPS, NativeWorker
 from infinilm.outputs import AnswerDelta
 from infinilm.sampling.sampler import Sampler
 
@@ -299,3 +300,43 @@ def test_a_row_that_can_draw_nothing_keeps_what_it_drew_before(llm: LLM, tmp_pat
             assert output.error is not None
             assert "no token can be drawn" in output.error
             assert output.outputs[0].token_ids == tokens[: index + 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tables": [np.array([[64]])]}, "a block lies outside of the cache"),
+        ({"tables": []}, "has no block table"),
+        ({"starts": np.array([12])}, "longer than its row of the block table"),
+        ({"starts": np.array([-1])}, "needs a token to go on from"),
+        (
+            {"starts": np.array([10**6]), "tables": [np.zeros((1, 10**5), dtype=np.int64)]},
+            "outside of the rotary table",
+        ),
+        ({"tokens": np.array([300])}, "outside of the matrix"),
+        ({"rows": np.array([10**6])}, "a row has no settings"),
+        ({"groups": [0]}, "a cache and a group for each"),
+        ({"drawn": np.zeros((5, 2), dtype=np.int64)}, r"drawn \[steps, n\]"),
+        ({"is_awaited": lambda: 1 / 0}, "division by zero"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(llm: LLM, change: dict[str, Any], message: str) -> None:
+    worker: NativeWorker = getattr(llm.executor, "worker")  # noqa: B009 - not in the protocol
+    cache = worker.cache
+    assert cache is not None
+    fitting: dict[str, Any] = {
+        "groups": cache.group_of,
+        "tables": [np.array([[63]])],
+        "tokens": np.array([5]),
+        "starts": np.array([3]),
+        "settings": np.zeros((4, 5), dtype=np.int64),
+        "rows": np.array([2]),
+        "is_stop": np.zeros(1, dtype=np.bool_),
+        "drawn": np.zeros((5, 1), dtype=np.int64),
+        "are_sound": np.zeros(1, dtype=np.bool_),
+        "seconds": 1.0,
+        "is_awaited": lambda: False,
+    }
+    with pytest.raises((ValueError, ZeroDivisionError), match=message):
+        worker.model.generator.run(cache.native, **fitting | change)
+    assert worker.model.generator.run(cache.native, **fitting | {"seconds": 1000.0}) == 5
