@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import socketpair
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any
@@ -17,8 +18,11 @@ from tiny_tokenizer import save_tokenizer
 from infinilm import LLM, AsyncLLM, RequestOutput, SamplingParams
 from infinilm.executor import native_worker
 from infinilm.executor.native_worker import MAX_RUN_STEPS, NativeWorker
+from infinilm.framing import FrameSocket
 from infinilm.outputs import AnswerDelta
 from infinilm.sampling.sampler import Sampler
+from infinilm.server import messages
+from infinilm.server.engine_process import EngineLoop
 
 pytestmark = needs_native
 
@@ -300,6 +304,29 @@ def test_a_row_that_can_draw_nothing_keeps_what_it_drew_before(llm: LLM, tmp_pat
             assert output.error is not None
             assert "no token can be drawn" in output.error
             assert output.outputs[0].token_ids == tokens[: index + 1]
+
+
+def test_a_command_to_the_engines_process_ends_the_run(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of that process, which reads commands between steps, in this one."""
+    sender, receiver = map(FrameSocket, socketpair())
+    with LLM(tiny, **SETTINGS) as engine:
+        lengths = run_lengths(engine, monkeypatch)
+        loop = EngineLoop(engine, receiver, messages.Timing(1.0, 1.0, 1.0))
+        second = messages.Submit("second", PROMPTS[1], messages.params_to_wire(PARAMS[0]), "")
+        commands = [messages.Stop(), messages.Abort("first"), second]
+
+        def send_next() -> bool:
+            if commands and len(lengths) > 0:
+                sender.send_frame(messages.encode_message(commands.pop()))
+            return False
+
+        engine.end_runs_if.insert(0, send_next)
+        first = messages.Submit("first", PROMPTS[0], messages.params_to_wire(PARAMS[0]), "")
+        sender.send_frame(messages.encode_message(first))
+        loop.run()
+        assert lengths[0] == MAX_RUN_STEPS
+        assert set(lengths[1:]) == {1}
+        assert not commands
 
 
 @pytest.mark.parametrize(
