@@ -77,6 +77,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     from infinilm.loading.assembled import assemble
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+    from infinilm.loading.mxfp4 import Mxfp4Checkpoint
     from infinilm.loading.quantized_config import MXFP4
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
@@ -84,10 +85,11 @@ def _open(path: Path) -> Checkpoint:
         checkpoint = SafetensorsCheckpoint(path)
         if checkpoint.quant_method is None:
             return checkpoint
+        if checkpoint.quant_method == MXFP4:
+            return Mxfp4Checkpoint(checkpoint)
         with require_torch(f"checkpoints quantised by {checkpoint.quant_method}"):
-            from infinilm.loading.mxfp4 import Mxfp4Checkpoint
             from infinilm.loading.quantized_checkpoint import QuantizedCheckpoint
-        return Mxfp4Checkpoint(checkpoint) if checkpoint.quant_method == MXFP4 else QuantizedCheckpoint(checkpoint)
+        return QuantizedCheckpoint(checkpoint)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     if path.suffix in PICKLE_SUFFIXES:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from infinilm.attention.native_backend import why_not_native
 from infinilm.distributed.shard import ArrayShard, PackedShard, ShardRange
 from infinilm.kernels.native import load_library
+from infinilm.kernels.routing import native_gate
 from infinilm.layers.formats import WeightFormats
 from infinilm.layers.formats.packed import FORMATS, MatrixOutline
 from infinilm.layers.names import NATIVE_ACTIVATIONS, ExpertNames
@@ -73,6 +74,8 @@ def _attention_shapes(config: LlamaConfig, prefix: str) -> Shapes:
     if config.qk_norm:
         widths = (q, kv) if config.norms_all_heads else (dim, dim)
         shapes |= {f"{prefix}{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
+    if config.has_sinks:
+        shapes[f"{prefix}sinks"] = (config.num_attention_heads,)
     return shapes
 
 
@@ -87,11 +90,14 @@ def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
     names, hidden = config.expert_names, config.hidden_size
     prefix += names.prefix
     shapes: Shapes = {f"{prefix}{names.router}.weight": (config.num_experts, hidden)}
+    if config.adds_router_bias:
+        shapes[f"{prefix}{names.router}.bias"] = (config.num_experts,)
     if config.has_router_bias:
         shapes[f"{prefix}{names.router}.{names.router_bias}"] = (config.num_experts,)
     for expert in range(config.num_experts):
         parts = (names.gate, names.up, names.down)
-        shapes |= _mlp_shapes(f"{prefix}experts.{expert}.", hidden, config.expert_size, parts)
+        own = f"{prefix}experts.{expert}."
+        shapes |= _mlp_shapes(own, hidden, config.expert_size, parts, bias=names.has_biases)
     if config.shared_size:
         shapes |= _mlp_shapes(f"{prefix}{names.shared}.", hidden, config.shared_size)
     return shapes
@@ -184,7 +190,7 @@ class _Builder:
             scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             window=config.window(layer),
             cap=config.attention_cap,
-            sinks=None,
+            sinks=self.weights.get(f"{prefix}sinks"),
         )
 
     def mlp(self, prefix: str, activation: str) -> Any:
@@ -199,9 +205,9 @@ class _Builder:
         downs = [self.linear(own, names.down) for own in each]
         router = self.weights[f"{prefix}{names.router}.weight"]
         return self.library.SparseMLP(
-            experts=self.library.Experts(gate_ups, downs),
+            experts=self.library.Experts(gate_ups, downs, **native_gate(config.expert_gate)),
             router=np.ascontiguousarray(router.T),
-            router_bias=None,
+            router_bias=self.weights.get(f"{prefix}{names.router}.bias"),
             correction=self.weights.get(f"{prefix}{names.router}.{names.router_bias}"),
             shared=self.mlp(f"{prefix}{names.shared}.", "silu") if config.shared_size else None,
             **{name: value for name, value in config.routing._asdict().items() if name != "num_experts"},

@@ -83,7 +83,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", "latent:DeepseekV3Config", "latent:DeepseekV3ForCausalLM"),
     "glm4": _native("Glm4ForCausalLM", "relatives:Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": _native("Glm4MoeForCausalLM", "sparse:Glm4MoeConfig", "Glm4MoeForCausalLM"),
-    "gpt_oss": ModelFamily("GptOssForCausalLM", "sparse:GptOssConfig", "causal_lm:GptOssForCausalLM"),
+    "gpt_oss": _native("GptOssForCausalLM", "sparse:GptOssConfig", "GptOssForCausalLM"),
     "mixtral": _native("MixtralForCausalLM", "sparse:MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": _native("Qwen3MoeForCausalLM", "sparse:Qwen3MoeConfig", "SparseCausalLM"),
     "granite": _native("GraniteForCausalLM", "relatives:GraniteConfig"),
@@ -215,12 +215,9 @@ class InfinilmModelFactory:
     register = staticmethod(register_model)
 
 
-def keeps_quantized(model_type: str, *, is_native: bool) -> bool:
+def keeps_quantized(model_type: str) -> bool:
     """Whether models of this type can keep matrices quantised, in the native library or on another device."""
-    if FAMILIES[model_type].is_native:
-        return True
-    builder = FAMILIES[model_type].builder
-    return _takes_formats(builder) and (not is_native or getattr(builder, "keeps_quantized", True))
+    return FAMILIES[model_type].is_native or _takes_formats(FAMILIES[model_type].builder)
 
 
 def _takes_formats(builder: Any) -> bool:
