@@ -86,7 +86,7 @@ class Attention:
     """A token mixer. `rotary` `[max_len, dim]` has the cosines and sines of the first `dim` numbers of a head.
 
     Norms of heads are `[head_dim]`, or `[heads * head_dim]` over all heads as one; `query_scale` is `[max_len]`,
-    `sinks` `[num_heads]`. `infinilm.layers.attention` says what they mean. `v_norm` is `[head_dim]`. If `qkv` gives only
+    `sinks` `[num_heads]`, `v_norm` `[head_dim]`. `infinilm.layers.attention` says what they mean. If `qkv` gives only
     queries, the keys and values are those that another layer stores in the same cache.
     """
 

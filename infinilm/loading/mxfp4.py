@@ -10,7 +10,7 @@ import numpy as np
 
 from infinilm.distributed.grouped import MXFP4
 from infinilm.errors import CheckpointError
-from infinilm.loading.checkpoint import Checkpoint, locate_part
+from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.quantize import Bytes, Floats, PackedRows, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
@@ -186,8 +186,8 @@ def take_apart(blocks: Bytes) -> tuple[Bytes, Bytes]:
 def repack(codes: Bytes, exponents: Bytes, source: str) -> Bytes:
     """The same numbers in GGML's Q5_0, uint8 `[rows, groups * 22]`; `source` names them in errors.
 
-    A scale is a power of 2 as a float16. Numbers that would need a smaller one than there is, which are less than 2**-20,
-    are rounded to multiples of 2**-24.
+    A scale is a power of 2 as a float16. Numbers that would need a smaller one than there is are rounded to multiples of
+    2**-24.
     """
     halves = _HALVES[codes]
     is_used = halves.any(axis=-1)

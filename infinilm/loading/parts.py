@@ -37,7 +37,7 @@ FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "gpt_oss", "phi3", "qwen3_5_t
 class Part:
     """Some rows of a stored tensor, or of one expert's matrix in it: runs of equal length that begin at `starts`.
 
-    With `columns`, the columns are runs as well. With a `step` above 1 only every `step`-th row from the one start on is
+    With `columns`, the columns are runs as well. With a `step` above 1 every `step`-th row from the one start on is
     meant. If `is_turned`, the source has a row for each column.
     """
 

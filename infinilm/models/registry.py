@@ -66,7 +66,7 @@ def _named(target: Any) -> Any:
 
 
 def _native(class_name: str, config: str, model: str = "CausalLM") -> ModelFamily:
-    return ModelFamily(class_name, config, f"causal_lm:{model}", is_native=True)
+    return ModelFamily(class_name, config, model if ":" in model else f"causal_lm:{model}", is_native=True)
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -78,7 +78,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "ministral3": _native("Ministral3ForCausalLM", "dense:Ministral3Config"),
     "gemma2": _native("Gemma2ForCausalLM", "gemma:Gemma2Config", "GemmaForCausalLM"),
     "gemma3_text": _native("Gemma3ForCausalLM", "gemma:Gemma3Config", "GemmaForCausalLM"),
-    "gemma4_text": ModelFamily("Gemma4ForCausalLM", "gemma4:Gemma4Config", "gemma4:Gemma4ForCausalLM"),
+    "gemma4_text": _native("Gemma4ForCausalLM", "gemma4:Gemma4Config", "gemma4_lm:Gemma4ForCausalLM"),
     "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", "latent:DeepseekV2Config", "latent:DeepseekV2ForCausalLM"),
     "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", "latent:DeepseekV3Config", "latent:DeepseekV3ForCausalLM"),
     "glm4": _native("Glm4ForCausalLM", "relatives:Glm4Config", "Glm4ForCausalLM"),

@@ -67,6 +67,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe-mha": SIZES,
     "mixtral": SIZES,
     "glm4-moe": SIZES,
+    "gpt-oss": {"vocab_size": 161},
+    "gemma4": SIZES,
+    "gemma4-shared": SIZES,
+    "gemma4-moe": SIZES,
+    "gemma4-moe-shared": SIZES,
 }
 
 

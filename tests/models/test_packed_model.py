@@ -20,7 +20,7 @@ from infinilm.models.registry import FAMILIES
 
 pytestmark = needs_native
 
-LAYER_BY_LAYER = ("deepseek", "gemma4", "qwen3-next", "qwen3.5")
+LAYER_BY_LAYER = ("deepseek", "qwen3-next", "qwen3.5")
 """Beginnings of the kinds that the native library does not compute in one call."""
 SIZES = {"intermediate_size": 128, "vocab_size": 160}
 TOKENS = torch.randint(0, 160, (100,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -90,7 +90,9 @@ def test_what_quantising_costs(quantization: str, least: float, most: float, tmp
     assert least < (found - expected).abs().mean() < most
 
 
-@pytest.mark.parametrize("kind", ["qwen2-window", "gemma2", "gemma3", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2-window", "gemma2", "gemma3", "gemma4", "gemma4-moe", "gpt-oss", "qwen3-moe", "glm4-moe"]
+)
 def test_chunks_and_company_change_nothing(kind: str, tmp_path: Path) -> None:
     """A row's sums are made in an order of its own."""
     model = load_quantized(make_reference(kind, **SIZES), tmp_path)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from infinilm.distributed.shard import PackedShard, Shard, ShardRange, WeightShard
+from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.experts_torch import mix_experts_torch
 from infinilm.kernels.native import arrays_of, load_library
 from infinilm.kernels.routing import ClampedGate, Gate, native_gate
