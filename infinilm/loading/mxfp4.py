@@ -141,7 +141,7 @@ class Mxfp4Checkpoint:
                 f"{self.path}: {lines.source + _SCALES!r} of expert {lines.expert} has {_NO_NUMBER}, which stands for "
                 "no number; the file is damaged"
             )
-        return np.stack((blocks & 0x0F, blocks >> 4), axis=-1).reshape(*exponents.shape, GROUP), exponents
+        return unpack_codes(blocks), exponents
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         """See `Checkpoint`. In MXFP4 a row is its codes, uint8 `[in / 2]`, and its exponents, uint8 `[in / 32]`."""
@@ -171,6 +171,11 @@ class Mxfp4Checkpoint:
         self._stored.close()
 
 
+def unpack_codes(blocks: Bytes) -> Bytes:
+    """The codes `[rows, groups, 32]` of blocks `[rows, groups, 16]`."""
+    return np.stack((blocks & 0x0F, blocks >> 4), axis=-1).reshape(*blocks.shape[:2], GROUP)
+
+
 def decode(codes: Bytes, exponents: Bytes) -> Floats:
     """The floats of codes `[rows, groups, 32]` and exponents `[rows, groups]`: `[rows, groups * 32]`."""
     scales = exponents[..., None].astype(np.int32) - _BIAS
@@ -186,8 +191,7 @@ def take_apart(blocks: Bytes) -> tuple[Bytes, Bytes]:
 def repack(codes: Bytes, exponents: Bytes, source: str) -> Bytes:
     """The same numbers in GGML's Q5_0, uint8 `[rows, groups * 22]`; `source` names them in errors.
 
-    A scale is a power of 2 as a float16. Numbers that would need a smaller one than there is are rounded to multiples of
-    2**-24.
+    A scale is a power of 2 as a float16. Numbers that would need a smaller one are rounded to multiples of 2**-24.
     """
     halves = _HALVES[codes]
     is_used = halves.any(axis=-1)

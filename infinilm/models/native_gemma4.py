@@ -1,8 +1,8 @@
-"""What Gemma 4 has besides Llama's parts, in the native library: experts beside the MLP, inputs of layers. No torch here."""
+"""Gemma 4 in the native library: what it has besides Llama's parts. No torch here."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +119,7 @@ class LayerInputs:
         by_layer = seen.reshape(len(hidden), -1, width)
         squares = np.square(by_layer).mean(axis=-1, keepdims=True)
         by_layer *= 1 / np.sqrt(squares + np.float32(config.rms_norm_eps))
-        by_layer *= self._norm
+        by_layer *= cast(Floats, self._norm)
         known *= np.float32(width**0.5)
         by_layer += known.reshape(by_layer.shape)
         by_layer *= np.float32(2**-0.5)

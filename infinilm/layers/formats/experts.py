@@ -216,7 +216,7 @@ class PackedExperts:
     def num_bytes(self) -> int:
         """See `ExpertWeights`."""
         matrices = sum(matrix.num_bytes for expert in self._experts for matrix in expert)
-        return matrices + sum(each.nbytes for each in self.biases or ())
+        return matrices + sum(int(each.nbytes) for each in self.biases or ())
 
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
         """See `ExpertWeights`."""
