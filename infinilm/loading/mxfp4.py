@@ -4,7 +4,7 @@ are asked for."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from infinilm.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
 GROUP = 32
 """Numbers that share a scale, two in a byte, the first in its lower half."""
@@ -51,8 +53,7 @@ class Mxfp4Checkpoint:
     Each expert's matrices, of gate, up and down, are tensors of their own.
     """
 
-    def __init__(self, stored: Any) -> None:
-        """`stored` is a `SafetensorsCheckpoint`."""
+    def __init__(self, stored: SafetensorsCheckpoint) -> None:
         self._stored = stored
         self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
         self.num_bytes = stored.num_bytes
@@ -102,8 +103,7 @@ class Mxfp4Checkpoint:
 
     def read(self, name: str) -> Tensor:
         if name not in self._matrices:
-            tensor: Tensor = self._stored.read(name)
-            return tensor
+            return self._stored.read(name)
         import torch
 
         return torch.from_numpy(self.read_floats(name))
@@ -118,8 +118,7 @@ class Mxfp4Checkpoint:
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
         if name not in self._matrices:
-            floats: Floats = self._stored.read_floats(name, starts, shape)
-            return floats
+            return self._stored.read_floats(name, starts, shape)
         own = self._matrices[name].shape
         shape = own if shape is None else tuple(shape)
         starts = locate_part(self.path, name, own, shape, starts)
@@ -164,8 +163,7 @@ class Mxfp4Checkpoint:
             yield np.concatenate((pairs, exponents), axis=1), np.arange(shape[0])
 
     def tokenizer(self) -> Tokenizer | None:
-        tokenizer: Tokenizer | None = self._stored.tokenizer()
-        return tokenizer
+        return self._stored.tokenizer()
 
     def close(self) -> None:
         self._stored.close()

@@ -115,7 +115,7 @@ class SafetensorsCheckpoint:
             stored = np.memmap(tensor.file, kind, "r", tensor.offset, tensor.shape)
         except OSError as error:
             raise CheckpointError(f"{tensor.file}: {name!r} cannot be read: {error}") from error
-        return stored[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))]
+        return np.asarray(stored[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))])
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         return quantize_rows(self, name, format, starts, shape)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_reference, save
+from gguf_families import write_family
 from gguf_files import write_gguf
 from packing import needs_native
 from tiny_tokenizer import save_tokenizer
@@ -83,6 +84,41 @@ def test_every_family_has_the_bits_that_it_has_under_torch(kind: str, tmp_path: 
         run(path, RankWorker, quantization="q8", executor="processes"),
     )
     assert alone == hosted
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma4-shared", "gemma4-moe"])
+def test_company_preemption_and_cached_beginnings_change_nothing(kind: str, tmp_path: Path) -> None:
+    path = save(make_reference(kind, **FAMILIES[kind]), tmp_path)
+    settings: dict[str, Any] = {**SMALL, "quantization": "q8", "max_model_len": 80}
+    prompts = [PROMPTS[0][:30], PROMPTS[0][:40], PROMPTS[0][10:], PROMPTS[1]]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=2)
+    with LLM(path, **settings) as llm:
+        alone = [results(llm.generate([prompt], params, use_tqdm=False)) for prompt in prompts]
+        again = results(llm.generate(prompts[:1], params, use_tqdm=False))
+    assert again == alone[0]
+    with LLM(path, **{**settings, "num_kvcache_blocks": 13, "kvcache_block_size": 16}) as llm:
+        together = results(llm.generate(prompts, params, use_tqdm=False))
+        assert llm.stats().num_preemptions > 0
+    assert [[each] for each in together] == alone
+
+
+def test_experts_in_mxfp4_have_the_bits_that_they_have_under_torch(tmp_path: Path) -> None:
+    """Of llama.cpp's files; what is not quantised there becomes Q8_0."""
+    path = write_family(make_reference("gpt-oss", swiglu_limit=7.0), tmp_path / "model.gguf", "gpt-oss", "MXFP4")
+    alone = run(path, NativeWorker, quantization="q8")
+    assert alone == run(path, RankWorker, quantization="q8", executor="processes")
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma4-shared", "gemma4-moe"])
+def test_hooks_see_what_they_see_under_torch(kind: str, tmp_path: Path) -> None:
+    path = save(make_reference(kind, **FAMILIES[kind]), tmp_path)
+    found = []
+    for executor in ("auto", "processes"):
+        with LLM(path, quantization="q8", executor=executor, **SMALL) as llm:
+            found.append(record(llm, is_changing=False))
+    (seen, watched), (expected, hosted) = found
+    assert watched == hosted
+    assert all(torch.equal(seen[name], expected[name]) for name in seen.keys() | expected.keys())
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "q4"}, {"quantization": "q8", "kv_cache_dtype": "float32"}])
