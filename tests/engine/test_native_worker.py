@@ -11,6 +11,7 @@ from checkpoints import make_reference, save
 from gguf_families import write_family
 from gguf_files import write_gguf
 from packing import needs_native
+from quantized_files import write_checkpoint
 from tiny_tokenizer import save_tokenizer
 
 from infinilm import LLM, RequestOutput, SamplingParams
@@ -90,13 +91,13 @@ def test_every_family_has_the_bits_that_it_has_under_torch(kind: str, tmp_path: 
 def test_company_preemption_and_cached_beginnings_change_nothing(kind: str, tmp_path: Path) -> None:
     path = save(make_reference(kind, **FAMILIES[kind]), tmp_path)
     settings: dict[str, Any] = {**SMALL, "quantization": "q8", "max_model_len": 80}
-    prompts = [PROMPTS[0][:30], PROMPTS[0][:40], PROMPTS[0][10:], PROMPTS[1]]
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=2)
+    prompts = [PROMPTS[0][:40], [*PROMPTS[0][:32], 7], PROMPTS[1], PROMPTS[2], [8, 8]]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=34, ignore_eos=True, logprobs=2)
     with LLM(path, **settings) as llm:
         alone = [results(llm.generate([prompt], params, use_tqdm=False)) for prompt in prompts]
         again = results(llm.generate(prompts[:1], params, use_tqdm=False))
     assert again == alone[0]
-    with LLM(path, **{**settings, "num_kvcache_blocks": 13, "kvcache_block_size": 16}) as llm:
+    with LLM(path, **{**settings, "num_kvcache_blocks": 10, "kvcache_block_size": 16}) as llm:
         together = results(llm.generate(prompts, params, use_tqdm=False))
         assert llm.stats().num_preemptions > 0
     assert [[each] for each in together] == alone
@@ -205,6 +206,22 @@ with LLM(sys.argv[1], **settings) as llm:
     assert lines[2].isdecimal()
     assert len(lines[2]) == 5
     assert "torch is not installed, and logits_processors can't run without it" in lines[3]
+
+
+def test_all_kinds_of_checkpoints_run_where_torch_is_not_installed(tmp_path: Path) -> None:
+    paths = [save(make_reference(kind, **FAMILIES[kind]), tmp_path / kind) for kind in ("gpt-oss", "gemma4-shared")]
+    paths += [write_checkpoint(name, tmp_path / name)[0] for name in ("awq", "gptq", "fp8-blocks")]
+    body = """
+for path in sys.argv[1:]:
+    with LLM(path, quantization="q8", num_kvcache_blocks=64) as llm:
+        print(list(llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)[0].token_ids))
+"""
+    expected = []
+    for path in paths:
+        with LLM(path, quantization="q8", executor="processes", **SMALL) as llm:
+            [output] = llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        expected.append(str(list(output.token_ids)))
+    assert run_lean(body, *paths).splitlines() == expected
 
 
 def test_files_of_llama_cpp_run_where_torch_is_not_installed(tmp_path: Path) -> None:
