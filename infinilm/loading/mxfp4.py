@@ -12,7 +12,7 @@ from infinilm.distributed.grouped import MXFP4
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.quantize import Bytes, Floats, PackedRows, quantize_rows
-from infinilm.text.tokenizer import Tokenizer
+from infinilm.loading.quantized_checkpoint import CodedCheckpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,17 +46,15 @@ class _Lines(NamedTuple):
     shape: tuple[int, int]
 
 
-class Mxfp4Checkpoint:
-    """A checkpoint whose tensors `name_blocks` and `name_scales` are seen as matrices; see `Checkpoint` for the rest.
+class Mxfp4Checkpoint(CodedCheckpoint):
+    """A checkpoint whose tensors `name_blocks` and `name_scales` are seen as matrices.
 
     Blocks are uint8 `[experts, out, in / 32, 16]` and scales uint8 `[experts, out, in / 32]`, exponents of 2 plus 127.
     Each expert's matrices, of gate, up and down, are tensors of their own.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint) -> None:
-        self._stored = stored
-        self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
-        self.num_bytes = stored.num_bytes
+        super().__init__(stored)
         shapes = stored.shapes()
         self._sources = {name.removesuffix(_BLOCKS) for name in shapes if name.endswith(_BLOCKS)}
         self._matrices: dict[str, _Lines] = {}
@@ -100,13 +98,6 @@ class Mxfp4Checkpoint:
 
     def check_values(self) -> None:
         """There is nothing to check."""
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._matrices:
-            return self._stored.read(name)
-        import torch
-
-        return torch.from_numpy(self.read_floats(name))
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         if name not in self._matrices:
@@ -161,12 +152,6 @@ class Mxfp4Checkpoint:
         else:
             pairs = (codes[..., ::2] | (codes[..., 1::2] << 4)).reshape(shape[0], -1)
             yield np.concatenate((pairs, exponents), axis=1), np.arange(shape[0])
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self._stored.tokenizer()
-
-    def close(self) -> None:
-        self._stored.close()
 
 
 def unpack_codes(blocks: Bytes) -> Bytes:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,13 +27,40 @@ _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_
 _SLICE_ELEMENTS = 2**21
 
 
-class QuantizedCheckpoint:
-    """See `Checkpoint`. A matrix is called `layer.weight`, whatever its tensors are called."""
+class CodedCheckpoint:
+    """See `Checkpoint`. Some of its matrices are stored as codes and scales; `_matrices` has them by name."""
+
+    _matrices: Mapping[str, Any]
 
     def __init__(self, stored: SafetensorsCheckpoint) -> None:
         self._stored = stored
         self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
         self.num_bytes = stored.num_bytes
+
+    def read(self, name: str) -> "Tensor":
+        if name not in self._matrices:
+            return self._stored.read(name)
+        import torch
+
+        return torch.from_numpy(self.read_floats(name))
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        raise NotImplementedError
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._stored.tokenizer()
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+class QuantizedCheckpoint(CodedCheckpoint):
+    """A matrix is called `layer.weight`, whatever its tensors are called."""
+
+    _matrices: Mapping[str, QuantizedMatrix]
+
+    def __init__(self, stored: SafetensorsCheckpoint) -> None:
+        super().__init__(stored)
         try:
             self._matrices = _find_matrices(stored)
         except CheckpointError as error:
@@ -80,13 +107,6 @@ class QuantizedCheckpoint:
                     matrix.check_version()
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
-
-    def read(self, name: str) -> "Tensor":
-        if name not in self._matrices:
-            return self._stored.read(name)
-        import torch
-
-        return torch.from_numpy(self.read_floats(name))
 
     def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
         if name not in self._matrices:
@@ -135,12 +155,6 @@ class QuantizedCheckpoint:
                 codes, scales = (torch.from_numpy(np.ascontiguousarray(each)) for each in (piece.codes, piece.scales))
                 zeros = None if piece.zeros is None else torch.from_numpy(np.ascontiguousarray(piece.zeros))
                 yield grouped.pack(codes, scales, zeros), places
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self._stored.tokenizer()
-
-    def close(self) -> None:
-        self._stored.close()
 
 
 def _find_matrices(stored: SafetensorsCheckpoint) -> dict[str, QuantizedMatrix]:

@@ -119,14 +119,14 @@ def test_the_native_librarys_form_has_the_same_values(checkpoint: Path) -> None:
 
 @needs_native
 def test_experts_stay_packed_on_a_cpu(checkpoint: Path, reference: Any) -> None:
-    """Their values are exact, other matrices are dense, and only activations are rounded, to 16 bits."""
+    """Their values are exact, and other matrices are dense. Activations are rounded to 16 bits, keys and values too."""
     with InferEngine(checkpoint, device_type="cpu") as engine:
         (state,) = engine.state_dict()
         found = engine.forward(input_ids=[TOKENS], return_logits=True).logits
     expected = reference.get_parameter("model.layers.0.mlp.experts.down_proj").detach()[2].t()
     assert state["model.layers.0.mlp.experts.2.down_proj.weight"].equal(expected)
     assert found is not None
-    assert (found[0] - reference_logits(reference, TOKENS)).abs().mean() < 1.5e-4
+    assert (found[0] - reference_logits(reference, TOKENS)).abs().mean() < 5e-4
 
 
 @pytest.mark.parametrize(
