@@ -139,15 +139,15 @@ def write_compressed_int4(weight: Tensor, group: int, *, zeros: bool) -> Coded:
 
 def write_mxfp4_values(weight: Tensor) -> Coded:
     """A dense matrix of the values that MXFP4 has: only GPT-OSS's experts are stored in it."""
-    from infinilm.loading.mxfp4 import decode
+    from infinilm.loading.mxfp4 import decode, unpack_codes
 
     blocks, scales = encode_mxfp4(weight)
-    values = decode(blocks, scales)
+    values = torch.from_numpy(decode(unpack_codes(blocks.numpy()), scales.numpy()))
     return {"weight": values}, values
 
 
 def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 `[out, in / 32, 16]` and exponents uint8 `[out, in / 32]`, as for `loading.mxfp4.decode`."""
+    """Codes uint8 `[out, in / 32, 16]` and exponents uint8 `[out, in / 32]`, as `loading.mxfp4` has them."""
     groups = weight.view(len(weight), -1, 32)
     exponents = groups.abs().amax(2).clamp(min=2.0**-100).log2().floor().int() - 2  # the largest float is 6 = 1.5 * 2^2
     steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -64,7 +64,16 @@ class Linear:
 class Experts:
     """A layer's experts: gate and up side by side, and down, of each."""
 
-    def __init__(self, gate_up: list[Linear], down: list[Linear]) -> None: ...
+    def __init__(
+        self,
+        gate_up: list[Linear],
+        down: list[Linear],
+        activation: str = "silu",
+        alpha: float = 0.0,
+        limit: float = 0.0,
+    ) -> None:
+        """`activation` is silu, gelu_pytorch_tanh, or clamped with an `alpha` and a `limit`, see `ClampedGate`."""
+
     def mix(self, x: Floats, ids: Tensor, weights: Floats, out: Floats, accumulate: bool) -> None:
         """`out` `[T, hidden]` = or += the sum of the experts `ids` `[T, k]` int32 of each row of `x`, times `weights`.
 
@@ -78,7 +87,8 @@ class Attention:
     """A token mixer. `rotary` `[max_len, dim]` has the cosines and sines of the first `dim` numbers of a head.
 
     Norms of heads are `[head_dim]`, or `[heads * head_dim]` over all heads as one; `query_scale` is `[max_len]`,
-    `sinks` `[num_heads]`. `infinilm.layers.attention` says what they mean.
+    `sinks` `[num_heads]`, `v_norm` `[head_dim]`. `infinilm.layers.attention` says what they mean. If `qkv` gives only
+    queries, the keys and values are those that another layer stores in the same cache.
     """
 
     def __init__(
@@ -99,6 +109,7 @@ class Attention:
         window: int | None,
         cap: float | None,
         sinks: Floats | None,
+        v_norm: Floats | None = None,
     ) -> None: ...
 
 class ChannelMixer: ...
@@ -111,7 +122,9 @@ class MLP(ChannelMixer):
 class SparseMLP(ChannelMixer):
     """Experts that a router `[hidden, experts]` chooses; `infinilm.kernels.experts_torch.Routing` says how.
 
-    `router_bias` `[experts]` is added to the logits, `correction` to the ranks by which experts are chosen.
+    `router_bias` `[experts]` is added to the logits, `correction` to the ranks by which experts are chosen. With a
+    `router_norm` `[hidden]` the router sees the layer's input after that norm, not what the experts see. The weights of
+    chosen experts are multiplied by their `factors` `[experts]`.
     """
 
     def __init__(
@@ -129,10 +142,27 @@ class SparseMLP(ChannelMixer):
         group_best: int,
         scale: float,
         shared: MLP | None,
+        router_norm: Floats | None = None,
+        factors: Floats | None = None,
     ) -> None: ...
 
+class MixerSum(ChannelMixer):
+    """The sum of several mixers of the same input, each between norms `[hidden]` of its own."""
+
+    def __init__(
+        self, mixers: list[ChannelMixer], *, before: list[Floats | None], after: list[Floats | None], eps: float
+    ) -> None: ...
+
+class OwnInput:
+    """`norm(projection(activation(gate(hidden)) * input))`, which is added to a layer's output."""
+
+    def __init__(self, *, gate: Linear, projection: Linear, norm: Floats, eps: float, activation: str) -> None: ...
+
 class Layer:
-    """Two mixers, each between norms `[hidden]`, scaled by `residual_scale` and added to its input."""
+    """Two mixers, each between norms `[hidden]`, scaled by `residual_scale` and added to its input.
+
+    In the end what it makes of an input of its own is added, if it has one, and all is multiplied by `scale`.
+    """
 
     def __init__(
         self,
@@ -145,6 +175,8 @@ class Layer:
         after_channels: Floats | None,
         eps: float,
         residual_scale: float,
+        own_input: OwnInput | None = None,
+        scale: float = 1.0,
     ) -> None: ...
 
 class Cache:
@@ -164,9 +196,9 @@ class Decoder:
     """All layers and the final norm, if there is one."""
 
     def __init__(self, layers: list[Layer], norm: Floats | None, eps: float) -> None: ...
-    def forward(self, hidden: Floats, cache: Cache, steps: list[Step]) -> None:
+    def forward(self, hidden: Floats, cache: Cache, steps: list[Step], inputs: Floats | None = None) -> None:
         """Put `hidden` `[T, hidden]` through them, in place. Each layer has a step: groups of layers that keep their
-        keys and values in different blocks have different ones."""
+        keys and values in different blocks have different ones. `inputs` are the layers' own, `[T, layers, width]`."""
 
 class Generator:
     """A model that goes from tokens to the next ones: `embedding` and `head` are `[vocab, hidden]`."""

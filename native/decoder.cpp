@@ -163,7 +163,7 @@ namespace {
 // Memory for what lies between two kernels; a thread that computes steps has one.
 struct Workspace {
     QuantizedRows rows;
-    Buffer<float> qkv, attended, gate_up, mixed, partials;
+    Buffer<float> qkv, attended, gate_up, mixed, partials, gated, sum;
     std::vector<AttentionTask> tasks;
 };
 
@@ -332,19 +332,58 @@ void MLP::run_some(const Surroundings& around, const float* x, int64_t tokens, f
     gate_up_->multiply(normed, tokens, gate_up, false);
     const Activations& inner = space.rows.reserve(tokens, int(inner_size / 2));
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        kernels().gate_quantize(gate_up, inner_size, activation_, int(t), inner);
+        kernels().gate_quantize(gate_up, inner_size, gating_, int(t), inner);
     });
     add_output(*down_, inner, around, tokens, out);
 }
 
-void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden) {
+void MixerSum::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
+    const int size = hidden();
+    float* sum = workspace().sum.reserve(tokens * size);
+    std::fill(sum, sum + tokens * size, 0.0f);
+    for (const Part& part : parts_) part.mixer->run(part.around, x, tokens, sum);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        kernels().add_normed(sum + t * size, around.norm_after, around.eps, around.scale, size, out + t * size);
+    });
+}
+
+namespace {
+
+void add_own_input(const OwnInput& own, const float* input, int64_t stride, int64_t tokens, float* hidden) {
+    Workspace& space = workspace();
+    const int width = own.gate->out_features();
+    const Activations& rounded = round_input(own.around, hidden, tokens, own.gate->in_features());
+    float* gates = space.gate_up.reserve(tokens * width);
+    own.gate->multiply(rounded, tokens, gates, false);
+    float* gated = space.gated.reserve(tokens * 2 * width);
+    const Activations& inner = space.rows.reserve(tokens, width);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        float* row = gated + t * 2 * width;
+        std::copy(gates + t * width, gates + (t + 1) * width, row);
+        std::copy(input + t * stride, input + t * stride + width, row + width);
+        kernels().gate_quantize(gated, 2 * width, own.gating, int(t), inner);
+    });
+    add_output(*own.projection, inner, own.around, tokens, hidden);
+}
+
+}  // namespace
+
+void run_layer(const Layer& layer, const Step& step, const CacheView& cache, const float* input, int64_t stride,
+               float* hidden) {
     run_attention(layer.attention, layer.around_attention, step, cache, hidden);
     layer.channels->run(layer.around_channels, hidden, step.tokens, hidden);
+    if (layer.own_input) add_own_input(*layer.own_input, input, stride, step.tokens, hidden);
+    if (layer.scale == 1.0f) return;
+    const int64_t count = step.tokens * layer.channels->hidden();
+    for (int64_t i = 0; i < count; ++i) hidden[i] *= layer.scale;
 }
 
 void Decoder::run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens,
-                  float* hidden) const {
-    for (size_t i = 0; i < layers.size(); ++i) run_layer(layers[i], *steps[i], caches[i], hidden);
+                  const float* inputs, int64_t width, float* hidden) const {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const float* own = inputs ? inputs + i * width : nullptr;
+        run_layer(layers[i], *steps[i], caches[i], own, int64_t(layers.size()) * width, hidden);
+    }
     if (norm == nullptr) return;
     const int columns = layers.front().attention.qkv->in_features();
     parallel_for(tokens, 16, [&](int64_t t) {

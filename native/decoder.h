@@ -102,7 +102,7 @@ struct Scoring {
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
             const Scoring& scoring, float* out, int64_t out_stride);
 
-// A token mixer: attention of the heads [q, k, v] that `qkv` gives.
+// A token mixer: attention of the heads [q, k, v] that `qkv` gives; or only [q], to keys and values that another layer stores.
 struct Attention {
     std::shared_ptr<const Linear> qkv, out;
     RopeStore rope;
@@ -131,8 +131,8 @@ public:
 // down(activation(gate) * up).
 class MLP : public ChannelMixer {
 public:
-    MLP(std::shared_ptr<const Linear> gate_up, std::shared_ptr<const Linear> down, Activation activation)
-        : gate_up_(std::move(gate_up)), down_(std::move(down)), activation_(activation) {}
+    MLP(std::shared_ptr<const Linear> gate_up, std::shared_ptr<const Linear> down, const Gating& gating)
+        : gate_up_(std::move(gate_up)), down_(std::move(down)), gating_(gating) {}
 
     int hidden() const override { return down_->out_features(); }
     void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
@@ -141,7 +141,31 @@ private:
     void run_some(const Surroundings& around, const float* x, int64_t tokens, float* out) const;
 
     std::shared_ptr<const Linear> gate_up_, down_;
-    Activation activation_;
+    Gating gating_;
+};
+
+// The sum of several mixers of the same input, each between norms of its own.
+class MixerSum : public ChannelMixer {
+public:
+    struct Part {
+        std::shared_ptr<const ChannelMixer> mixer;
+        Surroundings around;
+    };
+    explicit MixerSum(std::vector<Part> parts) : parts_(std::move(parts)) {}
+
+    int hidden() const override { return parts_.front().mixer->hidden(); }
+    // There is no norm before all of them.
+    void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
+
+private:
+    std::vector<Part> parts_;
+};
+
+// What a layer makes of the input that it has for itself: hidden += norm(projection(activation(gate(hidden)) * input)).
+struct OwnInput {
+    std::shared_ptr<const Linear> gate, projection;
+    Surroundings around;
+    Gating gating;
 };
 
 struct Layer {
@@ -149,18 +173,23 @@ struct Layer {
     Surroundings around_attention;
     std::shared_ptr<const ChannelMixer> channels;
     Surroundings around_channels;
+    std::shared_ptr<const OwnInput> own_input;  // or null
+    float scale;  // of its output
 };
 
-// Put hidden [tokens, hidden] through a layer.
-void run_layer(const Layer& layer, const Step& step, const CacheView& cache, float* hidden);
+// Put hidden [tokens, hidden] through a layer. Rows of its own input are `stride` apart; it is null where a layer has none.
+void run_layer(const Layer& layer, const Step& step, const CacheView& cache, const float* input, int64_t stride,
+               float* hidden);
 
 struct Decoder {
     std::vector<Layer> layers;
     const float* norm;  // after the last layer, or null
     float eps;
 
-    // Put hidden [tokens, hidden] through all layers, each of which has a cache and a step, and the norm.
-    void run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens, float* hidden) const;
+    // Put hidden [tokens, hidden] through all layers, each of which has a cache and a step, and the norm. Layers with inputs of
+    // their own have them in inputs [tokens, layers, width], which else is null.
+    void run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens, const float* inputs,
+             int64_t width, float* hidden) const;
 };
 
 }  // namespace infinilm

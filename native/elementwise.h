@@ -116,17 +116,26 @@ inline Floats activate(Floats x) {
     }
 }
 
+// What is no number stays none.
+inline Floats at_most(Floats x, float limit) { return x > limit ? all(limit) : x; }
+
 template <Activation kActivation>
 inline void gate_quantize_as(const float* gate, const float* up, int row, const Activations& out) {
     quantize_row(row, out, [&](int column) { return activate<kActivation>(load(gate + column)) * load(up + column); });
 }
 
-void gate_quantize(const float* gate_up, int64_t stride, Activation activation, int row, const Activations& out) {
+void gate_quantize(const float* gate_up, int64_t stride, const Gating& gating, int row, const Activations& out) {
     const float* gate = gate_up + row * stride;
     const float* up = gate + out.columns;
-    switch (activation) {
+    switch (gating.activation) {
         case Activation::kSilu: return gate_quantize_as<Activation::kSilu>(gate, up, row, out);
         case Activation::kGeluTanh: return gate_quantize_as<Activation::kGeluTanh>(gate, up, row, out);
+        case Activation::kClamped:
+            return quantize_row(row, out, [&](int column) {
+                const Floats own = at_most(load(gate + column), gating.limit);
+                const Floats other = -at_most(-at_most(load(up + column), gating.limit), gating.limit);
+                return own / (exponential(own * -gating.alpha) + 1.0f) * (other + 1.0f);
+            });
     }
 }
 
@@ -211,17 +220,20 @@ inline void store_codes(const float* keys, int64_t slot, const CacheView& cache)
 }
 
 void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how, const CacheView& cache) {
-    const int dim = cache.head_dim;
+    const int dim = cache.head_dim, kv_heads = how.has_keys ? cache.kv_heads : 0;
     float* keys = qkv + int64_t(how.num_heads) * dim;
     if (how.rotary) {
         const float* angles = how.rotary + position * how.rotary_dim;
         norm_and_turn(qkv, how.num_heads, dim, how.q_norm, angles, how);
-        norm_and_turn(keys, cache.kv_heads, dim, how.k_norm, angles, how);
+        norm_and_turn(keys, kv_heads, dim, how.k_norm, angles, how);
+    }
+    for (int head = kv_heads; how.v_norm && head < 2 * kv_heads; ++head) {
+        rms_norm(keys + head * dim, how.v_norm, how.eps, dim, keys + head * dim);
     }
     if (how.query_scale) {
         for (float* query = qkv; query < keys; ++query) *query *= how.query_scale[position];
     }
-    if (slot < 0) return;
+    if (slot < 0 || !how.has_keys) return;
     // Keys and values of all heads lie side by side, here and in the cache.
     const int count = 2 * cache.kv_heads * dim;
     if (cache.type == CacheType::kFloat8) return store_codes(keys, slot, cache);

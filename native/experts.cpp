@@ -18,7 +18,7 @@ namespace {
 struct Workspace {
     QuantizedRows rows;
     Buffer<float> gate_up, results;
-    Buffer<float> normed, logits, weights, mixed;
+    Buffer<float> normed, seen, logits, weights, mixed;
     Buffer<int32_t> ids;
     std::vector<int64_t> ends, order, places;
     std::vector<Product> products;
@@ -33,8 +33,9 @@ constexpr int64_t kRowsPerTask = 4;
 
 }  // namespace
 
-Experts::Experts(std::vector<std::shared_ptr<const Linear>> gate_up, std::vector<std::shared_ptr<const Linear>> down)
-    : gate_up_(std::move(gate_up)), down_(std::move(down)) {
+Experts::Experts(std::vector<std::shared_ptr<const Linear>> gate_up, std::vector<std::shared_ptr<const Linear>> down,
+                 const Gating& gating)
+    : gate_up_(std::move(gate_up)), down_(std::move(down)), gating_(gating) {
     if (down_.empty() || gate_up_.size() != down_.size()) throw std::invalid_argument("an expert has two linear layers");
     for (size_t i = 0; i < down_.size(); ++i) {
         const bool fits = gate_up_[i]->in_features() == hidden() && down_[i]->out_features() == hidden() &&
@@ -76,7 +77,7 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
     multiply(gate_up_, rounded, gate_up);
     const Activations activated = space.rows.reserve(pairs, int(inner), 1);
     parallel_for(pairs, kRowsPerTask, [&](int64_t place) {
-        k.gate_quantize(gate_up, 2 * inner, Activation::kSilu, int(place), activated);
+        k.gate_quantize(gate_up, 2 * inner, gating_, int(place), activated);
     });
     float* results = space.results.reserve(pairs * size);
     multiply(down_, activated, results);
@@ -150,6 +151,7 @@ void SparseMLP::run(const Surroundings& around, const float* x, int64_t tokens, 
     Workspace& space = workspace();
     const int size = hidden(), count = experts_->count(), top_k = routing_.top_k;
     float* normed = space.normed.reserve(tokens * size);
+    float* seen = router_.norm ? space.seen.reserve(tokens * size) : nullptr;
     float* logits = space.logits.reserve(tokens * count);
     float* weights = space.weights.reserve(tokens * top_k);
     int32_t* ids = space.ids.reserve(tokens * top_k);
@@ -160,9 +162,11 @@ void SparseMLP::run(const Surroundings& around, const float* x, int64_t tokens, 
         } else {
             std::copy(x + t * size, x + (t + 1) * size, row);
         }
-        k.score(row, router_, size, count, own);
-        for (int i = 0; bias_ && i < count; ++i) own[i] += bias_[i];
-        choose_experts(own, count, routing_, correction_, ids + t * top_k, weights + t * top_k);
+        if (seen) k.rms_norm(x + t * size, router_.norm, around.eps, size, seen + t * size);
+        k.score(seen ? seen + t * size : row, router_.weight, size, count, own);
+        for (int i = 0; router_.bias && i < count; ++i) own[i] += router_.bias[i];
+        choose_experts(own, count, routing_, router_.correction, ids + t * top_k, weights + t * top_k);
+        for (int64_t i = t * top_k; router_.factors && i < (t + 1) * top_k; ++i) weights[i] *= router_.factors[ids[i]];
     });
     float* target = out;
     if (!around.add_directly()) {

@@ -11,7 +11,8 @@ namespace infinilm {
 class Experts {
 public:
     // By expert: gate and up, and down.
-    Experts(std::vector<std::shared_ptr<const Linear>> gate_up, std::vector<std::shared_ptr<const Linear>> down);
+    Experts(std::vector<std::shared_ptr<const Linear>> gate_up, std::vector<std::shared_ptr<const Linear>> down,
+            const Gating& gating);
 
     int count() const { return int(down_.size()); }
     int hidden() const { return down_.front()->out_features(); }
@@ -22,6 +23,7 @@ public:
 
 private:
     std::vector<std::shared_ptr<const Linear>> gate_up_, down_;
+    Gating gating_;
 };
 
 // How a router's logits choose experts; infinilm/kernels/experts_torch.py says what it means.
@@ -36,14 +38,21 @@ struct Routing {
 void choose_experts(const float* logits, int count, const Routing& routing, const float* correction, int32_t* ids,
                     float* weights);
 
+// What gives a row's logits; all but the weight may be null.
+struct Router {
+    const float* weight;      // [hidden, experts]
+    const float* bias;        // [experts]
+    const float* correction;  // [experts], see choose_experts
+    const float* norm;        // [hidden], of what it sees: the layer's input instead of what the experts see
+    const float* factors;     // [experts], what the weights of chosen experts are multiplied by
+};
+
 // A channel mixer: the experts that a router chooses, and those that all rows share.
 class SparseMLP : public ChannelMixer {
 public:
-    // router [hidden, experts]; its bias, the correction and the shared experts may be null.
-    SparseMLP(std::shared_ptr<const Experts> experts, const Routing& routing, const float* router, const float* bias,
-              const float* correction, std::shared_ptr<const ChannelMixer> shared)
-        : experts_(std::move(experts)), routing_(routing), router_(router), bias_(bias), correction_(correction),
-          shared_(std::move(shared)) {}
+    SparseMLP(std::shared_ptr<const Experts> experts, const Routing& routing, const Router& router,
+              std::shared_ptr<const ChannelMixer> shared)
+        : experts_(std::move(experts)), routing_(routing), router_(router), shared_(std::move(shared)) {}
 
     int hidden() const override { return experts_->hidden(); }
     void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
@@ -51,8 +60,8 @@ public:
 private:
     std::shared_ptr<const Experts> experts_;
     Routing routing_;
-    const float *router_, *bias_, *correction_;
-    std::shared_ptr<const ChannelMixer> shared_;
+    Router router_;
+    std::shared_ptr<const ChannelMixer> shared_;  // or null
 };
 
 }  // namespace infinilm

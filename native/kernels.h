@@ -55,8 +55,10 @@ struct CacheView {
 // Norming and turning queries and keys of one token, and storing key and value.
 struct RopeStore {
     int num_heads;
+    bool has_keys;        // otherwise there are only queries, and nothing is stored
     const float* q_norm;  // [head_dim], or [heads, head_dim] if heads are normed as one; null: they are not normed
     const float* k_norm;
+    const float* v_norm;  // [head_dim], or null
     bool norms_all_heads;
     float eps;
     const float* rotary;  // [max_len, rotary_dim], cosines and then sines; null: heads are neither normed nor turned
@@ -65,8 +67,14 @@ struct RopeStore {
     const float* query_scale;  // [max_len], what queries are multiplied by in the end; null: nothing
 };
 
-// Of a gate.
-enum class Activation { kSilu, kGeluTanh };
+// What becomes of a gate and what it is for: activation(gate) * up; or, clamped, (up + 1) * gate * sigmoid(alpha * gate),
+// with gates of at most `limit`, and ups from -limit to limit.
+enum class Activation { kSilu, kGeluTanh, kClamped };
+
+struct Gating {
+    Activation activation = Activation::kSilu;
+    float alpha = 0.0f, limit = 0.0f;
+};
 
 // Some of a request's new tokens, the query heads of one key-value head, and the keys they are attended to.
 struct AttentionTask {
@@ -106,8 +114,8 @@ struct Kernels {
 
     // Round a row of x, after the norm if there is a weight.
     void (*quantize)(const float* x, int64_t stride, const float* norm, float eps, int row, const Activations& out);
-    // Round activation(gate) * up of a row [gate, up].
-    void (*gate_quantize)(const float* gate_up, int64_t stride, Activation activation, int row, const Activations& out);
+    // Round what becomes of a row [gate, up].
+    void (*gate_quantize)(const float* gate_up, int64_t stride, const Gating& gating, int row, const Activations& out);
     // hidden += scale * x, with x after the norm if there is a weight.
     void (*add_normed)(const float* x, const float* norm, float eps, float scale, int columns, float* hidden);
     // out[i] = the sum over columns of x[column] * weight[column, i], in their order.
@@ -131,7 +139,7 @@ struct Kernels {
 
 constexpr int kTaskUnit = 12;       // rows: a multiple of those that are multiplied at a time
 constexpr int kMaxTaskRows = 264;   // a multiple of kTaskUnit
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr int kMaxGroupHeads = 64;  // query heads of one key-value head
 
 }  // namespace infinilm

@@ -143,16 +143,26 @@ struct PyLinear {
     }
 };
 
+Gating find_gating(const std::string& activation, float alpha = 0.0f, float limit = 0.0f) {
+    if (activation == "silu") return {Activation::kSilu};
+    if (activation == "gelu_pytorch_tanh") return {Activation::kGeluTanh};
+    require(activation == "clamped" && limit > 0.0f,
+            "activation='" + activation + "' must be silu or gelu_pytorch_tanh, or of experts clamped with a positive limit");
+    return {Activation::kClamped, alpha, limit};
+}
+
 struct PyExperts {
     std::vector<PyLinear> linears;  // which keep their biases alive
     std::shared_ptr<const Experts> experts;
 
-    PyExperts(const std::vector<PyLinear>& gate_up, const std::vector<PyLinear>& down) : linears(gate_up) {
+    PyExperts(const std::vector<PyLinear>& gate_up, const std::vector<PyLinear>& down, const std::string& activation,
+              float alpha, float limit)
+        : linears(gate_up) {
         linears.insert(linears.end(), down.begin(), down.end());
         std::vector<std::shared_ptr<const Linear>> first, second;
         for (const PyLinear& each : gate_up) first.push_back(each.linear);
         for (const PyLinear& each : down) second.push_back(each.linear);
-        experts = std::make_shared<Experts>(std::move(first), std::move(second));
+        experts = std::make_shared<Experts>(std::move(first), std::move(second), find_gating(activation, alpha, limit));
     }
 
     void mix(Array<const float, 2> x, Array<const int32_t, 2> ids, Array<const float, 2> weights, Array<float, 2> out,
@@ -183,20 +193,23 @@ void score_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float
 struct PyAttention {
     PyLinear qkv, out;  // which keep their biases alive
     Array<const float, 2> rotary;
-    std::optional<Floats1> q_norm, k_norm, query_scale, sinks;
+    std::optional<Floats1> q_norm, k_norm, v_norm, query_scale, sinks;
     Attention attention;
 
     PyAttention(const PyLinear& qkv_, const PyLinear& out_, int num_heads, int num_kv_heads, int head_dim,
                 Array<const float, 2> rotary_, bool is_interleaved, std::optional<Floats1> query_scale_,
                 std::optional<Floats1> q_norm_, std::optional<Floats1> k_norm_, float eps, float scale,
-                std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks_)
-        : qkv(qkv_), out(out_), rotary(rotary_), q_norm(q_norm_), k_norm(k_norm_), query_scale(query_scale_), sinks(sinks_) {
+                std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks_,
+                std::optional<Floats1> v_norm_)
+        : qkv(qkv_), out(out_), rotary(rotary_), q_norm(q_norm_), k_norm(k_norm_), v_norm(v_norm_),
+          query_scale(query_scale_), sinks(sinks_) {
         require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && num_heads / num_kv_heads <= kMaxGroupHeads,
                 "num_heads must be a multiple of num_kv_heads, at most " + std::to_string(kMaxGroupHeads) + " times");
         require(head_dim <= kMaxHeadDim, "head_dim must be at most " + std::to_string(kMaxHeadDim));
         const int rotary_dim = int(rotary.shape(1));
         require(rotary_dim % 2 == 0 && rotary_dim <= head_dim, "rotary must be [max_len, an even number up to head_dim]");
-        require(qkv.linear->out_features() == (num_heads + 2 * num_kv_heads) * head_dim &&
+        const bool has_keys = qkv.linear->out_features() != num_heads * head_dim;
+        require((!has_keys || qkv.linear->out_features() == (num_heads + 2 * num_kv_heads) * head_dim) &&
                     out.linear->in_features() == num_heads * head_dim &&
                     out.linear->out_features() == qkv.linear->in_features(),
                 "the weights of qkv and out do not fit the heads or each other");
@@ -208,8 +221,10 @@ struct PyAttention {
             return vector_or_null(weight, size_t(head_dim) * (norms_all_heads ? heads : 1), name);
         };
         const RopeStore rope{num_heads,
+                             has_keys,
                              norm(q_norm, num_heads, "q_norm"),
                              norm(k_norm, num_kv_heads, "k_norm"),
+                             vector_or_null(v_norm, size_t(head_dim), "v_norm"),
                              norms_all_heads,
                              eps,
                              rotary.data(),
@@ -225,7 +240,8 @@ struct PyAttention {
 struct PyChannelMixer {
     std::vector<PyLinear> linears;
     std::optional<Array<const float, 2>> router;
-    std::optional<Floats1> router_bias, correction;
+    std::vector<std::optional<Floats1>> vectors;
+    std::vector<PyChannelMixer> parts;
     std::shared_ptr<const ChannelMixer> mixer;
 };
 
@@ -234,18 +250,16 @@ struct PyMLP : PyChannelMixer {
         require(gate_up.linear->out_features() == 2 * down.linear->in_features() &&
                     gate_up.linear->in_features() == down.linear->out_features(),
                 "the weights of gate_up and down do not fit each other");
-        require(activation == "silu" || activation == "gelu_pytorch_tanh",
-                "activation='" + activation + "' must be silu or gelu_pytorch_tanh");
         linears = {gate_up, down};
-        mixer = std::make_shared<MLP>(gate_up.linear, down.linear,
-                                      activation == "silu" ? Activation::kSilu : Activation::kGeluTanh);
+        mixer = std::make_shared<MLP>(gate_up.linear, down.linear, find_gating(activation));
     }
 };
 
 struct PySparseMLP : PyChannelMixer {
     PySparseMLP(const PyExperts& experts, Array<const float, 2> router_, std::optional<Floats1> bias,
                 std::optional<Floats1> correction_, int top_k, bool renormalizes, bool is_sigmoid, int num_groups,
-                int top_groups, int group_best, float scale, const PyMLP* shared) {
+                int top_groups, int group_best, float scale, const PyMLP* shared, std::optional<Floats1> norm,
+                std::optional<Floats1> factors) {
         const int count = experts.experts->count(), hidden = experts.experts->hidden();
         require(int(router_.shape(0)) == hidden && int(router_.shape(1)) == count, "router must be [hidden, experts]");
         require(num_groups >= 1 && count % num_groups == 0 && top_groups >= 1 && top_groups <= num_groups &&
@@ -255,11 +269,48 @@ struct PySparseMLP : PyChannelMixer {
         require(shared == nullptr || shared->mixer->hidden() == hidden, "shared experts must have the same hidden size");
         linears = experts.linears;
         if (shared) linears.insert(linears.end(), shared->linears.begin(), shared->linears.end());
-        router = router_, router_bias = bias, correction = correction_;
+        router = router_, vectors = {bias, correction_, norm, factors};
+        const Router how{router->data(), vector_or_null(bias, count, "router_bias"),
+                         vector_or_null(correction_, count, "correction"), vector_or_null(norm, hidden, "router_norm"),
+                         vector_or_null(factors, count, "factors")};
         mixer = std::make_shared<SparseMLP>(
-            experts.experts, Routing{top_k, renormalizes, is_sigmoid, num_groups, top_groups, group_best, scale},
-            router->data(), vector_or_null(router_bias, count, "router_bias"),
-            vector_or_null(correction, count, "correction"), shared ? shared->mixer : nullptr);
+            experts.experts, Routing{top_k, renormalizes, is_sigmoid, num_groups, top_groups, group_best, scale}, how,
+            shared ? shared->mixer : nullptr);
+    }
+};
+
+struct PyMixerSum : PyChannelMixer {
+    // The norms before and after each.
+    PyMixerSum(const std::vector<const PyChannelMixer*>& mixers, const std::vector<std::optional<Floats1>>& before,
+               const std::vector<std::optional<Floats1>>& after, float eps) {
+        require(!mixers.empty() && before.size() == mixers.size() && after.size() == mixers.size(),
+                "every mixer of a sum has a norm before and after it, or None");
+        std::vector<MixerSum::Part> own;
+        for (size_t i = 0; i < mixers.size(); ++i) {
+            const int hidden = mixers[i]->mixer->hidden();
+            require(hidden == mixers[0]->mixer->hidden(), "the mixers have different hidden sizes");
+            parts.push_back(*mixers[i]);
+            vectors.insert(vectors.end(), {before[i], after[i]});
+            const float* norms[] = {vector_or_null(before[i], hidden, "a norm"), vector_or_null(after[i], hidden, "a norm")};
+            own.push_back({mixers[i]->mixer, {norms[0], norms[1], eps, 1.0f}});
+        }
+        mixer = std::make_shared<MixerSum>(std::move(own));
+    }
+};
+
+struct PyOwnInput {
+    PyLinear gate, projection;
+    Floats1 norm;
+    std::shared_ptr<const OwnInput> input;
+
+    PyOwnInput(const PyLinear& gate_, const PyLinear& projection_, Floats1 norm_, float eps, const std::string& activation)
+        : gate(gate_), projection(projection_), norm(norm_) {
+        require(gate.linear->out_features() == projection.linear->in_features() &&
+                    gate.linear->in_features() == projection.linear->out_features(),
+                "the weights of gate and projection do not fit each other");
+        const float* weight = vector_or_null(norm, size_t(projection.linear->out_features()), "norm");
+        input = std::make_shared<OwnInput>(
+            OwnInput{gate.linear, projection.linear, {nullptr, weight, eps, 1.0f}, find_gating(activation)});
     }
 };
 
@@ -267,20 +318,28 @@ struct PyLayer {
     PyAttention attention;
     PyChannelMixer channels;
     std::optional<Floats1> norms[4];  // before and after attention, before and after the channel mixer
+    std::optional<PyOwnInput> own_input;
     Layer layer;
 
     PyLayer(const PyAttention& attention_, const PyChannelMixer& channels_, std::optional<Floats1> before_tokens,
             std::optional<Floats1> after_tokens, std::optional<Floats1> before_channels,
-            std::optional<Floats1> after_channels, float eps, float residual_scale)
+            std::optional<Floats1> after_channels, float eps, float residual_scale, const PyOwnInput* own_input_, float scale)
         : attention(attention_), channels(channels_), norms{before_tokens, after_tokens, before_channels, after_channels} {
         require(channels.mixer->hidden() == hidden_size(), "the mixers have different hidden sizes");
+        require(channels.parts.empty() || !before_channels, "a sum of mixers has norms before each of them, not before all");
+        if (own_input_) own_input = *own_input_;
+        require(!own_input || own_input->gate.linear->in_features() == hidden_size(), "own_input has another hidden size");
         const float* weights[4];
         for (int i = 0; i < 4; ++i) weights[i] = vector_or_null(norms[i], size_t(hidden_size()), "a norm");
         layer = {attention.attention,
                  {weights[0], weights[1], eps, residual_scale},
                  channels.mixer,
-                 {weights[2], weights[3], eps, residual_scale}};
+                 {weights[2], weights[3], eps, residual_scale},
+                 own_input ? own_input->input : nullptr,
+                 scale};
     }
+
+    int input_width() const { return own_input ? own_input->gate.linear->out_features() : 0; }
 
     int hidden_size() const { return attention.attention.qkv->in_features(); }
 };
@@ -300,7 +359,13 @@ struct PyDecoder {
         for (auto& layer : layers) decoder.layers.push_back(layer->layer);
     }
 
-    void forward(Array<float, 2> hidden, const PyCache& cache, const std::vector<const PyStep*>& steps) const {
+    void forward(Array<float, 2> hidden, const PyCache& cache, const std::vector<const PyStep*>& steps,
+                 std::optional<Array<const float, 3>> inputs) const {
+        require(inputs || layers.front()->input_width() == 0, "layers with an input of their own need inputs");
+        const size_t width = inputs ? inputs->shape(2) : 0;
+        require(!inputs || (inputs->shape(0) == hidden.shape(0) && inputs->shape(1) == layers.size()),
+                "inputs must be [T, layers, width]");
+        for (auto& layer : layers) require(size_t(layer->input_width()) == width, "inputs do not fit the layers");
         require(cache.layers.size() == layers.size() && steps.size() == layers.size(),
                 "there must be a cache and a step for each of the decoder's layers");
         require(int(hidden.shape(1)) == layers.front()->hidden_size(), "hidden does not fit the layers");
@@ -309,7 +374,8 @@ struct PyDecoder {
         for (const PyStep* each : steps) batches.push_back(&each->step);
         check_steps(batches, cache.layers);
         nb::gil_scoped_release release;
-        decoder.run(cache.layers, batches, int64_t(hidden.shape(0)), hidden.data());
+        decoder.run(cache.layers, batches, int64_t(hidden.shape(0)), inputs ? inputs->data() : nullptr, int64_t(width),
+                    hidden.data());
     }
 
     static void check(const PyLayer& layer, const CacheView& cache, const Step& step, int64_t tokens) {
@@ -337,6 +403,7 @@ struct PyGenerator {
                     head.linear->out_features() == embedding->view().rows,
                 "embedding and head must be [vocab, " + std::to_string(size) + "]");
         require(!logit_cap || *logit_cap > 0.0f, "logit_cap must be positive");
+        require(decoder.layers.front()->input_width() == 0, "layers with an input of their own can't decode by themselves");
         model = {embedding, embedding_scale, &decoder.decoder, head.linear, logit_scale, logit_cap.value_or(0.0f)};
     }
 
@@ -409,7 +476,8 @@ void store(Rows4 new_tokens, AnyArray cache, const PyStep& py_step, std::optiona
                 new_tokens.stride(1) == int64_t(view.kv_heads) * view.head_dim,
             "new must be [T, 2, kv_heads, head_dim], contiguous but for T");
     py_step.step.check(view);
-    const RopeStore how{};
+    RopeStore how{};
+    how.has_keys = true;
     nb::gil_scoped_release release;
     for (int64_t t = 0; t < py_step.step.tokens; ++t) {
         kernels().rope_store(new_tokens.data() + t * new_tokens.stride(0), 0, py_step.step.slots[t], how, view);
@@ -533,7 +601,8 @@ NB_MODULE(_native, module) {
         .def("multiply", &PyLinear::multiply, "x"_a.noconvert(), "out"_a.noconvert(), "accumulate"_a);
 
     nb::class_<PyExperts>(module, "Experts")
-        .def(nb::init<const std::vector<PyLinear>&, const std::vector<PyLinear>&>(), "gate_up"_a, "down"_a)
+        .def(nb::init<const std::vector<PyLinear>&, const std::vector<PyLinear>&, const std::string&, float, float>(),
+             "gate_up"_a, "down"_a, "activation"_a = "silu", "alpha"_a = 0.0f, "limit"_a = 0.0f)
         .def("mix", &PyExperts::mix, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
              "out"_a.noconvert(), "accumulate"_a);
     module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
@@ -541,26 +610,36 @@ NB_MODULE(_native, module) {
     using MaybeFloats = std::optional<Floats1>;
     nb::class_<PyAttention>(module, "Attention")
         .def(nb::init<const PyLinear&, const PyLinear&, int, int, int, Array<const float, 2>, bool, MaybeFloats, MaybeFloats,
-                      MaybeFloats, float, float, std::optional<int64_t>, std::optional<float>, MaybeFloats>(),
+                      MaybeFloats, float, float, std::optional<int64_t>, std::optional<float>, MaybeFloats, MaybeFloats>(),
              nb::kw_only(), "qkv"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rotary"_a.noconvert(),
              "is_interleaved"_a, "query_scale"_a.noconvert().none(), "q_norm"_a.noconvert().none(),
              "k_norm"_a.noconvert().none(), "eps"_a, "scale"_a, "window"_a.none(), "cap"_a.none(),
-             "sinks"_a.noconvert().none());
+             "sinks"_a.noconvert().none(), "v_norm"_a.noconvert() = nb::none());
     nb::class_<PyChannelMixer>(module, "ChannelMixer");
     nb::class_<PyMLP, PyChannelMixer>(module, "MLP")
         .def(nb::init<const PyLinear&, const PyLinear&, const std::string&>(), nb::kw_only(), "gate_up"_a, "down"_a,
              "activation"_a);
     nb::class_<PySparseMLP, PyChannelMixer>(module, "SparseMLP")
         .def(nb::init<const PyExperts&, Array<const float, 2>, MaybeFloats, MaybeFloats, int, bool, bool, int, int, int,
-                      float, const PyMLP*>(),
+                      float, const PyMLP*, MaybeFloats, MaybeFloats>(),
              nb::kw_only(), "experts"_a, "router"_a.noconvert(), "router_bias"_a.noconvert().none(),
              "correction"_a.noconvert().none(), "top_k"_a, "renormalizes"_a, "is_sigmoid"_a, "num_groups"_a,
-             "top_groups"_a, "group_best"_a, "scale"_a, "shared"_a.none());
+             "top_groups"_a, "group_best"_a, "scale"_a, "shared"_a.none(), "router_norm"_a.noconvert() = nb::none(),
+             "factors"_a.noconvert() = nb::none());
+    nb::class_<PyMixerSum, PyChannelMixer>(module, "MixerSum")
+        .def(nb::init<const std::vector<const PyChannelMixer*>&, const std::vector<MaybeFloats>&,
+                      const std::vector<MaybeFloats>&, float>(),
+             "mixers"_a, nb::kw_only(), "before"_a, "after"_a, "eps"_a);
+    nb::class_<PyOwnInput>(module, "OwnInput")
+        .def(nb::init<const PyLinear&, const PyLinear&, Floats1, float, const std::string&>(), nb::kw_only(), "gate"_a,
+             "projection"_a, "norm"_a.noconvert(), "eps"_a, "activation"_a);
     nb::class_<PyLayer>(module, "Layer")
-        .def(nb::init<const PyAttention&, const PyChannelMixer&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float, float>(),
+        .def(nb::init<const PyAttention&, const PyChannelMixer&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float,
+                      float, const PyOwnInput*, float>(),
              "token_mixer"_a, "channel_mixer"_a, nb::kw_only(), "before_tokens"_a.noconvert().none(),
              "after_tokens"_a.noconvert().none(), "before_channels"_a.noconvert().none(),
-             "after_channels"_a.noconvert().none(), "eps"_a, "residual_scale"_a);
+             "after_channels"_a.noconvert().none(), "eps"_a, "residual_scale"_a, "own_input"_a.none() = nb::none(),
+             "scale"_a = 1.0f);
     nb::class_<PyCache>(module, "Cache")
         .def(nb::init<std::vector<AnyArray>, std::vector<AnyArray>>(), "layers"_a.noconvert(),
              "scales"_a.noconvert() = std::vector<AnyArray>());
@@ -572,7 +651,8 @@ NB_MODULE(_native, module) {
     nb::class_<PyDecoder>(module, "Decoder")
         .def(nb::init<std::vector<std::shared_ptr<PyLayer>>, MaybeFloats, float>(), "layers"_a, "norm"_a.noconvert().none(),
              "eps"_a)
-        .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a, "steps"_a);
+        .def("forward", &PyDecoder::forward, "hidden"_a.noconvert(), "cache"_a, "steps"_a,
+             "inputs"_a.noconvert() = nb::none());
 
     nb::class_<PyGenerator>(module, "Generator")
         .def(nb::init<std::shared_ptr<const Matrix>, const PyDecoder&, const PyLinear&, float, float, std::optional<float>>(),

@@ -59,7 +59,7 @@ void DecodeRun::step(const int64_t* tokens, int64_t* drawn, bool* are_sound) {
     if (model_.embedding_scale != 1.0f) {
         for (int64_t i = 0; i < rows_.count * width; ++i) hidden[i] *= model_.embedding_scale;
     }
-    model_.decoder->run(caches_, layer_steps_, rows_.count, hidden);
+    model_.decoder->run(caches_, layer_steps_, rows_.count, nullptr, 0, hidden);
     model_.head->multiply(hidden, rows_.count, logits, false);
     scale_logits(logits, rows_.count * vocab_size, model_.logit_scale, model_.logit_cap);
     // A row draws the token at the position that its context ends before.

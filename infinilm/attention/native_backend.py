@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from infinilm.attention.batch import ForwardBatch
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_GROUP = 64
 """Query heads that share a key-value head."""
 

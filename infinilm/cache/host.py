@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinilm.cache.specs import CacheSpec, group_layers, tensor_shapes
+from infinilm.cache.specs import CacheSpec, group_layers, resolve_layers, tensor_shapes
 from infinilm.errors import EngineError
 from infinilm.kernels.native import load_library
 
@@ -52,9 +52,10 @@ class HostCache:
             layers |= dict(zip(group.layers, own, strict=True))
             group_of |= dict.fromkeys(group.layers, index)
             start += size
-        self.layers = [layers[layer] for layer in sorted(layers)]
+        owners = resolve_layers(specs)
+        self.layers = [layers[owner] for owner in owners]
         """The keys and values of each layer, `[blocks, block_size, 2, kv_heads, head_dim]`."""
-        self.group_of = [group_of[layer] for layer in sorted(layers)]
+        self.group_of = [group_of[owner] for owner in owners]
         """By layer: the index of its group."""
         self.native = load_library().Cache(self.layers)
 

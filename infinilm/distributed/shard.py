@@ -123,7 +123,7 @@ class PackedShard:
 
     matrix: PackedMatrix
     shape: tuple[int, ...]
-    """Of this part: rows and columns, or experts, columns and rows. The matrix may have padding rows."""
+    """Of this part: rows and columns. The matrix may have padding rows."""
     full_shape: tuple[int, ...]
     starts: tuple[int, ...]
     """Start of the part in each dimension of the full matrix."""
@@ -146,10 +146,9 @@ class PackedShard:
         """What the matrix stands for, float32 on the host."""
         import torch
 
-        num_rows, num_columns = self.shape if len(self.shape) == 2 else (self.shape[0] * self.shape[2], self.shape[1])
-        out = torch.empty(num_rows, num_columns)
-        self.matrix.dequantize(torch.arange(num_rows), out)
-        return out if len(self.shape) == 2 else out.view(self.shape[0], -1, num_columns).transpose(1, 2).contiguous()
+        out = torch.empty(self.shape)
+        self.matrix.dequantize(torch.arange(len(out)), out)
+        return out
 
     def load(self, name: str, reader: WeightReader) -> None:
         for blocks, rows in reader.read_packed(name, self.matrix.format, self.starts, self.shape):

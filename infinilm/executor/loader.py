@@ -151,6 +151,7 @@ def _choose_run(checkpoint: Checkpoint, config: Config, model_config: ModelConfi
         return _with_torch(checkpoint, config, model_config, distributed, formats)
     assert isinstance(model_config, LlamaConfig)
     assert formats is not None
+    checkpoint.check_values()
     check_described(checkpoint, model_config)
     outline = NativeModel(model_config, formats, 1, is_outline=True)
     kv_dtype = np.dtype("float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)

@@ -170,7 +170,7 @@ class _Runner:
             self._sampler.end_row(row)
         for start in step.starts:
             self._sampler.start_row(start)
-        if not (step.chunks or step.decoding.has_drafts or patterns):
+        if self._model.generator is not None and not (step.chunks or step.decoding.has_drafts or patterns):
             settings = self._sampler.plain_settings(step.decoding.rows.tolist())
             if settings is not None:
                 return self._decode(step, settings)

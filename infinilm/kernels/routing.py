@@ -1,6 +1,6 @@
 """How experts are chosen, and what becomes of their gates. No torch here."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class Routing(NamedTuple):
@@ -32,3 +32,10 @@ class ClampedGate(NamedTuple):
 GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
 Gate = ClampedGate | Literal["gelu_pytorch_tanh"] | None
 """What becomes of gate and up. None: `silu(gate) * up`; with GELU the same, gates first."""
+
+
+def native_gate(gate: Gate) -> dict[str, Any]:
+    """The arguments of the native library's `Experts` for a gate. There gates come first, always."""
+    if isinstance(gate, ClampedGate):
+        return {"activation": "clamped", **gate._asdict()}
+    return {"activation": gate or "silu"}

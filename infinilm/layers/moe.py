@@ -46,12 +46,12 @@ class Experts(nn.Module):
         self.matrix: ExpertWeights
         is_native = formats.is_native and all(None not in own for own in found)
         sizes = (num_experts, hidden_size, self._inner.length)
-        how: dict[str, Any] = {"has_biases": names.is_stacked, "adds_last_bias": group.rank == 0, "gate": gate}
+        how: dict[str, Any] = {"has_biases": names.has_biases, "adds_last_bias": group.rank == 0, "gate": gate}
         how |= {"dtype": options["dtype"], "device": options["device"]}
-        if not names.is_stacked and gate is None and is_native:
+        if is_native:
             packed = [[each for part in own for each in part or ()] for own in found]
             matrices = [formats.find_matrices(names) for names in self._tensor_names()]
-            self.matrix = PackedExperts(packed, hidden_size, self._inner.length, options["device"], matrices)
+            self.matrix = PackedExperts(packed, matrices, *sizes, **how)
         elif kinds := self._device_formats(formats):
             self.matrix = UnpackedExperts(kinds, *sizes, **how)
         else:
@@ -61,8 +61,6 @@ class Experts(nn.Module):
         """The formats of gate and up, and of down, if a device keeps those of all experts in one."""
         gate_ups = [name for names in self._tensor_names() for name in names[:2]]
         downs = [names[2] for names in self._tensor_names()]
-        if self._names.is_stacked:
-            gate_ups, downs = [f"experts.{self._names.gate}"], [f"experts.{self._names.down}"]
         kinds = formats.find_one(gate_ups, self._hidden), formats.find_one(downs, self._inner)
         return None if kinds[0] is None or kinds[1] is None else (kinds[0], kinds[1])
 
@@ -76,11 +74,11 @@ class Experts(nn.Module):
 
     def weight_targets(self, prefix: str) -> dict[str, Shard]:
         """The weights to load, by their names in a checkpoint."""
-        if self._names.is_stacked and isinstance(self.matrix, (DenseExperts, UnpackedExperts)):
-            parts = [f"{prefix}experts.{part}" for part in (self._names.gate, self._names.down)]
-            names = [name for part in parts for name in (part, f"{part}_bias")]
-            return dict(zip(names, self.matrix.stacked_shards(self._inner, self._hidden), strict=True))
-        names = [f"{prefix}{name}" for expert in self._tensor_names() for name in expert]
+        names = [
+            f"{prefix}{name}"
+            for own in self._tensor_names()
+            for name in (*own, *(each.replace(".weight", ".bias") for each in own if self._names.has_biases))
+        ]
         shards = [shard for expert in self.matrix.shards(self._inner, self._hidden) for shard in expert]
         return dict(zip(names, shards, strict=True))
 

@@ -32,5 +32,5 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
     router_bias: str = "e_score_correction_bias"
     shared: str = "shared_experts"
-    is_stacked: bool = False
-    """Whether gate and up, and down, of all experts are one tensor each, inputs first, and have biases."""
+    has_biases: bool = False
+    """Whether gate, up and down of an expert add biases."""

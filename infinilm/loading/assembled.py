@@ -16,7 +16,6 @@ from infinilm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _KEYS = re.compile(r"(.+\.self_attn\.)k_b_proj\.weight")
 
 
@@ -87,54 +86,14 @@ class AssembledCheckpoint:
 
 
 def assemble(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with GPT-OSS's experts stacked, and with DeepSeek's matrices of keys and values as one."""
+    """The checkpoint with DeepSeek's matrices of keys and values as one."""
     shapes = checkpoint.shapes()
     found: dict[str, _Assembled] = {}
-    if checkpoint.config["model_type"] == "gpt_oss":
-        found = _stack_experts(shapes)
     for name in shapes:
         if match := _KEYS.fullmatch(name):
             values = f"{match[1]}v_b_proj.weight"
             found[f"{match[1]}kv_b_proj.weight"] = _join_heads(checkpoint, name, values)
     return AssembledCheckpoint(checkpoint, found) if found else checkpoint
-
-
-def _stack_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Assembled]:
-    """Tensors of all experts, inputs first; lines of gate and up alternate."""
-    experts: dict[tuple[str, str, str], dict[int, str]] = {}
-    for name in shapes:
-        if match := _EXPERT.fullmatch(name):
-            experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = name
-    found: dict[str, _Assembled] = {}
-    for (prefix, part, kind), names in experts.items():
-        halves = ["gate", "up"] if part == "gate" else [part]
-        sources = [experts.get((prefix, half, kind), {}) for half in halves]
-        shape = shapes[names[0]] if 0 in names else ()
-        is_whole = all(sorted(each) == list(range(len(names))) for each in sources)
-        if part == "up" or not is_whole or any(shapes[name] != shape for each in sources for name in each.values()):
-            continue  # what is left over is reported as unexpected
-        lines = [[each[expert] for each in sources] for expert in range(len(names))]
-        name = f"{prefix}{'gate_up' if part == 'gate' else part}_proj{'_bias' if kind == 'bias' else ''}"
-        full = (len(names), *shape[:0:-1], shape[0] * len(halves))
-        found[name] = _Assembled(full, tuple(name for line in lines for name in line), _ExpertReader(lines))
-    return found
-
-
-class _ExpertReader:
-    """Fills `[experts, …, lines]` with matrices or biases, by expert; lines of several of them alternate."""
-
-    def __init__(self, names: Sequence[Sequence[str]]) -> None:
-        self._names = names
-
-    def __call__(self, stored: Checkpoint, target: Tensor, starts: Sequence[int]) -> None:
-        step = len(self._names[0])
-        if starts[-1] % step or target.shape[-1] % step:
-            raise CheckpointError(f"{stored.path}: gate and up of {self._names[0][0]!r} must be read together")
-        rows = target.new_empty(target.shape[-1] // step, *target.shape[1:-1])
-        for expert, own in enumerate(target, starts[0]):
-            for place, name in enumerate(self._names[expert]):
-                stored.read_into(name, rows, (starts[-1] // step, *starts[1:-1]))
-                own[..., place::step].copy_(rows.t() if rows.dim() == 2 else rows)
 
 
 def _join_heads(stored: Checkpoint, keys: str, values: str) -> _Assembled:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.quantize import Floats, PackedRows
-from infinilm.platforms import require_torch
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _open(path: Path) -> Checkpoint:
     from infinilm.loading.assembled import assemble
     from infinilm.loading.gguf_checkpoint import GGUFCheckpoint
+    from infinilm.loading.mxfp4 import Mxfp4Checkpoint
+    from infinilm.loading.quantized_checkpoint import QuantizedCheckpoint
     from infinilm.loading.quantized_config import MXFP4
     from infinilm.loading.safetensors_checkpoint import PICKLE_REFUSED, PICKLE_SUFFIXES, SafetensorsCheckpoint
 
@@ -84,9 +85,6 @@ def _open(path: Path) -> Checkpoint:
         checkpoint = SafetensorsCheckpoint(path)
         if checkpoint.quant_method is None:
             return checkpoint
-        with require_torch(f"checkpoints quantised by {checkpoint.quant_method}"):
-            from infinilm.loading.mxfp4 import Mxfp4Checkpoint
-            from infinilm.loading.quantized_checkpoint import QuantizedCheckpoint
         return Mxfp4Checkpoint(checkpoint) if checkpoint.quant_method == MXFP4 else QuantizedCheckpoint(checkpoint)
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")

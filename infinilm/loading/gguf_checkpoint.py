@@ -14,6 +14,7 @@ from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
 from infinilm.loading.gguf_config import GGUFMetadata, make_config
 from infinilm.loading.gguf_families import HYBRIDS
 from infinilm.loading.gguf_names import name_tensors
+from infinilm.loading.mxfp4 import NATIVE_FORMAT, repack, take_apart
 from infinilm.loading.quantize import PLAIN_TYPES, Floats, PackedRows, dequantize, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
@@ -67,9 +68,11 @@ class GGUFCheckpoint:
     def formats(self) -> Mapping[str, str]:
         return {name: tensor.ggml_type.name for name, tensor in self._tensors.items()}
 
-    def packed_format(self, name: str, *, is_native: bool) -> str | None:  # noqa: ARG002
+    def packed_format(self, name: str, *, is_native: bool) -> str | None:
         stored = self._tensor(name).ggml_type.name
-        return None if stored in PLAIN_TYPES or stored == "MXFP4" else stored
+        if stored == "MXFP4":
+            return NATIVE_FORMAT if is_native else None
+        return None if stored in PLAIN_TYPES else stored
 
     def check_values(self) -> None:
         """There is nothing to check."""
@@ -128,7 +131,8 @@ class GGUFCheckpoint:
         num_rows, num_columns = shape
         head_dim = self._find_permutation(name, starts[0], num_rows)
         block = tensor.ggml_type
-        if block.name != format:
+        is_repacked = block.name == "MXFP4" and format == NATIVE_FORMAT
+        if block.name != format and not is_repacked:
             yield from quantize_rows(self, name, format, starts, shape, granule=head_dim or 1)
             return
         if starts[1] % block.block_elements or num_columns % block.block_elements:
@@ -141,6 +145,9 @@ class GGUFCheckpoint:
         for offset in range(0, num_rows, step):
             places = np.arange(offset, min(offset + step, num_rows))
             raw = self._file.read_blocks(tensor, (starts[0] + offset, first), (len(places), num_blocks))
+            if is_repacked:
+                codes, exponents = take_apart(raw.reshape(*raw.shape[:2], -1))
+                raw = repack(codes, exponents, f"{self.path}: {name!r}")
             yield raw.reshape(len(raw), -1), places if head_dim is None else _unpermuted(places, head_dim)
 
     def tokenizer(self) -> Tokenizer | None:

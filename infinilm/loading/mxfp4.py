@@ -1,130 +1,195 @@
-"""Experts stored in MXFP4, as GPT-OSS has them: 4-bit floats with a scale for every 32, decoded while they are read."""
+"""Experts stored in MXFP4, as GPT-OSS has them: 4-bit floats with a scale for every 32. No torch here, unless tensors
+are asked for."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from infinilm.distributed.grouped import MXFP4
 from infinilm.errors import CheckpointError
-from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import Floats, PackedRows
-from infinilm.text.tokenizer import Tokenizer
+from infinilm.loading.checkpoint import locate_part
+from infinilm.loading.quantize import Bytes, Floats, PackedRows, quantize_rows
+from infinilm.loading.quantized_checkpoint import CodedCheckpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from infinilm.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
 GROUP = 32
 """Numbers that share a scale, two in a byte, the first in its lower half."""
-_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+NATIVE_FORMAT = "Q5_0"
+"""The least of the native library's formats that has all 4-bit floats, as multiples of half their scale."""
+_HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
+"""Twice the float of each code."""
+_BIAS = 128
+"""Of exponents, for halves."""
+_LEAST, _MOST = _BIAS - 24, _BIAS + 15
+"""The exponents that a float16 has."""
 _NO_NUMBER = 255
 """An exponent that is NaN."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_LINES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""By the stored name: the matrices whose lines alternate there."""
 
 
-class Mxfp4Checkpoint:
-    """A checkpoint whose tensors `name_blocks` and `name_scales` are seen as `name`; see `Checkpoint` for the rest.
+class _Lines(NamedTuple):
+    """One expert's matrix: every `step`-th line of its blocks from `first` on."""
+
+    source: str
+    expert: int
+    first: int
+    step: int
+    shape: tuple[int, int]
+
+
+class Mxfp4Checkpoint(CodedCheckpoint):
+    """A checkpoint whose tensors `name_blocks` and `name_scales` are seen as matrices.
 
     Blocks are uint8 `[experts, out, in / 32, 16]` and scales uint8 `[experts, out, in / 32]`, exponents of 2 plus 127.
-    The tensor is `[experts, in, out]`, as in checkpoints that are not quantised.
+    Each expert's matrices, of gate, up and down, are tensors of their own.
     """
 
-    def __init__(self, stored: Checkpoint) -> None:
-        self._stored = stored
-        self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
-        self.num_bytes = stored.num_bytes
+    def __init__(self, stored: SafetensorsCheckpoint) -> None:
+        super().__init__(stored)
         shapes = stored.shapes()
-        self._decoded = {
-            name.removesuffix(_BLOCKS): self._decoded_shape(name, shapes) for name in shapes if name.endswith(_BLOCKS)
-        }
+        self._sources = {name.removesuffix(_BLOCKS) for name in shapes if name.endswith(_BLOCKS)}
+        self._matrices: dict[str, _Lines] = {}
+        for source in self._sources:
+            self._matrices |= self._find_matrices(source, shapes)
 
-    def _decoded_shape(self, blocks: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, int]:
-        shape, scales = shapes[blocks], shapes.get(blocks.removesuffix(_BLOCKS) + _SCALES)
-        kinds = {self._stored.formats().get(blocks.removesuffix(_BLOCKS) + end) for end in (_BLOCKS, _SCALES)}
-        if len(shape) != 4 or shape[3] != GROUP // 2 or scales != shape[:3] or kinds != {"U8"}:
+    def _find_matrices(self, source: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Lines]:
+        blocks = source + _BLOCKS
+        shape, scales = shapes[blocks], shapes.get(source + _SCALES)
+        kinds = {self._stored.formats().get(source + end) for end in (_BLOCKS, _SCALES)}
+        prefix, _, part = source.rpartition(".")
+        names = _LINES.get(part, ())
+        if len(shape) != 4 or shape[3] != GROUP // 2 or scales != shape[:3] or kinds != {"U8"} or not names:
             raise CheckpointError(
                 f"{self.path}: {blocks!r} of shape {list(shape)}, with scales of {scales and list(scales)}, can't be "
                 "MXFP4: it must be U8 [experts, out, in / 32, 16], and the scales the same but for the last; the types "
                 f"are {', '.join(sorted(map(str, kinds)))}"
             )
-        return shape[0], shape[2] * GROUP, shape[1]
+        size = shape[1] // len(names), shape[2] * GROUP
+        return {
+            f"{prefix}.{expert}.{name}.weight": _Lines(source, expert, first, len(names), size)
+            for expert in range(shape[0])
+            for first, name in enumerate(names)
+        }
 
-    def _parts(self) -> set[str]:
-        return {name + end for name in self._decoded for end in (_BLOCKS, _SCALES)}
+    def _is_plain(self, name: str) -> bool:
+        return name.removesuffix(_BLOCKS).removesuffix(_SCALES) not in self._sources
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        parts = self._parts()
-        plain = {name: shape for name, shape in self._stored.shapes().items() if name not in parts}
-        return plain | self._decoded
+        plain = {name: shape for name, shape in self._stored.shapes().items() if self._is_plain(name)}
+        return plain | {name: lines.shape for name, lines in self._matrices.items()}
 
     def formats(self) -> Mapping[str, str]:
-        parts = self._parts()
-        plain = {name: format for name, format in self._stored.formats().items() if name not in parts}
-        return plain | dict.fromkeys(self._decoded, "MXFP4")
+        plain = {name: format for name, format in self._stored.formats().items() if self._is_plain(name)}
+        return plain | dict.fromkeys(self._matrices, MXFP4)
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:
-        return MXFP4 if name in self._decoded and not is_native else None
+        if name not in self._matrices:
+            return None
+        return NATIVE_FORMAT if is_native else MXFP4
 
     def check_values(self) -> None:
         """There is nothing to check."""
 
-    def read(self, name: str) -> Tensor:
-        if name not in self._decoded:
-            return self._stored.read(name)
-        target = torch.empty(self._decoded[name])
-        self.read_into(name, target)
-        return target
-
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
-        if name not in self._decoded:
+        if name not in self._matrices:
             self._stored.read_into(name, target, starts)
             return
-        starts = locate_part(self.path, name, self._decoded[name], target.shape, starts)
-        for own, (blocks, scales) in zip(target, self._read_experts(name, starts, target.shape), strict=True):
-            own.copy_(decode(blocks, scales).narrow(1, starts[1] % GROUP, len(own)).t())
+        import torch
 
-    def _read_experts(self, name: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The blocks and scales of each expert, `[out, groups, 16]` and `[out, groups]`, that hold a part."""
-        expert, column, row = starts
-        num_experts, num_columns, num_rows = shape
-        first = column // GROUP
-        num_groups = -(-(column + num_columns) // GROUP) - first
-        blocks = torch.empty(1, num_rows, num_groups, GROUP // 2, dtype=torch.uint8)
-        scales = torch.empty(1, num_rows, num_groups, dtype=torch.uint8)
-        for index in range(expert, expert + num_experts):
-            self._stored.read_into(name + _BLOCKS, blocks, (index, row, first, 0))
-            self._stored.read_into(name + _SCALES, scales, (index, row, first))
-            if bool((scales == _NO_NUMBER).any()):
-                raise CheckpointError(
-                    f"{self.path}: {name + _SCALES!r} of expert {index} has {_NO_NUMBER}, which stands for no number; "
-                    "the file is damaged"
-                )
-            yield blocks[0], scales[0]
+        target.copy_(torch.from_numpy(self.read_floats(name, starts, tuple(target.shape))))
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
-        target = torch.empty(self.shapes()[name] if shape is None else tuple(shape))
-        self.read_into(name, target, starts)
-        return target.numpy()
+        if name not in self._matrices:
+            return self._stored.read_floats(name, starts, shape)
+        own = self._matrices[name].shape
+        shape = own if shape is None else tuple(shape)
+        starts = locate_part(self.path, name, own, shape, starts)
+        codes, exponents = self._read(name, starts, shape)
+        begin = starts[1] % GROUP
+        return decode(codes, exponents)[:, begin : begin + shape[1]]
+
+    def _read(self, name: str, starts: Sequence[int], shape: Sequence[int]) -> tuple[Bytes, Bytes]:
+        """The codes `[rows, groups, 32]` and exponents `[rows, groups]` that hold a part."""
+        lines = self._matrices[name]
+        first = starts[1] // GROUP
+        num_groups = -(-(starts[1] + shape[1]) // GROUP) - first
+        place = (lines.expert, lines.first + lines.step * starts[0], first)
+        size = (1, lines.step * (shape[0] - 1) + 1, num_groups)
+        blocks = self._stored.read_array(lines.source + _BLOCKS, (*place, 0), (*size, GROUP // 2))[0, :: lines.step]
+        exponents = self._stored.read_array(lines.source + _SCALES, place, size)[0, :: lines.step]
+        if (exponents == _NO_NUMBER).any():
+            raise CheckpointError(
+                f"{self.path}: {lines.source + _SCALES!r} of expert {lines.expert} has {_NO_NUMBER}, which stands for "
+                "no number; the file is damaged"
+            )
+        return unpack_codes(blocks), exponents
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        """See `Checkpoint`. The rows of experts, uint8 `[out, in / 2 + in / 32]`, are codes and scales."""
-        if name not in self._decoded or format != MXFP4:
+        """See `Checkpoint`. In MXFP4 a row is its codes, uint8 `[in / 2]`, and its exponents, uint8 `[in / 32]`."""
+        if name not in self._matrices:
             yield from self._stored.read_packed(name, format, starts, shape)
             return
-        starts = locate_part(self.path, name, self._decoded[name], shape, starts)
+        if format not in (MXFP4, NATIVE_FORMAT):
+            yield from quantize_rows(self, name, format, starts, shape)
+            return
+        starts = locate_part(self.path, name, self._matrices[name].shape, shape, starts)
         if starts[1] % GROUP or shape[1] % GROUP:
             raise CheckpointError(
                 f"{self.path}: columns of {name!r} from {starts[1]} on are no whole groups of {GROUP}"
             )
-        for index, (blocks, scales) in enumerate(self._read_experts(name, starts, shape)):
-            yield torch.cat((blocks.flatten(1), scales), dim=1), torch.arange(shape[2]) + index * shape[2]
-
-    def tokenizer(self) -> Tokenizer | None:
-        return self._stored.tokenizer()
-
-    def close(self) -> None:
-        self._stored.close()
+        codes, exponents = self._read(name, starts, shape)
+        if format == NATIVE_FORMAT:
+            yield repack(codes, exponents, f"{self.path}: {name!r}"), np.arange(shape[0])
+        else:
+            pairs = (codes[..., ::2] | (codes[..., 1::2] << 4)).reshape(shape[0], -1)
+            yield np.concatenate((pairs, exponents), axis=1), np.arange(shape[0])
 
 
-def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The floats of `blocks` uint8 `[rows, groups, 16]` and `scales` uint8 `[rows, groups]`: `[rows, groups * 32]`."""
-    indices = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(2)  # [rows, groups, 32]
-    values = _VALUES[indices.int()]
-    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(1)
+def unpack_codes(blocks: Bytes) -> Bytes:
+    """The codes `[rows, groups, 32]` of blocks `[rows, groups, 16]`."""
+    return np.stack((blocks & 0x0F, blocks >> 4), axis=-1).reshape(*blocks.shape[:2], GROUP)
+
+
+def decode(codes: Bytes, exponents: Bytes) -> Floats:
+    """The floats of codes `[rows, groups, 32]` and exponents `[rows, groups]`: `[rows, groups * 32]`."""
+    scales = exponents[..., None].astype(np.int32) - _BIAS
+    return np.ldexp(_HALVES[codes].astype(np.float32), scales).reshape(len(codes), -1)
+
+
+def take_apart(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    """Codes and exponents, see `decode`, of GGML's blocks `[rows, groups, 17]`."""
+    pairs = blocks[..., 1:]
+    return np.concatenate((pairs & 0x0F, pairs >> 4), axis=-1), blocks[..., 0]
+
+
+def repack(codes: Bytes, exponents: Bytes, source: str) -> Bytes:
+    """The same numbers in GGML's Q5_0, uint8 `[rows, groups * 22]`; `source` names them in errors.
+
+    A scale is a power of 2 as a float16. Numbers that would need a smaller one are rounded to multiples of 2**-24.
+    """
+    halves = _HALVES[codes]
+    is_used = halves.any(axis=-1)
+    if (exponents[is_used] > _MOST).any():
+        raise CheckpointError(
+            f"{source}: has numbers of {2.0 ** (_MOST - 126):.0f} or more, which the native library has no format for; "
+            "use quantization='none'"
+        )
+    bounded = np.clip(exponents, _LEAST, _MOST).astype(np.int32)
+    if (exponents < _LEAST).any():
+        below = np.ldexp(halves.astype(np.float32), (exponents - bounded)[..., None])
+        halves = np.rint(below).astype(np.int8)
+    quants = (halves + 16).view(np.uint8)
+    scales = np.ldexp(np.float32(1), bounded - _BIAS).astype(np.float16)[..., None].view(np.uint8)
+    fifth = np.packbits(quants >> 4, axis=-1, bitorder="little")
+    low = quants & 0x0F
+    blocks = np.concatenate((scales, fifth, low[..., : GROUP // 2] | (low[..., GROUP // 2 :] << 4)), axis=-1)
+    return blocks.reshape(len(codes), -1)

@@ -26,9 +26,10 @@ _GATE_UP = re.compile(r"(.+\.mlp\.)gate_up_proj\.(weight|bias)")
 _DELTA_NET = re.compile(r"(.+\.linear_attn\.)(in_proj_|conv1d)(qkv)?\.(weight)")
 _DELTA_NET_PART = re.compile(r"(.+\.linear_attn\.)(.+)")
 _EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
+_TURNED_EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(_bias)?")
 MAX_EXPERTS = 10_000
 """More than any model has: a checkpoint with more is damaged."""
-FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
+FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "gpt_oss", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
 """By `model_type`: those whose files have one tensor for q, k and v, for gate and up, or for all experts."""
 
 
@@ -36,7 +37,8 @@ FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "phi3", "qwen3_5_text", "qwen
 class Part:
     """Some rows of a stored tensor, or of one expert's matrix in it: runs of equal length that begin at `starts`.
 
-    With `columns`, the columns are runs as well.
+    With `columns`, the columns are runs as well. With a `step` above 1 every `step`-th row from the one start on is
+    meant. If `is_turned`, the source has a row for each column.
     """
 
     source: str
@@ -44,6 +46,8 @@ class Part:
     shape: tuple[int, ...]
     expert: int | None = None
     columns: tuple[int, ...] | None = None
+    step: int = 1
+    is_turned: bool = False
 
     def rows(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Where `count` rows from `first` on are: a row of the source, the first of these rows there, how many."""
@@ -68,6 +72,8 @@ class Part:
         matrix = stored if self.expert is None else stored[self.expert]
         if not self.shape:
             return matrix
+        if self.is_turned or self.step > 1:
+            return (matrix.t() if self.is_turned else matrix)[self.starts[0] :: self.step]
         rows = torch.cat([matrix[row : row + count] for row, _, count in self.rows(0, self.shape[0])])
         if self.columns is None:
             return rows
@@ -122,6 +128,11 @@ def find_parts(
         return parts
     heads = _read_heads(config, has_tiled_heads) if has_tiled_heads or config["model_type"] == "qwen3_next" else None
     found: dict[str, Part] = {}
+    if config["model_type"] == "gpt_oss":
+        for name, part in parts.items():
+            match = _TURNED_EXPERTS.fullmatch(name)
+            found |= _split_turned(match, part) if match else {name: part}
+        return found
     for name, part in parts.items():
         match = _DELTA_NET_PART.fullmatch(name)
         split = _split_heads(match, part, heads) if match and heads is not None else None
@@ -230,6 +241,23 @@ def _split_experts(match: re.Match[str], part: Part) -> dict[str, Part]:
     }
 
 
+def _split_turned(match: re.Match[str], part: Part) -> dict[str, Part]:
+    """The same of tensors with the inputs first, `[experts, in, out]`, or of biases; lines of gate and up alternate."""
+    names = ["gate_proj", "up_proj"] if match[2] == "gate_up_proj" else ["down_proj"]
+    num_dims, num_lines = 2 if match[3] else 3, part.shape[-1]
+    if len(part.shape) != num_dims or num_lines % len(names) or not 0 < part.shape[0] <= MAX_EXPERTS:
+        raise CheckpointError(f"{match[0]!r} of shape {list(part.shape)} can't be divided into {' and '.join(names)}")
+    shape = (num_lines // len(names), *part.shape[1:-1])
+    kind = "bias" if match[3] else "weight"
+    return {
+        f"{match[1]}{expert}.{name}.{kind}": Part(
+            part.source, (first,), shape, expert, step=len(names), is_turned=kind == "weight"
+        )
+        for expert in range(part.shape[0])
+        for first, name in enumerate(names)
+    }
+
+
 class PartialCheckpoint:
     """A checkpoint seen as `parts` of its tensors; see `Checkpoint` for the attributes and methods."""
 
@@ -274,6 +302,11 @@ class PartialCheckpoint:
         if not starts:
             self._whole.read_into(part.source, target)
             return
+        if part.is_turned or part.step > 1:
+            import torch
+
+            target.copy_(torch.from_numpy(self._read_lines(part, starts, target.shape)))
+            return
         for place, here in part.pieces(starts, target.shape):
             if part.expert is None:
                 self._whole.read_into(part.source, target[here], place)
@@ -286,12 +319,21 @@ class PartialCheckpoint:
         starts = locate_part(self.path, name, part.shape, out.shape, starts)
         if not starts:
             return self._whole.read_floats(part.source)
+        if part.is_turned or part.step > 1:
+            return self._read_lines(part, starts, out.shape)
         for place, here in part.pieces(starts, out.shape):
             at, size = (
                 (place, out[here].shape) if part.expert is None else ((part.expert, *place), (1, *out[here].shape))
             )
             out[here] = self._whole.read_floats(part.source, at, size).reshape(out[here].shape)
         return out
+
+    def _read_lines(self, part: Part, starts: Sequence[int], shape: Sequence[int]) -> Floats:
+        """Some of the lines of an expert, of which a tensor has every `step`-th, and may have the inputs first."""
+        lines = part.starts[0] + part.step * starts[0], part.step * (shape[0] - 1) + 1
+        place = (part.expert or 0, *starts[1:], lines[0])
+        values = self._whole.read_floats(part.source, place, (1, *shape[1:], lines[1]))[0][..., :: part.step]
+        return np.ascontiguousarray(values.T)
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         part = self._part(name)

@@ -2,17 +2,21 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from infinilm.distributed.grouped import GroupedFormat
 from infinilm.errors import CheckpointError
-from infinilm.loading.checkpoint import Checkpoint, locate_part
+from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.quantize import Floats, PackedRows, quantize_rows
 from infinilm.loading.quantized_config import read_schemes
-from infinilm.loading.quantized_layouts import FP8_TYPE, Fp8Matrix, Int4Matrix, QuantizedMatrix
+from infinilm.loading.quantized_layouts import FP8_TYPE, Fp8Matrix, Int4Matrix, Piece, QuantizedMatrix
+from infinilm.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from infinilm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +27,40 @@ _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_
 _SLICE_ELEMENTS = 2**21
 
 
-class QuantizedCheckpoint:
-    """See `Checkpoint`. A matrix is called `layer.weight`, whatever its tensors are called."""
+class CodedCheckpoint:
+    """See `Checkpoint`. Some of its matrices are stored as codes and scales; `_matrices` has them by name."""
 
-    def __init__(self, stored: Checkpoint) -> None:
+    _matrices: Mapping[str, Any]
+
+    def __init__(self, stored: SafetensorsCheckpoint) -> None:
         self._stored = stored
         self.path, self.config, self.generation_config = stored.path, stored.config, stored.generation_config
         self.num_bytes = stored.num_bytes
+
+    def read(self, name: str) -> "Tensor":
+        if name not in self._matrices:
+            return self._stored.read(name)
+        import torch
+
+        return torch.from_numpy(self.read_floats(name))
+
+    def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        raise NotImplementedError
+
+    def tokenizer(self) -> Tokenizer | None:
+        return self._stored.tokenizer()
+
+    def close(self) -> None:
+        self._stored.close()
+
+
+class QuantizedCheckpoint(CodedCheckpoint):
+    """A matrix is called `layer.weight`, whatever its tensors are called."""
+
+    _matrices: Mapping[str, QuantizedMatrix]
+
+    def __init__(self, stored: SafetensorsCheckpoint) -> None:
+        super().__init__(stored)
         try:
             self._matrices = _find_matrices(stored)
         except CheckpointError as error:
@@ -77,60 +108,56 @@ class QuantizedCheckpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
 
-    def read(self, name: str) -> Tensor:
-        if name not in self._matrices:
-            return self._stored.read(name)
-        target = torch.empty(self._matrices[name].shape)
-        self.read_into(name, target)
-        return target
-
-    def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
+    def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
         if name not in self._matrices:
             self._stored.read_into(name, target, starts)
             return
-        matrix = self._matrices[name]
-        first, column = locate_part(self.path, name, matrix.shape, target.shape, starts)
-        if not target.numel():
-            return
-        for offset, count in _slices(*target.shape):
-            piece = matrix.read((first + offset, count), (column, target.shape[1]))
-            target[offset : offset + count].copy_(piece.values())
+        import torch
+
+        first, column = locate_part(self.path, name, self._matrices[name].shape, target.shape, starts)
+        for offset, piece in self._pieces(name, (first, column), target.shape):
+            values = torch.from_numpy(piece.values())
+            target[offset : offset + len(values)].copy_(values)
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
-        target = torch.empty(self.shapes()[name] if shape is None else tuple(shape))
-        self.read_into(name, target, starts)
-        return target.numpy()
+        if name not in self._matrices:
+            return self._stored.read_floats(name, starts, shape)
+        out = np.empty(self._matrices[name].shape if shape is None else tuple(shape), dtype=np.float32)
+        starts = locate_part(self.path, name, self._matrices[name].shape, out.shape, starts)
+        for offset, piece in self._pieces(name, starts, out.shape):
+            values = piece.values()
+            out[offset : offset + len(values)] = values
+        return out
+
+    def _pieces(self, name: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, Piece]]:
+        """A part of a matrix, some rows at a time, each with the number of rows before."""
+        num_rows, num_columns = shape
+        if not num_columns:
+            return
+        step = max(8, _SLICE_ELEMENTS // num_columns // 8 * 8)  # eight outputs may share an int32
+        for offset in range(0, num_rows, step):
+            rows = (starts[0] + offset, min(step, num_rows - offset))
+            yield offset, self._matrices[name].read(rows, (starts[1], num_columns))
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        matrix = self._matrices.get(name)
         grouped = GroupedFormat.parse(format)
-        if matrix is None or format != self.packed_format(name, is_native=grouped is None):
+        if name not in self._matrices or format != self.packed_format(name, is_native=grouped is None):
             yield from quantize_rows(self, name, format, starts, shape)
             return
-        first, column = locate_part(self.path, name, matrix.shape, shape, starts)
-        for offset, count in _slices(*shape):
-            piece = matrix.read((first + offset, count), (column, shape[1]))
+        starts = locate_part(self.path, name, self._matrices[name].shape, shape, starts)
+        for offset, piece in self._pieces(name, starts, shape):
+            places = np.arange(offset, offset + len(piece.codes))
             if grouped is None:
-                blocks = piece.to_blocks(format)
+                yield piece.to_blocks(format), places
             else:
-                blocks = grouped.pack(piece.codes, piece.scales, piece.zeros)
-            yield blocks, torch.arange(offset, offset + count)
+                import torch
 
-    def tokenizer(self) -> Tokenizer | None:
-        return self._stored.tokenizer()
-
-    def close(self) -> None:
-        self._stored.close()
+                codes, scales = (torch.from_numpy(np.ascontiguousarray(each)) for each in (piece.codes, piece.scales))
+                zeros = None if piece.zeros is None else torch.from_numpy(np.ascontiguousarray(piece.zeros))
+                yield grouped.pack(codes, scales, zeros), places
 
 
-def _slices(num_rows: int, num_columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a moderate size: their starts and lengths."""
-    step = max(8, _SLICE_ELEMENTS // max(1, num_columns) // 8 * 8)  # eight outputs may share an int32
-    for offset in range(0, num_rows, step):
-        yield offset, min(step, num_rows - offset)
-
-
-def _find_matrices(stored: Checkpoint) -> dict[str, QuantizedMatrix]:
+def _find_matrices(stored: SafetensorsCheckpoint) -> dict[str, QuantizedMatrix]:
     """The quantised matrices, by the names of the plain ones."""
     schemes = read_schemes(stored.config)
     formats = stored.formats()

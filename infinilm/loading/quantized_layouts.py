@@ -1,16 +1,17 @@
-"""Reads parts of quantised matrices, as different tools store them."""
+"""Reads parts of quantised matrices, as different tools store them. No torch here."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from infinilm.distributed.grouped import GROUP_STEP, SCALE_TYPES, GroupedFormat
 from infinilm.errors import CheckpointError
+from infinilm.loading.quantize import Bytes, Floats
 from infinilm.loading.quantized_config import WHOLE_ROW, Fp8Scheme, Int4Scheme
 
 FP8_TYPE = "F8_E4M3"
@@ -20,6 +21,7 @@ _PER_WORD = 8
 _BLOCK = 32  # of GGML's formats
 Span = tuple[int, int]
 """Where rows or columns start, and how many there are."""
+Ints = npt.NDArray[np.int64]
 
 
 class Tensors(Protocol):
@@ -27,46 +29,59 @@ class Tensors(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     def formats(self) -> Mapping[str, str]: ...
-    def read(self, name: str) -> Tensor: ...
-    def read_into(self, name: str, target: Tensor, starts: tuple[int, ...] | None = None) -> None: ...
+    def read_floats(self, name: str, starts: Any = None, shape: Any = None) -> Floats: ...
+    def read_array(self, name: str, starts: Any = None, shape: Any = None) -> npt.NDArray[Any]: ...
+
+
+def _float8_values() -> Floats:
+    """The numbers that e4m3's 256 codes stand for."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    values = np.where(exponents == 0, np.ldexp(mantissas / 8, -6), np.ldexp(1 + mantissas / 8, exponents - 7))
+    values[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, values, -values).astype(np.float32)
+
+
+_FLOAT8 = _float8_values()
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a matrix: `value = scale * (code - zero)`, each column with the scale and zero of its group."""
 
-    codes: Tensor
-    """8-bit floats, or uint8 from 0 to 15: `[rows, columns]`."""
-    scales: Tensor
+    codes: Bytes
+    """Of 8-bit floats, or from 0 to 15: `[rows, columns]`."""
+    scales: Floats
     """`[rows, groups]`."""
-    zeros: Tensor | None
+    zeros: Bytes | None
     """uint8 `[rows, groups]`; None: `MIDDLE`, or 0 for floats."""
-    groups: Tensor
-    """int64 `[columns]`."""
+    groups: Ints
+    """`[columns]`."""
+    is_float: bool = False
 
-    def values(self) -> Tensor:
+    def values(self) -> Floats:
         """float32 `[rows, columns]`."""
-        codes = self.codes.float()
+        codes = _FLOAT8[self.codes] if self.is_float else self.codes.astype(np.float32)
         if self.zeros is not None:
-            codes -= self.zeros.float()[:, self.groups]
-        elif self.codes.dtype == torch.uint8:
+            codes -= self.zeros[:, self.groups]
+        elif not self.is_float:
             codes -= MIDDLE
-        return codes.mul_(self.scales.float()[:, self.groups])
+        codes *= self.scales[:, self.groups]
+        return codes
 
-    def to_blocks(self, format: str) -> Tensor:
+    def to_blocks(self, format: str) -> Bytes:
         """Rows in GGML's blocks, `Q4_0` or `Q5_0`, which hold 4-bit codes exactly: uint8 `[rows, bytes of a row]`."""
-        scales = self.scales[:, self.groups[::_BLOCK]].half().unsqueeze(2)  # [rows, blocks, 1]
+        scales = self.scales[:, self.groups[::_BLOCK], None].astype(np.float16)  # [rows, blocks, 1]
         codes = self.codes
         if format == "Q5_0":
-            zeros = MIDDLE if self.zeros is None else self.zeros[:, self.groups]
-            codes = codes + 16 - zeros  # 1 to 31, where 16 is 0
+            zeros = np.uint8(MIDDLE) if self.zeros is None else self.zeros[:, self.groups]
+            codes = codes + np.uint8(16) - zeros  # 1 to 31, where 16 is 0
         codes = codes.reshape(len(codes), -1, _BLOCK)
-        low, high = (codes & 0x0F).chunk(2, dim=2)
-        parts = [scales.view(torch.uint8), low | (high << 4)]
+        low = codes & 0x0F
+        parts = [scales.view(np.uint8), low[..., : _BLOCK // 2] | (low[..., _BLOCK // 2 :] << 4)]
         if format == "Q5_0":
-            shifts = torch.arange(8, dtype=torch.uint8)
-            parts.insert(1, ((codes >> 4).view(*codes.shape[:2], 4, 8) << shifts).sum(3, dtype=torch.uint8))
-        return torch.cat(parts, dim=2).flatten(1)
+            parts.insert(1, np.packbits(codes >> 4, axis=-1, bitorder="little"))
+        return np.concatenate(parts, axis=2).reshape(len(codes), -1)
 
 
 class QuantizedMatrix(ABC):
@@ -130,14 +145,13 @@ class Fp8Matrix(QuantizedMatrix):
         _check_types(tensors, self._scales, SCALE_TYPES)
 
     def read(self, rows: Span, columns: Span) -> Piece:
-        codes = torch.empty(rows[1], columns[1], dtype=torch.float8_e4m3fn)
-        self._tensors.read_into(self._name, codes, (rows[0], columns[0]))
+        codes = self._tensors.read_array(self._name, (rows[0], columns[0]), (rows[1], columns[1]))
         height, width = self._block
         grid = -(-self.shape[0] // height), -(-self.shape[1] // width)
-        scales = self._tensors.read(self._scales).reshape(grid)
-        lines = torch.arange(rows[0], rows[0] + rows[1]) // height
+        scales = self._tensors.read_floats(self._scales).reshape(grid)
+        lines = np.arange(rows[0], rows[0] + rows[1]) // height
         first, groups = _groups_of(columns, width)
-        return Piece(codes, scales[lines, first : first + int(groups[-1]) + 1], None, groups)
+        return Piece(codes, scales[lines, first : first + int(groups[-1]) + 1], None, groups, is_float=True)
 
     def check_values(self) -> None:
         _check_scales(self._tensors, self._scales, is_signed=False)
@@ -226,7 +240,7 @@ class Int4Matrix(QuantizedMatrix):
         _check_scales(self._tensors, self._scales, is_signed=True)  # AutoRound's may be negative
         _ = self._groups  # which are checked when they are read
         if self._shape in self.parts:
-            stored = self._tensors.read(self._shape).tolist()
+            stored = self._tensors.read_array(self._shape).tolist()
             if stored != list(self.shape):
                 raise CheckpointError(
                     f"{self._shape!r} says {stored}, and {self._codes!r} holds a matrix of shape {list(self.shape)}"
@@ -237,25 +251,25 @@ class Int4Matrix(QuantizedMatrix):
             return
         zeros = self._read_zeros((0, self.shape[0]), (0, self._num_groups))
         first = int(zeros[0, 0])
-        if first in (MIDDLE - 1, MIDDLE + 1) and bool((zeros == first).all()):
+        if first in (MIDDLE - 1, MIDDLE + 1) and (zeros == first).all():
             raise CheckpointError(
                 f"{self._zeros!r}: all zero points are {first}, and with sym=True they must be {MIDDLE}; "
                 "quantization_config.checkpoint_format should be 'gptq' if they are stored less one, else 'gptq_v2'"
             )
 
     @cached_property
-    def _groups(self) -> Tensor | None:
+    def _groups(self) -> Ints | None:
         """The group of each input; None if groups follow each other."""
         if not self._has_index:
             return None
-        groups = self._tensors.read(self._index).long()
+        groups = self._tensors.read_array(self._index).astype(np.int64)
         if int(groups.min()) < 0 or int(groups.max()) >= self._num_groups:
             raise CheckpointError(
                 f"{self._index!r} has groups from {int(groups.min())} to {int(groups.max())}, and there are "
                 f"{self._num_groups}, from 0 on"
             )
-        in_order = torch.arange(self.shape[1]) // self._group
-        return None if groups.equal(in_order) else groups
+        in_order = np.arange(self.shape[1]) // self._group
+        return None if np.array_equal(groups, in_order) else groups
 
     def read(self, rows: Span, columns: Span) -> Piece:
         codes = self._read_codes(self._codes, rows, columns, packs_inputs=self._scheme.packs_inputs)
@@ -270,29 +284,31 @@ class Int4Matrix(QuantizedMatrix):
             zeros = self._read_zeros(rows, span)
         return Piece(codes, scales, zeros, groups)
 
-    def _read_zeros(self, rows: Span, groups: Span) -> Tensor:
-        return (self._read_codes(self._zeros, rows, groups, packs_inputs=False) + self._scheme.zero_shift) & 0x0F
+    def _read_zeros(self, rows: Span, groups: Span) -> Bytes:
+        codes = self._read_codes(self._zeros, rows, groups, packs_inputs=False)
+        return (codes + np.uint8(self._scheme.zero_shift)) & np.uint8(0x0F)
 
-    def _read_part(self, name: str, rows: Span, columns: Span) -> Tensor:
-        """A part of a tensor, `[rows, columns]` however it is stored."""
+    def _read_part(self, name: str, rows: Span, columns: Span) -> npt.NDArray[Any]:
+        """A part of a tensor, `[rows, columns]` however it is stored: int32 codes, or scales as float32."""
         spans = (columns, rows) if self._scheme.is_input_first else (rows, columns)
-        dtype = getattr(torch, {**SCALE_TYPES, "I32": "int32"}[self._tensors.formats()[name]])
-        part = torch.empty([length for _, length in spans], dtype=dtype)
-        self._tensors.read_into(name, part, tuple(start for start, _ in spans))
-        return part.t() if self._scheme.is_input_first else part
+        read = self._tensors.read_array if self._tensors.formats()[name] == "I32" else self._tensors.read_floats
+        part = read(name, tuple(start for start, _ in spans), tuple(length for _, length in spans))
+        return part.T if self._scheme.is_input_first else part
 
-    def _read_codes(self, name: str, rows: Span, columns: Span, *, packs_inputs: bool) -> Tensor:
+    def _read_codes(self, name: str, rows: Span, columns: Span, *, packs_inputs: bool) -> Bytes:
         """4-bit codes, uint8 `[rows, columns]`."""
         start, length = columns if packs_inputs else rows
         first = start // _PER_WORD
         words = (first, -(-(start + length) // _PER_WORD) - first)
         packed = self._read_part(name, rows if packs_inputs else words, words if packs_inputs else columns)
-        shifts = torch.empty(_PER_WORD, dtype=torch.int32)
-        shifts[list(self._scheme.order)] = torch.arange(0, 32, 4, dtype=torch.int32)
+        shifts = np.empty(_PER_WORD, dtype=np.int32)
+        shifts[list(self._scheme.order)] = np.arange(0, 32, 4, dtype=np.int32)
         dim = 2 if packs_inputs else 1
-        codes = packed.unsqueeze(dim) >> (shifts if packs_inputs else shifts.unsqueeze(1))
-        codes = (codes & 0x0F).to(torch.uint8).flatten(dim - 1, dim)
-        return codes.narrow(dim - 1, start - first * _PER_WORD, length)
+        codes = np.expand_dims(packed, dim) >> (shifts if packs_inputs else shifts[:, None])
+        begin = start - first * _PER_WORD
+        size = (len(packed), -1) if packs_inputs else (-1, packed.shape[1])
+        whole = (codes & 0x0F).astype(np.uint8).reshape(size)
+        return whole[:, begin : begin + length] if packs_inputs else whole[begin : begin + length]
 
     def device_format(self) -> GroupedFormat | None:
         if self._groups is not None:
@@ -307,19 +323,22 @@ class Int4Matrix(QuantizedMatrix):
     def _native_format(self) -> str | None:
         if self._groups is not None or self.shape[1] % _BLOCK or self._group % _BLOCK:
             return None
-        scales = self._tensors.read(self._scales)
-        if scales.dtype != torch.float16 and not scales.half().to(scales.dtype).equal(scales):
-            return None
+        if self._tensors.formats()[self._scales] != "F16":
+            scales = self._tensors.read_floats(self._scales)
+            with np.errstate(over="ignore"):
+                is_exact = np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
+            if not is_exact:
+                return None
         if not self._has_zeros:
             return "Q4_0"
         zeros = self._read_zeros((0, self.shape[0]), (0, self._num_groups))
-        return "Q4_0" if bool((zeros == MIDDLE).all()) else "Q5_0"
+        return "Q4_0" if (zeros == MIDDLE).all() else "Q5_0"
 
 
-def _groups_of(columns: Span, size: int) -> tuple[int, Tensor]:
+def _groups_of(columns: Span, size: int) -> tuple[int, Ints]:
     """The first group of these columns, and the group of each, counted from the first."""
     first = columns[0] // size
-    return first, torch.arange(columns[0], columns[0] + columns[1]) // size - first
+    return first, np.arange(columns[0], columns[0] + columns[1]) // size - first
 
 
 def _check_types(tensors: Tensors, name: str, known: object) -> None:
@@ -329,14 +348,14 @@ def _check_types(tensors: Tensors, name: str, known: object) -> None:
 
 
 def _check_scales(tensors: Tensors, name: str, *, is_signed: bool) -> None:
-    scales = tensors.read(name).float()
-    is_wrong = ~scales.isfinite() if is_signed else ~scales.isfinite() | (scales < 0)
+    scales = tensors.read_floats(name)
+    is_wrong = ~np.isfinite(scales) if is_signed else ~np.isfinite(scales) | (scales < 0)
     if not scales.any():
         is_wrong = scales == 0
     if is_wrong.any():
-        place = is_wrong.nonzero()[0].tolist()
+        place = np.argwhere(is_wrong)[0].tolist()
         kind = "zero" if not scales.any() else "NaN or infinite" if is_signed else "NaN, infinite or negative"
         raise CheckpointError(
-            f"{name!r} of shape {list(scales.shape)}: {int(is_wrong.sum())} of {scales.numel()} scales are {kind}, the "
+            f"{name!r} of shape {list(scales.shape)}: {int(is_wrong.sum())} of {scales.size} scales are {kind}, the "
             f"first at {place}: {float(scales[tuple(place)])}; the file is damaged"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from infinilm.errors import CheckpointError
@@ -34,6 +35,7 @@ _SINGLE = "model.safetensors"
 _CODED_TYPES = {"U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8), "F8_E4M3": ("float8_e4m3fn", 1)}
 _FLOAT_TYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 _TYPES = _FLOAT_TYPES | _CODED_TYPES
+_BITS = {"BF16": "uint16", "F8_E4M3": "uint8"}
 # Code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 # Families whose published checkpoints come with code though no one needs it.
@@ -96,18 +98,24 @@ class SafetensorsCheckpoint:
         self._readers.reader.read(name, tensor, target, starts)
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
+        part = self.read_array(name, starts, shape)
+        return widen_bfloat16(part) if self._formats[name] == "BF16" else np.array(part, dtype=np.float32)
+
+    def read_array(
+        self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> npt.NDArray[Any]:
+        """The tensor, or a part of it, as `read_floats` has it, in its stored type; types that NumPy lacks as bits."""
         tensor = self._tensor(name)
         shape = tensor.shape if shape is None else tuple(shape)
         starts = locate_part(tensor.file, name, tensor.shape, shape, starts)
+        kind = np.dtype(_BITS.get(tensor.dtype, _TYPES[tensor.dtype][0])).newbyteorder("<")
         if not math.prod(shape):
-            return np.empty(shape, dtype=np.float32)
-        kind = "<u2" if tensor.dtype == "BF16" else f"<f{_FLOAT_TYPES[tensor.dtype][1]}"
+            return np.empty(shape, dtype=kind)
         try:
             stored = np.memmap(tensor.file, kind, "r", tensor.offset, tensor.shape)
         except OSError as error:
             raise CheckpointError(f"{tensor.file}: {name!r} cannot be read: {error}") from error
-        part = stored[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))]
-        return widen_bfloat16(part) if tensor.dtype == "BF16" else np.array(part, dtype=np.float32)
+        return np.asarray(stored[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))])
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         return quantize_rows(self, name, format, starts, shape)

@@ -145,8 +145,7 @@ def select_attention(asked: str, config: ModelConfig, device: torch.device, *, p
     """
     if asked not in ("auto", "native") or (asked == "auto" and not prefers_native):
         return asked
-    group = config.num_attention_heads // config.num_key_value_heads
-    reason = why_not_native(device, config.max_head_dim, group)
+    reason = why_not_native(device, config.max_head_dim, config.max_group)
     if reason is not None and asked == "native":
         raise InvalidValueError(
             f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"

@@ -4,7 +4,6 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 
-from infinilm.kernels.routing import ClampedGate
 from infinilm.layers.attention import Attention
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.mixer import Mixer
@@ -119,11 +118,7 @@ class Glm4MoeForCausalLM(SparseCausalLM):
 
 class GptOssForCausalLM(SparseCausalLM):
     config: GptOssConfig
-    expert_names = ExpertNames(router="router", gate="gate_up_proj", is_stacked=True)
-
-    keeps_quantized: ClassVar[bool] = False
-    """The native library can't keep a tensor of all experts quantised."""
+    expert_names = GptOssConfig.expert_names
 
     def expert_options(self) -> dict[str, Any]:
-        gate = ClampedGate(self.config.swiglu_alpha, self.config.swiglu_limit)
-        return {"adds_router_bias": True, "gate": gate}
+        return {"adds_router_bias": self.config.adds_router_bias, "gate": self.config.expert_gate}

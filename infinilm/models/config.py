@@ -324,10 +324,19 @@ class ModelConfig:
         """The size of a layer's heads."""
         return self.head_dim
 
+    def layer_kv_heads(self, layer: int) -> int:  # noqa: ARG002 - a family's layers may differ
+        """A layer's key and value heads."""
+        return self.num_key_value_heads
+
     @property
     def max_head_dim(self) -> int:
         """The size of the largest heads."""
         return max(map(self.layer_head_dim, range(self.num_hidden_layers)))
+
+    @property
+    def max_group(self) -> int:
+        """The most query heads that share a key and value head."""
+        return self.num_attention_heads // min(map(self.layer_kv_heads, range(self.num_hidden_layers)))
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer keeps per token, over all ranks."""

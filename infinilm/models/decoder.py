@@ -29,7 +29,7 @@ from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.layers.state_plan import plan_states
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
-from infinilm.models.native_model import Rotary, are_packed, build_decoder, is_described
+from infinilm.models.native_model import EMBEDDING, HEAD, NativeDecoder, Rotary, are_packed, is_described
 from infinilm.models.stages import Stage
 
 
@@ -191,8 +191,8 @@ class Decoder(nn.Module):
             if taps is not None:
                 taps.see("embed_tokens", hidden)
         if taps is None and backend.name == "native" and cache.only_stores and self._native is not None:
-            (rows,) = native.arrays_of(hidden)
-            self._native.forward(rows, cache.native, [step.plan for step in steps])
+            ids, rows = native.arrays_of(batch.input_ids, hidden)
+            self._native.forward(ids, rows, cache.native, [step.plan for step in steps])
             return hidden
         inputs = self.layer_inputs(batch, hidden)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
@@ -238,20 +238,16 @@ class Decoder(nn.Module):
             return None
         if not is_described(self.config, type(self)):
             return None
-        targets = {
-            name: shard
-            for name, shard in self.weight_targets().items()
-            if ".layers." in name or name.endswith(".norm.weight")
-        }
+        targets = {name: shard for name, shard in self.weight_targets().items() if name not in (EMBEDDING, HEAD)}
         weights = {
             name: shard.matrix if isinstance(shard, PackedShard) else shard.tensor.detach().numpy()
             for name, shard in targets.items()
         }
         is_other = any(isinstance(shard, PackedShard) and not is_native(shard) for shard in targets.values())
-        if is_other or not are_packed(self.config, weights):
+        if is_other or not are_packed(weights):
             return None
         rotaries = {layer: _to_native(rotary) for layer, rotary in self.rotaries.items()}
-        return build_decoder(cast(LlamaConfig, self.config), weights, rotaries, self.stage.layers)
+        return NativeDecoder(cast(LlamaConfig, self.config), weights, rotaries, self.stage.layers)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""

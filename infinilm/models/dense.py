@@ -31,6 +31,8 @@ class LlamaConfig(ModelConfig):
     """Whether norms multiply by 1 + weight."""
     norms_all_heads: ClassVar[bool] = False
     """Whether a query or key norm is over all heads as one."""
+    norms_values: ClassVar[bool] = False
+    """Whether the values of each head are normalised, too; that norm has no weight."""
 
     @property
     def activation(self) -> str:
@@ -46,6 +48,15 @@ class LlamaConfig(ModelConfig):
     def out_bias(self) -> bool:
         """Whether the o projection adds a bias."""
         return self.attention_bias
+
+    def projections(self, layer: int) -> tuple[str, ...]:  # noqa: ARG002 - a family's layers may differ
+        """What a layer projects for attention. Without `v_proj` the keys are also the values, with `q_proj` alone both
+        are another layer's."""
+        return ("q_proj", "k_proj", "v_proj")
+
+    def mlp_size(self, layer: int) -> int:  # noqa: ARG002 - a family's layers may differ
+        """The intermediate size of a layer's MLP."""
+        return self.intermediate_size
 
     def validate(self) -> None:
         super().validate()

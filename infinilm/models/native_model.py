@@ -6,6 +6,7 @@ of such a family has the library compute its layers in the same way while no hoo
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -14,12 +15,16 @@ import numpy.typing as npt
 from infinilm.attention.native_backend import why_not_native
 from infinilm.distributed.shard import ArrayShard, PackedShard, ShardRange
 from infinilm.kernels.native import load_library
+from infinilm.kernels.routing import native_gate
 from infinilm.layers.formats import WeightFormats
 from infinilm.layers.formats.packed import FORMATS, MatrixOutline
-from infinilm.layers.names import NATIVE_ACTIVATIONS, ExpertNames
+from infinilm.layers.names import NATIVE_ACTIVATIONS
 from infinilm.layers.rotary_tables import query_scales, rotary_table
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
+from infinilm.models.gemma4 import Gemma4Config
+from infinilm.models.native_gemma4 import LayerInputs, build_gemma4_layer, gemma4_shapes
+from infinilm.models.quantization import ROUTERS
 from infinilm.models.registry import FAMILIES
 from infinilm.models.sparse import SparseConfig
 from infinilm.platforms import HOST
@@ -51,19 +56,19 @@ def weight_shapes(config: LlamaConfig) -> Shapes:
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{name}.weight": (config.hidden_size,) for name in config.norms if name}
-        shapes |= _attention_shapes(config, f"{prefix}self_attn.")
+        shapes |= _attention_shapes(config, layer, f"{prefix}self_attn.")
         if isinstance(config, SparseConfig) and config.is_sparse(layer):
             shapes |= _expert_shapes(config, prefix)
         else:
-            shapes |= _mlp_shapes(f"{prefix}mlp.", config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-    return shapes
+            shapes |= _mlp_shapes(f"{prefix}mlp.", config.hidden_size, config.mlp_size(layer), bias=config.mlp_bias)
+    return shapes | gemma4_shapes(config) if isinstance(config, Gemma4Config) else shapes
 
 
-def _attention_shapes(config: LlamaConfig, prefix: str) -> Shapes:
-    hidden, dim = config.hidden_size, config.head_dim
-    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+def _attention_shapes(config: LlamaConfig, layer: int, prefix: str) -> Shapes:
+    hidden, dim, projections = config.hidden_size, config.layer_head_dim(layer), config.projections(layer)
+    q, kv = config.num_attention_heads * dim, config.layer_kv_heads(layer) * dim
     shapes: Shapes = {}
-    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+    for name, rows in zip(projections, (q, kv, kv), strict=False):
         shapes[f"{prefix}{name}.weight"] = (rows, hidden)
         if config.attention_bias or config.qkv_bias:
             shapes[f"{prefix}{name}.bias"] = (rows,)
@@ -72,7 +77,10 @@ def _attention_shapes(config: LlamaConfig, prefix: str) -> Shapes:
         shapes[f"{prefix}o_proj.bias"] = (hidden,)
     if config.qk_norm:
         widths = (q, kv) if config.norms_all_heads else (dim, dim)
-        shapes |= {f"{prefix}{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
+        names = ("q_norm", "k_norm")[: len(projections)]
+        shapes |= {f"{prefix}{name}.weight": (width,) for name, width in zip(names, widths, strict=False)}
+    if config.has_sinks:
+        shapes[f"{prefix}sinks"] = (config.num_attention_heads,)
     return shapes
 
 
@@ -87,18 +95,22 @@ def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
     names, hidden = config.expert_names, config.hidden_size
     prefix += names.prefix
     shapes: Shapes = {f"{prefix}{names.router}.weight": (config.num_experts, hidden)}
+    if config.adds_router_bias:
+        shapes[f"{prefix}{names.router}.bias"] = (config.num_experts,)
     if config.has_router_bias:
         shapes[f"{prefix}{names.router}.{names.router_bias}"] = (config.num_experts,)
     for expert in range(config.num_experts):
         parts = (names.gate, names.up, names.down)
-        shapes |= _mlp_shapes(f"{prefix}experts.{expert}.", hidden, config.expert_size, parts)
+        own = f"{prefix}experts.{expert}."
+        shapes |= _mlp_shapes(own, hidden, config.expert_size, parts, bias=names.has_biases)
     if config.shared_size:
         shapes |= _mlp_shapes(f"{prefix}{names.shared}.", hidden, config.shared_size)
     return shapes
 
 
-def _is_router(name: str, names: ExpertNames) -> bool:
-    return name.endswith(f".{names.prefix}{names.router}.weight")
+def _stays_dense(name: str) -> bool:
+    """Whether a matrix is never quantised."""
+    return any(fnmatchcase(name, pattern) for pattern in ROUTERS)
 
 
 def is_described(config: ModelConfig, model_class: type) -> bool:
@@ -109,11 +121,10 @@ def is_described(config: ModelConfig, model_class: type) -> bool:
     return config.activation in NATIVE_ACTIVATIONS and model_class is family.builder
 
 
-def are_packed(config: ModelConfig, weights: Mapping[str, Any]) -> bool:
+def are_packed(weights: Mapping[str, Any]) -> bool:
     """Whether all matrices but routers are the library's own."""
-    names = config.expert_names if isinstance(config, SparseConfig) else None
     arrays = [name for name, weight in weights.items() if isinstance(weight, np.ndarray) and weight.ndim == 2]
-    return all(names is not None and _is_router(name, names) for name in arrays)
+    return all(map(_stays_dense, arrays))
 
 
 def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
@@ -122,12 +133,10 @@ def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
         return f"models of model_type={config.model_type!r}"
     if config.activation not in NATIVE_ACTIVATIONS:
         return f"models with hidden_act={config.activation!r}"
-    group = config.num_attention_heads // config.num_key_value_heads
-    if (reason := why_not_native(cast(Any, HOST), config.max_head_dim, group)) is not None:
+    if (reason := why_not_native(cast(Any, HOST), config.max_head_dim, config.max_group)) is not None:
         return f"models that the native library can't attend in ({reason})"
-    expert_names = config.expert_names if isinstance(config, SparseConfig) else None
     for name, shape in weight_shapes(config).items():
-        if len(shape) != 2 or (expert_names and _is_router(name, expert_names)):
+        if len(shape) != 2 or _stays_dense(name):
             continue
         format = formats.by_name.get(name)
         if format not in FORMATS or shape[1] % FORMATS[format].block_columns:
@@ -140,17 +149,18 @@ def make_rotaries(config: LlamaConfig, max_len: int) -> dict[int, Rotary]:
     found: list[tuple[Mapping[str, Any], Rotary]] = []
     rotaries: dict[int, Rotary] = {}
     for layer in range(config.num_hidden_layers):
-        rope = config.rope(layer)
+        dim = config.layer_head_dim(layer)
+        rope = {**config.rope(layer), "head_dim": dim}
         rotary = next((each for settings, each in found if settings == rope), None)
         if rotary is None:
-            table = rotary_table(config.head_dim, rope, max_len, config.max_position_embeddings)
+            table = rotary_table(dim, rope, max_len, config.max_position_embeddings)
             rotary = Rotary(table, query_scales(rope, max_len), bool(rope.get("interleaved")))
             found.append((rope, rotary))
         rotaries[layer] = rotary
     return rotaries
 
 
-class _Builder:
+class LayerBuilder:
     """Makes the library's layers of weights by name: its own matrices, and arrays."""
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary]) -> None:
@@ -169,22 +179,26 @@ class _Builder:
 
     def attention(self, layer: int) -> Any:
         config, rotary, prefix = self.config, self.rotaries[layer], f"model.layers.{layer}.self_attn."
+        projections, dim = config.projections(layer), config.layer_head_dim(layer)
+        if "v_proj" not in projections:
+            projections += projections[1:]  # keys are values, too
         return self.library.Attention(
-            qkv=self.linear(prefix, "q_proj", "k_proj", "v_proj"),
+            qkv=self.linear(prefix, *projections),
             out=self.linear(prefix, "o_proj"),
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.layer_kv_heads(layer),
+            head_dim=dim,
             rotary=rotary.table,
             is_interleaved=rotary.is_interleaved,
             query_scale=rotary.query_scale,
             q_norm=self.norm(f"{prefix}q_norm"),
             k_norm=self.norm(f"{prefix}k_norm"),
             eps=config.rms_norm_eps if config.qk_norm else 0.0,
-            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            scale=dim**-0.5 if config.attention_scale is None else config.attention_scale,
             window=config.window(layer),
             cap=config.attention_cap,
-            sinks=None,
+            sinks=self.weights.get(f"{prefix}sinks"),
+            v_norm=np.ones(dim, dtype=np.float32) if config.norms_values else None,
         )
 
     def mlp(self, prefix: str, activation: str) -> Any:
@@ -199,9 +213,9 @@ class _Builder:
         downs = [self.linear(own, names.down) for own in each]
         router = self.weights[f"{prefix}{names.router}.weight"]
         return self.library.SparseMLP(
-            experts=self.library.Experts(gate_ups, downs),
+            experts=self.library.Experts(gate_ups, downs, **native_gate(config.expert_gate)),
             router=np.ascontiguousarray(router.T),
-            router_bias=None,
+            router_bias=self.weights.get(f"{prefix}{names.router}.bias"),
             correction=self.weights.get(f"{prefix}{names.router}.{names.router_bias}"),
             shared=self.mlp(f"{prefix}{names.shared}.", "silu") if config.shared_size else None,
             **{name: value for name, value in config.routing._asdict().items() if name != "num_experts"},
@@ -209,6 +223,8 @@ class _Builder:
 
     def layer(self, layer: int) -> Any:
         config, prefix = self.config, f"model.layers.{layer}."
+        if isinstance(config, Gemma4Config):
+            return build_gemma4_layer(self, config, layer)
         if isinstance(config, SparseConfig) and config.is_sparse(layer):
             channels = self.experts(config, prefix)
         else:
@@ -218,13 +234,36 @@ class _Builder:
         return self.library.Layer(self.attention(layer), channels, **norms, **numbers)
 
 
-def build_decoder(
-    config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary], layers: Iterable[int]
-) -> Any:
-    """The library's decoder of some layers, and of the final norm if the weights have it."""
-    builder = _Builder(config, weights, rotaries)
-    norm = builder.norm(FINAL_NORM.removesuffix(".weight"))
-    return builder.library.Decoder([builder.layer(layer) for layer in layers], norm, config.rms_norm_eps)
+class NativeDecoder:
+    """Some layers, and the final norm if the weights have it, in one call of the library."""
+
+    def __init__(
+        self, config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary], layers: Iterable[int]
+    ) -> None:
+        self._config, builder = config, LayerBuilder(config, weights, rotaries)
+        norm = builder.norm(FINAL_NORM.removesuffix(".weight"))
+        made = [builder.layer(layer) for layer in layers]
+        self._decoder: Any = builder.library.Decoder(made, norm, config.rms_norm_eps)
+        has_inputs = isinstance(config, Gemma4Config) and config.hidden_size_per_layer_input > 0
+        self._inputs = LayerInputs(builder, config) if has_inputs and isinstance(config, Gemma4Config) else None
+
+    def forward(self, token_ids: IntArray, hidden: Floats, cache: Any, steps: Sequence[Any]) -> None:
+        """Put the tokens' embeddings, `hidden` `[T, hidden]`, through them, in place; see the library's `Decoder`."""
+        inputs = None if self._inputs is None else self._inputs(token_ids, hidden)
+        self._decoder.forward(hidden, cache, steps, inputs)
+
+    def generator(self, embedding: Any, head: Any) -> Any | None:
+        """The library's `Generator` of these layers and an embedding and a head; None if layers have own inputs."""
+        if self._inputs is not None:
+            return None
+        return load_library().Generator(
+            embedding,
+            self._decoder,
+            head,
+            embedding_scale=self._config.embedding_scale,
+            logit_scale=self._config.logit_scale,
+            logit_cap=self._config.logit_cap,
+        )
 
 
 class NativeModel:
@@ -234,18 +273,17 @@ class NativeModel:
         """An outline has no memory."""
         self.config, self.formats, self.max_len = config, formats, max_len
         make: Any = MatrixOutline if is_outline else load_library().Matrix
-        names = config.expert_names if isinstance(config, SparseConfig) else None
         self.weights: dict[str, Any] = {
             name: make(formats.by_name[name], *shape)
-            if len(shape) == 2 and not (names and _is_router(name, names))
+            if len(shape) == 2 and not _stays_dense(name)
             else np.zeros(shape, dtype=np.float32)
             for name, shape in weight_shapes(config).items()
         }
         """By name: the library's matrices, and arrays."""
-        self._decoder: Any = None
+        self._decoder: NativeDecoder | None = None
         self._head: Any = None
         self.generator: Any = None
-        """What runs decode steps, sampling included."""
+        """What runs decode steps, sampling included; None where layers have inputs of their own."""
 
     def weight_targets(self) -> dict[str, ArrayShard | PackedShard]:
         """All weights, by their names in a checkpoint."""
@@ -259,23 +297,17 @@ class NativeModel:
     def num_bytes(self) -> int:
         """The memory that weights take, and tables of `max_len` positions."""
         weights = sum(target.num_bytes for target in self.weight_targets().values())
-        kinds = {id(self.config.rope(layer)) for layer in range(self.config.num_hidden_layers)}
-        return weights + len(kinds) * self.max_len * self.config.head_dim * 4
+        layers = range(self.config.num_hidden_layers)
+        kinds = {(id(self.config.rope(layer)), self.config.layer_head_dim(layer)) for layer in layers}
+        return weights + sum(dim for _, dim in kinds) * self.max_len * 4
 
     def build(self) -> None:
         """Make the layers of the weights, which are loaded."""
         config = self.config
         rotaries = make_rotaries(config, self.max_len)
-        self._decoder = build_decoder(config, self.weights, rotaries, range(config.num_hidden_layers))
+        self._decoder = NativeDecoder(config, self.weights, rotaries, range(config.num_hidden_layers))
         self._head = load_library().Linear([self.weights[EMBEDDING if config.tie_word_embeddings else HEAD]], None)
-        self.generator = load_library().Generator(
-            self.weights[EMBEDDING],
-            self._decoder,
-            self._head,
-            embedding_scale=config.embedding_scale,
-            logit_scale=config.logit_scale,
-            logit_cap=config.logit_cap,
-        )
+        self.generator = self._decoder.generator(self.weights[EMBEDDING], self._head)
 
     def embed(self, token_ids: IntArray) -> Floats:
         """The embeddings `[T, hidden]` of tokens."""
@@ -299,7 +331,8 @@ class NativeModel:
             )
             for group in range(len(cache.groups))
         ]
-        self._decoder.forward(hidden, cache.native, [steps[group] for group in cache.group_of])
+        assert self._decoder is not None
+        self._decoder.forward(token_ids, hidden, cache.native, [steps[group] for group in cache.group_of])
         return hidden
 
     def compute_logits(self, hidden: Floats) -> Floats:

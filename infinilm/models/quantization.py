@@ -34,7 +34,7 @@ ROUTERS = (
     "*.shared_expert_gate.weight",
 )
 """Routers and gates of experts, which stay dense: they are small, and a rounding error chooses another expert."""
-QUANTIZED_KINDS = ("FP8", "INT4")
+QUANTIZED_KINDS = ("FP8", "INT4", MXFP4)
 """What checkpoints with a `quantization_config` call the types of quantised matrices."""
 _MAX_LISTED = 8
 
@@ -53,11 +53,7 @@ def choose_formats(
         check_choice("quantization", quantization, ("none", *{**_DEVICE_FORMATS, **QUANTIZED_TO}))
     if quantization not in (None, "none"):
         _check_quantization(model_type, quantization, dtype, device)
-    elif (
-        quantization == "none"
-        or not keeps_quantized(model_type, is_native=is_native)
-        or (is_native and dtype != "auto")
-    ):
+    elif quantization == "none" or not keeps_quantized(model_type) or (is_native and dtype != "auto"):
         return DENSE
     found: dict[str, str] = {}
     exact: Counter[tuple[str, str]] = Counter()
@@ -66,8 +62,7 @@ def choose_formats(
     for name, stored in checkpoint.formats().items():
         is_table = name == OUTER_NAMES[0] and not is_native  # which a GPU looks up dense
         packed = checkpoint.packed_format(name, is_native=is_native)
-        is_matrix = len(shapes[name]) == 2 or packed == MXFP4
-        if not is_matrix or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
+        if len(shapes[name]) != 2 or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
             continue
         if packed in FORMATS or (packed is not None and GroupedFormat.parse(packed)):
             found[name] = packed
@@ -137,7 +132,7 @@ def _check_quantization(model_type: str, quantization: str, dtype: str, device: 
         raise InvalidValueError(f"{asked} is for GPUs: the native library has no 8-bit floats; use quantization='q8'")
     if device.type == "cpu" and dtype not in ("auto", "float32"):
         raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")
-    if not keeps_quantized(model_type, is_native=device.type == "cpu"):
+    if not keeps_quantized(model_type):
         raise InvalidValueError(
             f"{asked}: the builder of model_type={model_type!r} has no parameter `formats`, or can't keep matrices "
             "quantised; use quantization='none'"

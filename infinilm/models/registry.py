@@ -66,7 +66,7 @@ def _named(target: Any) -> Any:
 
 
 def _native(class_name: str, config: str, model: str = "CausalLM") -> ModelFamily:
-    return ModelFamily(class_name, config, f"causal_lm:{model}", is_native=True)
+    return ModelFamily(class_name, config, model if ":" in model else f"causal_lm:{model}", is_native=True)
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -78,12 +78,12 @@ FAMILIES: dict[str, ModelFamily] = {
     "ministral3": _native("Ministral3ForCausalLM", "dense:Ministral3Config"),
     "gemma2": _native("Gemma2ForCausalLM", "gemma:Gemma2Config", "GemmaForCausalLM"),
     "gemma3_text": _native("Gemma3ForCausalLM", "gemma:Gemma3Config", "GemmaForCausalLM"),
-    "gemma4_text": ModelFamily("Gemma4ForCausalLM", "gemma4:Gemma4Config", "gemma4:Gemma4ForCausalLM"),
+    "gemma4_text": _native("Gemma4ForCausalLM", "gemma4:Gemma4Config", "gemma4_lm:Gemma4ForCausalLM"),
     "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", "latent:DeepseekV2Config", "latent:DeepseekV2ForCausalLM"),
     "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", "latent:DeepseekV3Config", "latent:DeepseekV3ForCausalLM"),
     "glm4": _native("Glm4ForCausalLM", "relatives:Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": _native("Glm4MoeForCausalLM", "sparse:Glm4MoeConfig", "Glm4MoeForCausalLM"),
-    "gpt_oss": ModelFamily("GptOssForCausalLM", "sparse:GptOssConfig", "causal_lm:GptOssForCausalLM"),
+    "gpt_oss": _native("GptOssForCausalLM", "sparse:GptOssConfig", "GptOssForCausalLM"),
     "mixtral": _native("MixtralForCausalLM", "sparse:MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": _native("Qwen3MoeForCausalLM", "sparse:Qwen3MoeConfig", "SparseCausalLM"),
     "granite": _native("GraniteForCausalLM", "relatives:GraniteConfig"),
@@ -215,12 +215,9 @@ class InfinilmModelFactory:
     register = staticmethod(register_model)
 
 
-def keeps_quantized(model_type: str, *, is_native: bool) -> bool:
+def keeps_quantized(model_type: str) -> bool:
     """Whether models of this type can keep matrices quantised, in the native library or on another device."""
-    if FAMILIES[model_type].is_native:
-        return True
-    builder = FAMILIES[model_type].builder
-    return _takes_formats(builder) and (not is_native or getattr(builder, "keeps_quantized", True))
+    return FAMILIES[model_type].is_native or _takes_formats(FAMILIES[model_type].builder)
 
 
 def _takes_formats(builder: Any) -> bool:

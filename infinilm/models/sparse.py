@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from infinilm.checks import check_choice, check_flag, check_integer, check_real
 from infinilm.errors import InvalidValueError
-from infinilm.kernels.routing import Routing
+from infinilm.kernels.routing import ClampedGate, Gate, Routing
 from infinilm.layers.names import ExpertNames
 from infinilm.loading.parts import MAX_EXPERTS
 from infinilm.models.config import FULL_ATTENTION, MAX_LAYERS, SLIDING_ATTENTION, ModelConfig
@@ -26,6 +26,8 @@ class SparseConfig(LlamaConfig):
     expert_names: ClassVar[ExpertNames] = ExpertNames()
     has_router_bias: ClassVar[bool] = False
     """Whether a bias is added to the scores by which experts are chosen."""
+    adds_router_bias: ClassVar[bool] = False
+    """Whether a bias is added to the router's logits."""
 
     @property
     def shared_size(self) -> int:
@@ -41,6 +43,11 @@ class SparseConfig(LlamaConfig):
     def routing(self) -> Routing:
         """How experts are chosen."""
         return Routing(self.num_experts, self.num_experts_per_tok, renormalizes=True)
+
+    @property
+    def expert_gate(self) -> Gate:
+        """What becomes of an expert's gate."""
+        return None
 
     def is_sparse(self, layer: int) -> bool:  # noqa: ARG002 - a family's layers may differ
         """Whether a layer has experts."""
@@ -237,6 +244,8 @@ class GptOssConfig(SparseConfig):
     default_theta = 150_000.0
     window_settings = {"sliding_window": 128}  # noqa: RUF012
     readable_quantizations = frozenset({"mxfp4"})
+    expert_names = ExpertNames(router="router", has_biases=True)
+    adds_router_bias = True
 
     @classmethod
     def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
@@ -255,6 +264,10 @@ class GptOssConfig(SparseConfig):
     @property
     def has_sinks(self) -> bool:
         return True
+
+    @property
+    def expert_gate(self) -> Gate:
+        return ClampedGate(self.swiglu_alpha, self.swiglu_limit)
 
     def validate(self) -> None:
         super().validate()

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_reference, save
+from gguf_families import write_family
 from gguf_files import write_gguf
 from packing import needs_native
+from quantized_files import write_checkpoint
 from tiny_tokenizer import save_tokenizer
 
 from infinilm import LLM, RequestOutput, SamplingParams
@@ -67,6 +69,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-moe-mha": SIZES,
     "mixtral": SIZES,
     "glm4-moe": SIZES,
+    "gpt-oss": {"vocab_size": 161},
+    "gemma4": SIZES,
+    "gemma4-shared": SIZES,
+    "gemma4-moe": SIZES,
+    "gemma4-moe-shared": SIZES,
 }
 
 
@@ -78,6 +85,41 @@ def test_every_family_has_the_bits_that_it_has_under_torch(kind: str, tmp_path: 
         run(path, RankWorker, quantization="q8", executor="processes"),
     )
     assert alone == hosted
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma4-shared", "gemma4-moe"])
+def test_company_preemption_and_cached_beginnings_change_nothing(kind: str, tmp_path: Path) -> None:
+    path = save(make_reference(kind, **FAMILIES[kind]), tmp_path)
+    settings: dict[str, Any] = {**SMALL, "quantization": "q8", "max_model_len": 80}
+    prompts = [PROMPTS[0][:40], [*PROMPTS[0][:32], 7], PROMPTS[1], PROMPTS[2], [8, 8]]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=34, ignore_eos=True, logprobs=2)
+    with LLM(path, **settings) as llm:
+        alone = [results(llm.generate([prompt], params, use_tqdm=False)) for prompt in prompts]
+        again = results(llm.generate(prompts[:1], params, use_tqdm=False))
+    assert again == alone[0]
+    with LLM(path, **{**settings, "num_kvcache_blocks": 10, "kvcache_block_size": 16}) as llm:
+        together = results(llm.generate(prompts, params, use_tqdm=False))
+        assert llm.stats().num_preemptions > 0
+    assert [[each] for each in together] == alone
+
+
+def test_experts_in_mxfp4_have_the_bits_that_they_have_under_torch(tmp_path: Path) -> None:
+    """Of llama.cpp's files; what is not quantised there becomes Q8_0."""
+    path = write_family(make_reference("gpt-oss", swiglu_limit=7.0), tmp_path / "model.gguf", "gpt-oss", "MXFP4")
+    alone = run(path, NativeWorker, quantization="q8")
+    assert alone == run(path, RankWorker, quantization="q8", executor="processes")
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gemma4-shared", "gemma4-moe"])
+def test_hooks_see_what_they_see_under_torch(kind: str, tmp_path: Path) -> None:
+    path = save(make_reference(kind, **FAMILIES[kind]), tmp_path)
+    found = []
+    for executor in ("auto", "processes"):
+        with LLM(path, quantization="q8", executor=executor, **SMALL) as llm:
+            found.append(record(llm, is_changing=False))
+    (seen, watched), (expected, hosted) = found
+    assert watched == hosted
+    assert all(torch.equal(seen[name], expected[name]) for name in seen.keys() | expected.keys())
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "q4"}, {"quantization": "q8", "kv_cache_dtype": "float32"}])
@@ -164,6 +206,22 @@ with LLM(sys.argv[1], **settings) as llm:
     assert lines[2].isdecimal()
     assert len(lines[2]) == 5
     assert "torch is not installed, and logits_processors can't run without it" in lines[3]
+
+
+def test_all_kinds_of_checkpoints_run_where_torch_is_not_installed(tmp_path: Path) -> None:
+    paths = [save(make_reference(kind, **FAMILIES[kind]), tmp_path / kind) for kind in ("gpt-oss", "gemma4-shared")]
+    paths += [write_checkpoint(name, tmp_path / name)[0] for name in ("awq", "gptq", "fp8-blocks")]
+    body = """
+for path in sys.argv[1:]:
+    with LLM(path, quantization="q8", num_kvcache_blocks=64) as llm:
+        print(list(llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)[0].token_ids))
+"""
+    expected = []
+    for path in paths:
+        with LLM(path, quantization="q8", executor="processes", **SMALL) as llm:
+            [output] = llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        expected.append(str(list(output.token_ids)))
+    assert run_lean(body, *paths).splitlines() == expected
 
 
 def test_files_of_llama_cpp_run_where_torch_is_not_installed(tmp_path: Path) -> None:

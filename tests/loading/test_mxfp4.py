@@ -4,18 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import make_reference, reference_logits, save
-from packing import pack_as_on_gpus
+from packing import needs_native, pack_as_on_gpus
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infinilm import InferEngine
 from infinilm.distributed import DistConfig
-from infinilm.errors import CheckpointError, InvalidValueError
+from infinilm.errors import CheckpointError
 from infinilm.layers.formats.experts import UnpackedExperts
 from infinilm.loading.checkpoint import open_checkpoint
+from infinilm.loading.gguf import GGMLType
+from infinilm.loading.mxfp4 import decode, repack
+from infinilm.loading.quantize import dequantize
 
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 TOKENS = list(range(3, 40))
@@ -84,16 +89,44 @@ def test_experts_stay_packed_on_a_gpu(
 
 def test_any_part_can_be_read(checkpoint: Path, reference: Any) -> None:
     stored = open_checkpoint(checkpoint)
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    expected = reference.get_parameter(name).detach()
+    source, name = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.3.up_proj.weight"
+    expected = reference.get_parameter(source).detach()[3, :, 1::2].t()  # lines of gate and up alternate
     assert stored.shapes()[name] == tuple(expected.shape)
     assert stored.formats()[name] == "MXFP4"
-    assert f"{name}_blocks" not in stored.shapes()
+    assert not {source, f"{source}_blocks", f"{source}_scales"} & stored.shapes().keys()
     assert stored.read(name).equal(expected)
-    part = torch.empty(2, 40, 6)
-    stored.read_into(name, part, (1, 17, 100))
-    assert part.equal(expected[1:3, 17:57, 100:106])
+    part = torch.empty(6, 40)
+    stored.read_into(name, part, (50, 17))
+    assert part.equal(expected[50:56, 17:57])
     stored.close()
+
+
+def repacked(codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    blocks = repack(codes, exponents, "x")
+    return dequantize(blocks, GGMLType("Q5_0", 32, 22), (len(codes), codes.shape[1] * 32))
+
+
+def test_the_native_librarys_form_has_the_same_values(checkpoint: Path) -> None:
+    codes = np.random.default_rng(0).integers(0, 16, (40, 3, 32), dtype=np.uint8)
+    exponents = np.arange(104, 144, dtype=np.uint8)[:, None].repeat(3, axis=1)  # all that a float16 can scale by
+    assert np.array_equal(repacked(codes, exponents), decode(codes, exponents))
+    assert not repacked(np.zeros_like(codes), np.full_like(exponents, 254)).any()
+    tiny = np.full_like(exponents, 102)
+    assert np.abs(repacked(codes, tiny) - decode(codes, tiny)).max() <= 2**-25
+    with pytest.raises(CheckpointError, match=r"x: has numbers of 131072 or more, .* use quantization='none'"):
+        repack(codes, np.full_like(exponents, 144), "x")
+
+
+@needs_native
+def test_experts_stay_packed_on_a_cpu(checkpoint: Path, reference: Any) -> None:
+    """Their values are exact, and other matrices are dense. Activations are rounded to 16 bits, keys and values too."""
+    with InferEngine(checkpoint, device_type="cpu") as engine:
+        (state,) = engine.state_dict()
+        found = engine.forward(input_ids=[TOKENS], return_logits=True).logits
+    expected = reference.get_parameter("model.layers.0.mlp.experts.down_proj").detach()[2].t()
+    assert state["model.layers.0.mlp.experts.2.down_proj.weight"].equal(expected)
+    assert found is not None
+    assert (found[0] - reference_logits(reference, TOKENS)).abs().mean() < 5e-4
 
 
 @pytest.mark.parametrize(
@@ -120,8 +153,3 @@ def test_blocks_without_scales_are_refused(checkpoint: Path, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"down_proj_blocks' of shape \[5, 64, 2, 16\], with scales of None"):
         open_checkpoint(tmp_path)
-
-
-def test_other_formats_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(InvalidValueError, match="quantization='q8': the builder of model_type='gpt_oss'"):
-        InferEngine(checkpoint, device_type="cpu", quantization="q8")

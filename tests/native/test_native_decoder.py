@@ -261,6 +261,82 @@ def test_a_decoder_without_a_norm_leaves_the_last_layers_output(native: Any) -> 
     torch.testing.assert_close(norm(plain, NORM), normed)
 
 
+NO_NORMS: dict[str, Any] = dict.fromkeys(NORM_PLACES)
+
+
+def make_parts(native: Any, **sizes: tuple[int, int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Matrices of these rows and columns: the native linear layers, and the values."""
+    made = {name: make_matrix(native, "Q8_0", *size, seed) for seed, (name, size) in enumerate(sizes.items())}
+    linears = {name: native.Linear([matrix], None) for name, (matrix, _) in made.items()}
+    return linears, {name: values for name, (_, values) in made.items()}
+
+
+def make_attention(native: Any, qkv: Any, out: Any) -> Any:
+    options: dict[str, Any] = dict.fromkeys(("query_scale", "window", "cap", "sinks"))
+    options |= {name: torch.ones(HEAD_DIM) for name in ("q_norm", "k_norm", "v_norm")}
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    rotary = {"rotary": make_rotary(HEAD_DIM), "is_interleaved": False}
+    return native.Attention(qkv=qkv, out=out, eps=EPS, scale=0.1, **heads, **rotary, **options)
+
+
+def test_a_layer_may_read_what_another_stores(native: Any) -> None:
+    """One that projects queries alone, with the same matrices, attends as the layer that stored keys and values."""
+    parts, _ = make_parts(native, out=(HIDDEN, HEADS * HEAD_DIM), gate_up=(2 * INNER, HIDDEN), down=(HIDDEN, INNER))
+    matrices = [make_matrix(native, "Q4_1", rows, HIDDEN, seed)[0] for seed, rows in enumerate(ROWS["qkv"])]
+    mlp = native.MLP(gate_up=parts["gate_up"], down=parts["down"], activation="silu")
+    batch, hidden, cache = make_batch([(0, 20)]), torch.randn(20, HIDDEN), empty_cache()[0]
+    found = []
+    for own in (matrices, matrices[:1]):
+        attention = make_attention(native, native.Linear(own, None), parts["out"])
+        layer = native.Layer(attention, mlp, **NO_NORMS, eps=EPS, residual_scale=1.0)
+        found.append(hidden.clone())
+        native.Decoder([layer], None, EPS).forward(found[-1], native.Cache([cache]), [make_step(native, batch)])
+    assert found[1].equal(found[0])
+    values = cache.flatten(0, 1)[:20, 1]  # which are normed
+    torch.testing.assert_close(values.square().mean(-1), torch.ones(20, KV_HEADS), atol=1e-3, rtol=0)
+
+
+def test_sums_of_mixers_and_inputs_of_layers(native: Any) -> None:
+    """Attention adds nothing here."""
+    sizes = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "gate": (32, HIDDEN), "projection": (HIDDEN, 32)}
+    parts, values = make_parts(native, qkv=(sum(ROWS["qkv"]), HIDDEN), **sizes)
+    nothing = native.Linear([native.Matrix("Q8_0", HIDDEN, HEADS * HEAD_DIM)], None)
+    attention = make_attention(native, parts["qkv"], nothing)
+    mlp = native.MLP(gate_up=parts["gate_up"], down=parts["down"], activation="silu")
+    before, after, last = (1 + 0.1 * torch.randn(3, HIDDEN)).unbind()
+    mixers = native.MixerSum([mlp, mlp], before=[before, None], after=[after, None], eps=EPS)
+    linears = {"gate": parts["gate"], "projection": parts["projection"]}
+    own = native.OwnInput(**linears, norm=last, eps=EPS, activation="gelu_pytorch_tanh")
+    numbers = {"eps": EPS, "residual_scale": 1.0}
+    norms = NO_NORMS | {"after_channels": NORM}
+    layer = native.Layer(attention, mixers, **norms, **numbers, own_input=own, scale=0.5)
+    hidden, inputs = torch.randn(20, HIDDEN), torch.randn(20, 1, 32)
+
+    def run(layer: Any, *more: Any) -> Tensor:
+        rows, step = hidden.clone(), make_step(native, make_batch([(0, 20)]))
+        native.Decoder([layer], None, EPS).forward(rows, native.Cache([empty_cache()[0]]), [step], *more)
+        return rows
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return packed_linear(x, values[name], None)
+
+    def mix(x: Tensor) -> Tensor:
+        gate, up = linear("gate_up", x).chunk(2, dim=-1)
+        return linear("down", ACTIVATIONS["silu"](gate) * up)
+
+    x = hidden + norm(norm(mix(norm(hidden, before)), after) + mix(hidden), NORM)
+    x = x + norm(linear("projection", ACTIVATIONS["gelu_pytorch_tanh"](linear("gate", x)) * inputs[:, 0]), last)
+    assert (run(layer, inputs) - x / 2).norm() < 1e-3 * x.norm()
+    with pytest.raises(ValueError, match="layers with an input of their own need inputs"):
+        run(layer)
+    with pytest.raises(ValueError, match=r"inputs must be \[T, layers, width\]"):
+        run(layer, inputs[:3])
+    with pytest.raises(ValueError, match="inputs do not fit the layers"):
+        run(native.Layer(attention, mlp, **NO_NORMS, **numbers), inputs)
+    with pytest.raises(ValueError, match="not before all"):
+        native.Layer(attention, mixers, **norms | {"before_channels": NORM}, **numbers)
+
+
 def test_what_does_not_fit_is_refused(native: Any) -> None:
     decoder, layers = make_decoder(native, KINDS["plain"])
     batch = make_batch([(0, 3)])

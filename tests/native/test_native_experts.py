@@ -8,7 +8,7 @@ from native.test_native_matrix import make_matrix
 from torch import Tensor
 
 from infinilm.kernels.experts_torch import choose_experts_torch, mix_experts_torch
-from infinilm.kernels.routing import Routing
+from infinilm.kernels.routing import GELU, ClampedGate, Gate, Routing, native_gate
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 64, 96, 6, 3
 
@@ -49,6 +49,41 @@ def test_sums_equal_torch(experts: tuple[Any, Tensor, Tensor], num_rows: int) ->
     added = torch.ones_like(x)
     packed.mix(x, ids, weights, added, True)
     torch.testing.assert_close(added, out + 1, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", [GELU, ClampedGate(1.702, 2.0)])
+def test_gates_and_biases(native: Any, gate: Gate) -> None:
+    """For a clamped gate torch has lines of gate and up that alternate."""
+    linears: tuple[list[Any], list[Any]] = ([], [])
+    gate_ups, downs = [], []
+    first, last = torch.randn(NUM_EXPERTS, 2 * INNER), torch.randn(NUM_EXPERTS, HIDDEN)
+    for expert in range(NUM_EXPERTS):
+        gate_up, values = make_matrix(native, "Q5_0", 2 * INNER, HIDDEN)
+        down, down_values = make_matrix(native, "Q8_0", HIDDEN, INNER)
+        linears[0].append(native.Linear([gate_up], first[expert]))
+        linears[1].append(native.Linear([down], last[expert]))
+        gate_ups.append(values.float())
+        downs.append(down_values.float())
+    x, ids, weights = make_rows(9)
+    gate_up_values = torch.stack(gate_ups)
+    if isinstance(gate, ClampedGate):
+        halves = gate_up_values.chunk(2, dim=1), first.chunk(2, dim=1)
+        gate_up_values, first = (torch.stack(both, dim=2).flatten(1, 2) for both in halves)
+    options: dict[str, Any] = {"biases": (first, last), "gate": gate}
+    expected = mix_experts_torch(x, ids, weights, gate_up_values, torch.stack(downs), **options)
+    out = torch.empty_like(x)
+    native.Experts(*linears, **native_gate(gate)).mix(x, ids, weights, out, False)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-4 * float(torch.stack(downs).abs().max() + 1))
+
+
+def test_unknown_gates_are_refused(native: Any) -> None:
+    linear = native.Linear([make_matrix(native, "Q8_0", 64, 32)[0]], None)
+    down = native.Linear([make_matrix(native, "Q8_0", 32, 32)[0]], None)
+    for gate in ({"activation": "relu"}, {"activation": "clamped", "alpha": 1.0}):
+        with pytest.raises(
+            ValueError, match=f"activation='{gate['activation']}' must be silu or gelu_pytorch_tanh, or"
+        ):
+            native.Experts([linear], [down], **gate)
 
 
 def test_a_row_depends_on_nothing_else(native: Any, experts: tuple[Any, Tensor, Tensor]) -> None:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from infinilm.distributed.shard import PackedShard, Shard, ShardRange, WeightShard
+from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.experts_torch import mix_experts_torch
 from infinilm.kernels.native import arrays_of, load_library
-from infinilm.kernels.routing import Gate
+from infinilm.kernels.routing import ClampedGate, Gate, native_gate
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats.gguf import GGUFWeight
 from infinilm.layers.formats.lines import Lines
@@ -27,7 +27,7 @@ class ExpertWeights(Protocol):
         """What they take in memory."""
 
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
-        """Where to load to, by expert: gate, up and down, of which this rank has these ranges."""
+        """Where to load to, by expert: gate, up and down, of which this rank has these ranges; then their biases."""
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
@@ -77,13 +77,14 @@ class DenseExperts(nn.Module):
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
         """See `ExpertWeights`."""
         gate_up, down = self._lines
-        return [
+        found: list[list[Shard]] = [
             [
-                *(WeightShard.of(part, inner, hidden) for part in both.split(inner.length)),
+                *(WeightShard.of(part, inner, hidden) for part in _halves(both, self._gate)),
                 WeightShard.of(last, hidden, inner),
             ]
             for both, last in zip(gate_up, down, strict=True)
         ]
+        return found if self.biases is None else _add_biases(found, list(self.biases), inner, hidden, self._gate)
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """See `ExpertWeights`."""
@@ -99,19 +100,6 @@ class DenseExperts(nn.Module):
         if self.biases is None:
             return None, None
         return self.biases[0], self.biases[1] if self._adds_last_bias else None
-
-    def stacked_shards(self, inner: ShardRange, hidden: ShardRange) -> list[Shard]:
-        """Where to load to from tensors of all experts, inputs first: gate and up, its bias, down, its bias."""
-        gate_up, down = (lines.transpose(1, 2) for lines in self._lines)
-        experts, both = ShardRange.whole(len(down)), _doubled(inner)
-        shards: list[Shard] = [
-            WeightShard.of(gate_up, experts, hidden, both),
-            WeightShard.of(down, experts, inner, hidden),
-        ]
-        if self.biases is not None:
-            shards.insert(1, WeightShard.of(self.biases[0], experts, both))
-            shards.append(WeightShard.of(self.biases[1], experts, hidden))
-        return shards
 
 
 class UnpackedExperts(nn.Module):
@@ -149,18 +137,10 @@ class UnpackedExperts(nn.Module):
 
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
         """See `ExpertWeights`."""
-        gate_ups, downs = self.gate_up.shards(inner, hidden), self.down.shards(hidden, inner)
-        return [[*gate_ups[2 * expert : 2 * expert + 2], down] for expert, down in enumerate(downs)]
-
-    def stacked_shards(self, inner: ShardRange, hidden: ShardRange) -> list[Shard]:
-        """See `DenseExperts`."""
-        experts, both = ShardRange.whole(len(self.down.shards(hidden, inner))), _doubled(inner)
-        gate_up = PackedShard.of(self.gate_up.whole(), experts, hidden, both)
-        down = PackedShard.of(self.down.whole(), experts, inner, hidden)
-        if self.biases is None:
-            return [gate_up, down]
-        biases = WeightShard.of(self.biases[0], experts, both), WeightShard.of(self.biases[1], experts, hidden)
-        return [gate_up, biases[0], down, biases[1]]
+        num_alternating = 2 if isinstance(self._gate, ClampedGate) else 1
+        gate_ups, downs = self.gate_up.shards(inner, hidden, num_alternating), self.down.shards(hidden, inner)
+        found: list[list[Shard]] = [[*gate_ups[2 * expert : 2 * expert + 2], down] for expert, down in enumerate(downs)]
+        return found if self.biases is None else _add_biases(found, list(self.biases), inner, hidden, self._gate)
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """See `ExpertWeights`."""
@@ -177,9 +157,21 @@ class UnpackedExperts(nn.Module):
         return mixed
 
 
-def _doubled(inner: ShardRange) -> ShardRange:
-    """The range of gates and ups, whose lines alternate."""
-    return ShardRange(2 * inner.start, 2 * inner.length, 2 * inner.full)
+def _halves(lines: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """The lines of gate and up, as views; they alternate for a `ClampedGate`."""
+    if isinstance(gate, ClampedGate):
+        return lines[::2], lines[1::2]
+    first, second = lines.chunk(2)
+    return first, second
+
+
+def _add_biases(
+    shards: list[list[Shard]], biases: Sequence[Tensor], inner: ShardRange, hidden: ShardRange, gate: Gate
+) -> list[list[Shard]]:
+    return [
+        [*own, *(WeightShard.of(half, inner) for half in _halves(both, gate)), WeightShard.of(last, hidden)]
+        for own, both, last in zip(shards, *biases, strict=True)
+    ]
 
 
 def _biases(num_experts: int, expert_size: int, hidden_size: int, options: dict[str, Any]) -> nn.ParameterList:
@@ -194,12 +186,24 @@ class PackedExperts:
     def __init__(
         self,
         formats: Sequence[Sequence[str]],
+        matrices: Sequence[list[Any] | None],
+        num_experts: int,
         hidden_size: int,
         expert_size: int,
+        *,
+        has_biases: bool = False,
+        adds_last_bias: bool = True,
+        gate: Gate = None,
+        dtype: torch.dtype,
         device: torch.device | str,
-        matrices: Sequence[list[Any] | None],
     ) -> None:
-        """`formats` and `matrices`, if they are there already, are those of gate, up and down, by expert."""
+        """`formats` and `matrices`, if they are there already, are those of gate, up and down, by expert.
+
+        For the rest see `DenseExperts`. Gates come before ups, always.
+        """
+        self._gate, self._adds_last_bias, self.biases = gate, adds_last_bias, None
+        if has_biases:
+            self.biases = list(_biases(num_experts, expert_size, hidden_size, {"dtype": dtype, "device": device}))
         self._experts = [
             (
                 GGUFWeight(own[:2], [expert_size, expert_size], hidden_size, device, made and made[:2]),
@@ -211,13 +215,15 @@ class PackedExperts:
     @property
     def num_bytes(self) -> int:
         """See `ExpertWeights`."""
-        return sum(matrix.num_bytes for expert in self._experts for matrix in expert)
+        matrices = sum(matrix.num_bytes for expert in self._experts for matrix in expert)
+        return matrices + sum(int(each.nbytes) for each in self.biases or ())
 
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
         """See `ExpertWeights`."""
-        return [
+        found = [
             [*gate_up.shards([inner, inner], hidden), *down.shards([hidden], inner)] for gate_up, down in self._experts
         ]
+        return found if self.biases is None else _add_biases(found, self.biases, inner, hidden, None)
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """See `ExpertWeights`."""
@@ -237,4 +243,12 @@ class PackedExperts:
     def native(self) -> Any:
         """The native library's experts."""
         gate_ups, downs = zip(*self._experts, strict=True)
-        return load_library().Experts(*([each.native for each in linears] for linears in (gate_ups, downs)))
+        first, last = self.biases or [[None] * len(downs)] * 2
+        if not self._adds_last_bias:
+            last = [None] * len(downs)
+        make = load_library().Linear
+        linears = (
+            [make(each.matrices, *arrays_of(bias)) for each, bias in zip(own, biases, strict=True)]
+            for own, biases in ((gate_ups, first), (downs, last))
+        )
+        return load_library().Experts(*linears, **native_gate(self._gate))

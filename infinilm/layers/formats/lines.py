@@ -15,8 +15,9 @@ from infinilm.layers.formats.tiled import tile_format
 class LinesPart:
     """Some of the lines of `Lines`, which `load` fills."""
 
-    def __init__(self, format: str, matrix: PackedLines, first: int, num_lines: int) -> None:
-        self.format, self._first = format, first
+    def __init__(self, format: str, matrix: PackedLines, first: int, num_lines: int, step: int = 1) -> None:
+        """Every `step`-th of them from `first` on."""
+        self.format, self._first, self._step = format, first, step
         self._matrix, self._num_lines = matrix, num_lines
 
     @property
@@ -28,7 +29,7 @@ class LinesPart:
         """See `PackedMatrix`. Rows are taken apart on the device."""
         blocks, rows = torch.as_tensor(blocks), torch.as_tensor(rows)
         matrix, device = self._matrix, self._matrix.codes.device
-        blocks, lines = blocks.to(device), self._first + rows.to(device)
+        blocks, lines = blocks.to(device), self._first + self._step * rows.to(device)
         grouped, factors, zeros = GroupedFormat.parse(self.format), None, None
         if grouped is None:
             codes, scales, factors = BLOCK_FORMATS[self.format].take_apart(blocks)
@@ -45,7 +46,7 @@ class LinesPart:
 
     def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
         """See `PackedMatrix`."""
-        lines = self._first + rows.to(self._matrix.codes.device)
+        lines = self._first + self._step * rows.to(self._matrix.codes.device)
         parts = [None if each is None else each[lines] for each in self._matrix[2:]]
         codes, scales, zeros, factors = parts
         assert codes is not None
@@ -70,15 +71,19 @@ class Lines(nn.Module):
         self.factors = None if found.factors is None else nn.Parameter(found.factors, requires_grad=False)
         self.packed = PackedLines(found.format, columns, self.codes, self.scales, self.zeros, self.factors)
 
-    def shards(self, rows: ShardRange, columns: ShardRange) -> list[PackedShard]:
-        """Where to load to: one shard for each matrix, which holds these rows and columns of the whole."""
-        firsts = range(0, self._num_matrices * self._rows, self._rows)
-        parts = [LinesPart(self._format, self.packed, first, self._rows) for first in firsts]
-        return [PackedShard.of(part, rows, columns) for part in parts]
+    def shards(self, rows: ShardRange, columns: ShardRange, num_alternating: int = 1) -> list[PackedShard]:
+        """Where to load to: one shard for each matrix, which holds these rows and columns of the whole.
 
-    def whole(self) -> LinesPart:
-        """All matrices as one."""
-        return LinesPart(self._format, self.packed, 0, self._num_matrices * self._rows)
+        The lines of so many matrices next to each other alternate.
+        """
+        firsts = [
+            index // num_alternating * num_alternating * self._rows + index % num_alternating
+            for index in range(self._num_matrices)
+        ]
+        if num_alternating == 1:
+            firsts = list(range(0, self._num_matrices * self._rows, self._rows))
+        parts = [LinesPart(self._format, self.packed, first, self._rows, num_alternating) for first in firsts]
+        return [PackedShard.of(part, rows, columns) for part in parts]
 
     def dequantized(self) -> Tensor:
         """In the type that is computed in, `[matrices, rows, columns]`: each value is rounded once."""
