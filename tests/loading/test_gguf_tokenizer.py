@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.sources import resolve
-from infinilm.text.gguf_tokenizer import PRE_TOKENIZERS, GGUFVocabulary, build_tokenizer
+from infinilm.text.gguf_tokenizer import PRE_TOKENIZERS, GGUFVocabulary, build_library_tokenizer
 from infinilm.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -208,7 +208,7 @@ def test_byte_level_kinds_equal_transformers(pre: str, tmp_path: Path) -> None:
 
 def test_pre_tokenizers_differ_where_they_should() -> None:
     def words(pre: str, text: str) -> list[str]:
-        backend = build_tokenizer(present(GGUFVocabulary.from_metadata(byte_level_metadata(pre))))
+        backend = build_library_tokenizer(present(GGUFVocabulary.from_metadata(byte_level_metadata(pre))))
         return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
     assert words("gpt-2", "a 1234\n\n") == ["a", "Ġ1234", "ĊĊ"]
