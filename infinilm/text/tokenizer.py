@@ -5,16 +5,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.text.chat_template import ChatTemplate
 from infinilm.text.control_tokens import ControlTokens, without_marks
 from infinilm.text.gguf_tokenizer import GGUFVocabulary, build_tokenizer
 from infinilm.text.hf_tokenizer import decoder_types, read_directory
 from infinilm.text.native_tokenizer import NativeTokenizer
+
+if TYPE_CHECKING:
+    from infinilm.text.chat_template import ChatTemplate
 
 
 class Tokenizer:
@@ -223,6 +225,8 @@ class Tokenizer:
         mark = self.control_tokens.mark if is_marked else None
         template = self._compiled_templates.get((name, is_marked))
         if template is None:
+            from infinilm.text.chat_template import ChatTemplate  # which imports jinja2
+
             template = ChatTemplate(self._chat_templates[name], mark=mark)
             self._compiled_templates[name, is_marked] = template
         named = self.named_tokens
