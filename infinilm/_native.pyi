@@ -296,8 +296,8 @@ class BPE:
         has_byte_fallback: bool,
         unknown: int | None,
     ) -> None:
-        """`merges` are "left right", best first. Without them all pairs merge that form a token with `can_result`, those
-        with the highest of `scores` first; among equals the longer left, then right part.
+        """`merges` are "left right", best first. Without them all pairs merge that form a token with `can_result`,
+        those with the highest of `scores` first; among equals the longer left, then right part.
         """
 
     def find(self, text: str) -> int | None:

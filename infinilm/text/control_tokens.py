@@ -63,7 +63,11 @@ class ControlTokens:
         self._beginnings = {text[:end] for text in control for end in range(1, len(text))}
         self._endings = {text[start:] for text in control for start in range(1, len(text))}
         self._longest = max(map(len, control), default=0)
-        self._encoder = (_NativeEncoder if isinstance(backend, NativeTokenizer) else _LibraryEncoder)(backend, control)
+        self._encoder: _NativeEncoder | _LibraryEncoder
+        if isinstance(backend, NativeTokenizer):
+            self._encoder = _NativeEncoder(backend, control)
+        else:
+            self._encoder = _LibraryEncoder(backend, control)
 
     def mark(self, literal: str) -> str:
         """Mark the control tokens, complete or partial, in a literal of a template."""
@@ -140,7 +144,9 @@ class _NativeEncoder:
         ids = self._backend.encode_part(text, with_control=False)
         if self._forbidden.isdisjoint(ids):
             return ids
-        return [own for token_id in ids for own in (self._spell(token_id) if token_id in self._forbidden else [token_id])]
+        return [
+            own for token_id in ids for own in (self._spell(token_id) if token_id in self._forbidden else [token_id])
+        ]
 
     def _spell(self, token_id: int) -> list[int]:
         """Encode a token character by character."""

@@ -386,9 +386,7 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _list(
-    metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None
-) -> Any:
+def _list(metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None) -> Any:
     """A list of the metadata, or an array, with items of `kind`, or None where it is absent."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)

@@ -55,7 +55,7 @@ class NativeTokenizer:
         ids = [*self.before] if is_whole else []
         for part in self.model.split(text, with_control):
             ids += [part] if isinstance(part, int) else self.encode_words(part)
-        return ids + [*self.after] if is_whole else ids
+        return [*ids, *self.after] if is_whole else ids
 
     def encode_words(self, text: str) -> list[int]:
         """No added tokens are looked for in the text."""

@@ -488,7 +488,21 @@ def test_a_chat_template_that_is_no_text_is_refused() -> None:
         # could merge into; a merge of an unknown token.
         {
             "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": ["<unk>", "a", "b", "ab", "<0xC3>", "ab", "abab", "b<unk>", "▁", "<e>", "<", "e", ">"],
+            "tokenizer.ggml.tokens": [
+                "<unk>",
+                "a",
+                "b",
+                "ab",
+                "<0xC3>",
+                "ab",
+                "abab",
+                "b<unk>",
+                "▁",
+                "<e>",
+                "<",
+                "e",
+                ">",
+            ],
             "tokenizer.ggml.scores": [0.0, -1.0, -1.0, -2.0, 0.0, -3.0, -3.0, -1.0, -1.0, 0.0, -1.0, -1.0, -1.0],
             "tokenizer.ggml.token_type": [2, 1, 1, 1, 6, 1, 4, 1, 1, 3, 1, 1, 1],
             "tokenizer.ggml.eos_token_id": 9,
@@ -498,9 +512,14 @@ def test_a_chat_template_that_is_no_text_is_refused() -> None:
 )
 def test_the_native_tokenizer_equals_the_library(metadata: Mapping[str, Any]) -> None:
     vocabulary = present(GGUFVocabulary.from_metadata(metadata))
-    ours, theirs = build(metadata), Tokenizer(build_library_tokenizer(vocabulary), named_tokens=build(metadata).named_tokens)
+    ours, theirs = (
+        build(metadata),
+        Tokenizer(build_library_tokenizer(vocabulary), named_tokens=build(metadata).named_tokens),
+    )
     rng = random.Random(3)
-    mixed = ["".join(rng.choices(["a", "b", "ab", "é", "Ã", "日", "<e>", "e", " ", "<unk>", ">"], k=12)) for _ in range(200)]
+    mixed = [
+        "".join(rng.choices(["a", "b", "ab", "é", "Ã", "日", "<e>", "e", " ", "<unk>", ">"], k=12)) for _ in range(200)
+    ]
     for text in TEXTS + mixed:
         for settings in ({}, {"add_special_tokens": False}, {"parse_special_tokens": False}):
             ids = ours.encode(text, **settings)
