@@ -13,12 +13,12 @@ ISAS := all
 CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
 	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DINFINILM_ISAS=$(ISAS)
 # Kernels are compiled while packages are installed and the model is fetched.
-PREPARE := $(MAKE) --no-print-directory --jobs=2 ISAS=native native
+PREPARE := $(MAKE) --no-print-directory --jobs=2 ISAS=native kernels
 SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
 .PHONY: run serve docs model-table test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
-	fetch wheels aarch64 clean
+	fetch kernels wheels aarch64 clean
 
 run:
 	@$(PREPARE) fetch
@@ -29,7 +29,7 @@ run:
 		"Explain in two sentences why the sky is blue."
 
 serve:
-	@$(PREPARE) $(VENV)/.serve
+	@$(PREPARE) $(VENV)/.run
 	@$(TORCH_INSTEAD)
 	$(BIN)/infinilm serve $(SERVE)
 
@@ -90,7 +90,9 @@ screenshots: native $(VENV)/.dev
 
 # The kernels, as far as they have changed. A machine that can't compile gets torch instead; an error in the code stops here.
 # Ninja would otherwise try to share the jobs of a parallel make, which doesn't pass them on to a recipe like this.
-native: $(VENV)/.tools
+native: $(VENV)/.run kernels
+
+kernels: $(VENV)/.tools
 	@mkdir -p build
 	@rm -f build/native.failed
 	@unset MAKEFLAGS; if $(CONFIGURE) -B build/native >build/native.log 2>&1; then \
@@ -142,10 +144,6 @@ $(VENV)/.tools: constraints.txt
 	touch $@
 
 $(VENV)/.run: pyproject.toml $(VENV)/.tools
-	$(EDITABLE) .
-	touch $@
-
-$(VENV)/.serve: $(VENV)/.run
 	$(EDITABLE) '.[serve,structured]'
 	touch $@
 
