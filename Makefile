@@ -8,21 +8,29 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Without an isolated environment for each build the tools have the versions of constraints.txt.
 EDITABLE := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable
 CMAKE := $(BIN)/cmake
+# Instruction sets that kernels are compiled for: all, or native, the best that this machine has.
+ISAS := all
 CONFIGURE := $(CMAKE) -S native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DINFINILM_ISAS=$(ISAS)
+# Kernels are compiled while packages are installed and the model is fetched.
+PREPARE := $(MAKE) --no-print-directory --jobs=2 ISAS=native kernels
 SANITIZED := build/sanitize
 CLIENTS_VENV := .venv-clients
 
 .PHONY: run serve docs model-table test test-cluster format format-check lint types tests fuzz test-clients native sanitize screenshots \
-	wheels aarch64 clean
+	fetch kernels wheels aarch64 clean
 
-run: native
+run:
+	@$(PREPARE) fetch
+	@$(TORCH_INSTEAD)
 	$(BIN)/infinilm generate --chat --max-tokens 64 \
 		"What is the capital of France, and what is it known for?" \
 		"Write a haiku about the sea." \
 		"Explain in two sentences why the sky is blue."
 
-serve: native
+serve:
+	@$(PREPARE) $(VENV)/.run
+	@$(TORCH_INSTEAD)
 	$(BIN)/infinilm serve $(SERVE)
 
 # The reference of the public API, from its docstrings: build/docs/index.html.
@@ -82,15 +90,24 @@ screenshots: native $(VENV)/.dev
 
 # The kernels, as far as they have changed. A machine that can't compile gets torch instead; an error in the code stops here.
 # Ninja would otherwise try to share the jobs of a parallel make, which doesn't pass them on to a recipe like this.
-native: $(VENV)/.run
+native: $(VENV)/.run kernels
+
+kernels: $(VENV)/.tools
 	@mkdir -p build
+	@rm -f build/native.failed
 	@unset MAKEFLAGS; if $(CONFIGURE) -B build/native >build/native.log 2>&1; then \
 		$(CMAKE) --build build/native -- --quiet && $(CMAKE) --install build/native >/dev/null; \
 	else \
 		rm -rf build/native infinilm/_native.*.so; \
-		echo "The native kernels can't be built here (build/native.log says why): InfiniLM will run on torch alone."; \
-		$(EDITABLE) '.[torch]'; \
+		touch build/native.failed; \
+		echo "The native kernels can't be built here (build/native.log says why): InfiniLM runs on torch alone."; \
 	fi
+
+TORCH_INSTEAD = if [ -e build/native.failed ]; then $(EDITABLE) '.[torch]'; fi
+
+# The embedded model, with its progress, unless it is in the cache.
+fetch: $(VENV)/.run
+	@$(BIN)/python -c 'from infinilm.loading.sources import pull; pull(None)'
 
 # The kernels' tests, on a build that stops at the first bad memory access or undefined behaviour.
 # The C++ library is preloaded along with the sanitizer because Python itself doesn't link it.
@@ -108,7 +125,7 @@ wheels:
 
 # The kernels on an emulated aarch64, whose results must have the same bits as here. Needs Debian's g++-aarch64-linux-gnu and
 # qemu-user.
-CHECKSUMS := $(addprefix native/,checksums.cpp decoder.cpp dispatch.cpp experts.cpp memory.cpp pack.cpp threads.cpp kernels.cpp)
+CHECKSUMS := $(addprefix native/,checksums.cpp decoder.cpp dispatch.cpp experts.cpp memory.cpp pack.cpp threads.cpp kernels.cpp kernels_attention.cpp)
 CHECKSUM_FLAGS := -std=c++17 -O2 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wno-psabi -static -pthread \
 	-DINFINILM_ISA=generic -DINFINILM_HAS_GENERIC
 aarch64:
@@ -119,11 +136,14 @@ aarch64:
 	build/aarch64/ours | diff - build/aarch64/theirs.txt
 	@echo "$$(wc -l <build/aarch64/theirs.txt) results have the same bits"
 
-$(VENV)/.run: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
+$(VENV)/.tools: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
 	$(PIP) scikit-build-core nanobind cmake ninja
+	touch $@
+
+$(VENV)/.run: pyproject.toml $(VENV)/.tools
 	$(EDITABLE) '.[serve,structured]'
 	touch $@
 

@@ -2,6 +2,7 @@
 
     python benchmarks/install_sizes.py [lean] [serve] [torch] [--wheel dist/…whl] [--repeat 5] [--json FILE]
 
+prints a table in Markdown.
 For each set-up, `infinilm`, `infinilm[serve]` and `infinilm[torch]`, there is a fresh environment, into which pip
 installs the wheel, or the checkout, which it compiles, from the index that is set up here. Bytes are those of files
 without pip, and without compiled `.pyc` files before the first import. Seconds depend on the index and on pip's cache.
@@ -18,13 +19,17 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 from infinilm.cli.bench import write_json
-from infinilm.cli.display import console, make_table
 
 ROOT = Path(__file__).parents[1]
 SETUPS = {"lean": "", "serve": "[serve]", "torch": "[torch]"}
 START = ["generate", "--max-tokens", "1", "--temperature", "0", "The capital of France is"]
+
+
+_UNWANTED = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # Python keeps what it compiles at the first start
+HEADS = ("", "packages", "installed", "`pip install`", "`import infinilm`", "start to first token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ def _num_bytes(folder: Path) -> int:
 
 def _time(command: Sequence[str], folder: Path) -> tuple[float, int]:
     """Seconds until the command's first output, or its end, and its peak of resident memory."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {key: value for key, value in os.environ.items() if key not in _UNWANTED}
     start_time = perf_counter()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as done:
         assert done.stdout is not None
@@ -96,26 +101,26 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="- is stdout")
     options = parser.parse_args()
     source = (options.wheel or ROOT).resolve().as_uri()
-    table = make_table("", "packages", "MB", "install", "import", "MiB", "start", "MiB", left=1)
-    found = {}
+    rows: list[Sequence[str]] = [HEADS, ["---"] * len(HEADS)]
+    found: dict[str, Any] = {}
     for setup in options.setups or SETUPS:
         with TemporaryDirectory(prefix="infinilm-") as folder:
             figures = measure(SETUPS[setup], source, Path(folder) / "venv", options.repeat)
         found[setup] = asdict(figures)
-        table.add_row(
-            f"infinilm{SETUPS[setup]}",
-            str(figures.num_packages),
-            f"{figures.num_bytes / 1e6:.0f}",
-            f"{figures.install_seconds:.1f} s",
-            f"{figures.import_seconds:.2f} s",
-            f"{figures.import_bytes / 2**20:.0f}",
-            f"{figures.start_seconds:.2f} s",
-            f"{figures.start_bytes / 2**20:.0f}",
+        rows.append(
+            (
+                f"`infinilm{SETUPS[setup]}`",
+                str(figures.num_packages),
+                f"{figures.num_bytes / 1e6:,.0f} MB",
+                f"{figures.install_seconds:.0f} s",
+                f"{figures.import_seconds:.2f} s, {figures.import_bytes / 2**20:.0f} MiB",
+                f"{figures.start_seconds:.2f} s, {figures.start_bytes / 2**20:.0f} MiB",
+            )
         )
     if options.json:
         write_json(found, options.json)
     if options.json != "-":
-        console().print(table)
+        print("\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows))
 
 
 if __name__ == "__main__":

@@ -263,3 +263,54 @@ def logprobs(logits: Floats, targets: Ints, ids: Ints, values: Floats) -> None:
 
 def cap_logits(logits: Floats, cap: float) -> None:
     """`cap * tanh(x / cap)` of each of the `logits` `[n, vocab]`, in place."""
+
+class Strings:
+    """Texts, such as a vocabulary's tokens, without an object for each."""
+
+    def __init__(self, data: Bytes, position: int, count: int, end: int) -> None:
+        """An array of a GGUF header: each text behind its length. It ends before `end`."""
+
+    @staticmethod
+    def of(texts: list[str]) -> Strings: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> str: ...
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes that a header's array has."""
+
+    @property
+    def longest(self) -> int:
+        """The characters of the longest one."""
+
+class BPE:
+    """Byte pair encoding. A token's id is its index; of several with the same text only the last one has a text."""
+
+    def __init__(
+        self,
+        tokens: Strings,
+        *,
+        merges: Strings | None,
+        scores: npt.NDArray[np.float64] | None,
+        can_result: Bytes | None,
+        ignores_merges: bool,
+        has_byte_fallback: bool,
+        unknown: int | None,
+    ) -> None:
+        """`merges` are "left right", best first. Without them all pairs merge that form a token with `can_result`,
+        those with the highest of `scores` first; among equals the longer left, then right part.
+        """
+
+    def find(self, text: str) -> int | None:
+        """A token's id."""
+
+    def content(self, id: int) -> str | None:
+        """A token's text."""
+
+    def encode(self, words: list[str]) -> list[int]:
+        """The tokens of words, between which nothing merges."""
+
+    def add_tokens(self, ids: list[int], control_ids: list[int]) -> None:
+        """Have `split` find these tokens. Those of them in `control_ids` it finds only if asked for."""
+
+    def split(self, text: str, with_control: bool) -> list[str | int]:
+        """The added tokens in a text, from the left and the longest first, as ids, and the text between them."""

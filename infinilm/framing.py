@@ -1,6 +1,5 @@
 """Messages between processes: each is one frame, its length and then its bytes, over a stream socket."""
 
-import asyncio
 import hashlib
 import hmac
 import secrets
@@ -8,6 +7,10 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader
 
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 30
@@ -119,11 +122,11 @@ class FrameSocket:
         self.socket.close()
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
+async def read_frame(reader: "StreamReader") -> bytes:
     """Wait for the next frame, in an event loop."""
     try:
         return await reader.readexactly(_length_in(await reader.readexactly(_LENGTH.size)))
-    except (asyncio.IncompleteReadError, OSError) as error:
+    except (EOFError, OSError) as error:
         raise ChannelClosedError from error
 
 

@@ -14,7 +14,9 @@ namespace avx_vnni { extern const Kernels table; }
 #if defined(INFINILM_HAS_AVX2)
 namespace avx2 { extern const Kernels table; }
 #endif
+#if defined(INFINILM_HAS_GENERIC)
 namespace generic { extern const Kernels table; }
+#endif
 
 std::vector<const Kernels*> usable_kernels() {
     std::vector<const Kernels*> usable;
@@ -36,7 +38,10 @@ std::vector<const Kernels*> usable_kernels() {
     if (has_avx2) usable.push_back(&avx2::table);
 #endif
 #endif
+#if defined(INFINILM_HAS_GENERIC)
     usable.push_back(&generic::table);
+#endif
+    if (usable.empty()) throw std::runtime_error("the kernels were compiled for a machine with other instructions");
     return usable;
 }
 

@@ -1,7 +1,8 @@
 // Compiled once for every instruction set, with INFINILM_ISA as its name.
 #include "kernels.h"
 
-#include "attention.h"
+#include <type_traits>
+
 #include "elementwise.h"
 #include "matmul.h"
 #include "scan.h"
@@ -10,6 +11,11 @@
 #define INFINILM_NAME(name) INFINILM_STRING(name)
 
 namespace infinilm::INFINILM_ISA {
+
+// In kernels_attention.cpp.
+std::remove_pointer_t<decltype(Kernels::attend)> attend;
+std::remove_pointer_t<decltype(Kernels::merge)> merge;
+std::remove_pointer_t<decltype(Kernels::partial_size)> partial_size;
 
 extern const Kernels table;
 const Kernels table = {

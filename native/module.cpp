@@ -11,6 +11,7 @@
 #include <cstring>
 #include <optional>
 
+#include "bpe_module.h"
 #include "decoder.h"
 #include "dispatch.h"
 #include "experts.h"
@@ -670,4 +671,5 @@ NB_MODULE(_native, module) {
     module.def("logprobs", &logprobs_py, "logits"_a.noconvert(), "targets"_a.noconvert(), "ids"_a.noconvert(),
                "values"_a.noconvert());
     module.def("cap_logits", &cap_logits_py, "logits"_a.noconvert(), "cap"_a);
+    bind_bpe(module);
 }

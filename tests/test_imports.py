@@ -44,8 +44,8 @@ ALLOWED = {
     "debug": LEAVES | {"distributed"},
     "generation": LEAVES | {"sampling"},
     "layers": LEAVES | {"attention", "kernels", "distributed", "cache", "debug", "sampling"},
-    "text": LEAVES,
-    "loading": LEAVES | {"distributed", "text"},
+    "text": LEAVES | {"kernels"},
+    "loading": LEAVES | {"distributed", "kernels", "text"},
     "structured": LEAVES | {"text"},
     "models": LEAVES
     | {"layers", "attention", "kernels", "cache", "loading", "text", "distributed", "debug", "generation", "sampling"},

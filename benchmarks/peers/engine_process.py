@@ -87,8 +87,9 @@ class EngineProcess:
 
 
 def environment(num_threads: int) -> dict[str, str]:
-    """The environment of a process that computes with this many threads."""
-    return {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    """The environment of a process that computes with this many threads. Python keeps the modules that it compiles."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "OMP_NUM_THREADS": str(num_threads)}
 
 
 def describe_death(name: str, code: int, errors: str) -> str:

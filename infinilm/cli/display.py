@@ -24,6 +24,9 @@ def console(*, err: bool = False) -> "Console":
 
 
 def note(message: str) -> None:
+    if not sys.stderr.isatty():
+        print(message, file=sys.stderr)  # without the time that the console's import takes
+        return
     console(err=True).print(message, style="dim", soft_wrap=True)
 
 
@@ -61,9 +64,6 @@ class AnswerWriter:
     """
 
     def __init__(self, stream: IO[str] | None = None, width: int | None = None) -> None:
-        from rich.cells import cell_len
-
-        self._cell_len = cell_len
         self._stream = stream or sys.stdout
         self._is_terminal = self._stream.isatty()
         self._width = width or get_terminal_size().columns
@@ -91,7 +91,9 @@ class AnswerWriter:
             text = self._end_word()
             self._spaces += " " * 4 if character == "\t" else character
             return text
-        is_wide = self._cell_len(character) > 1  # a line may end before and after it
+        from rich.cells import cell_len
+
+        is_wide = cell_len(character) > 1  # a line may end before and after it
         text = self._end_word() if is_wide else ""
         self._word += character
         return text + self._end_word() if is_wide or len(self._word) >= self._width else text
@@ -99,7 +101,9 @@ class AnswerWriter:
     def _end_word(self) -> str:
         if not self._word:
             return ""
-        size = self._cell_len(self._word)
+        from rich.cells import cell_len
+
+        size = cell_len(self._word)
         is_next_line = self._column > 0 and self._column + len(self._spaces) + size > self._width
         text = f"\n{self._word}" if is_next_line else self._spaces + self._word
         self._column = size if is_next_line else self._column + len(self._spaces) + size

@@ -1,6 +1,7 @@
 """Help pages: plain text at the terminal's width, with the options in groups."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -9,12 +10,23 @@ from typer.core import TyperCommand, TyperGroup
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
-class HelpCommand(TyperCommand):
+class _PlainParameters:
+    """Converts plain values without Typer, which would import a library that validates data for them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if not isinstance(parameter.process_value, partial):
+                parameter.process_value = partial(_process, parameter, parameter.process_value)
+        return parameters
+
+
+class HelpCommand(_PlainParameters, TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self.get_params(ctx), formatter)
 
 
-class HelpGroup(TyperGroup):
+class HelpGroup(_PlainParameters, TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self.get_params(ctx), formatter)
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
@@ -48,6 +60,24 @@ def option(panel: str, kind: Any, help: str, *names: str, show_default: bool = F
     return Annotated[
         kind, typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_default=show_default)
     ]
+
+
+def _process(parameter: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    """The value of a parameter, as `process` would convert and check it."""
+    described = getattr(parameter, "type_descriptor", None)  # older versions have none, and do without that library
+    if described is None or parameter.required:
+        return process(context, value)
+    kind, about = described.annotation, described.parameter_info
+    is_plain = about.min is None and about.max is None and about.parser is None
+    if value is None:
+        value = () if parameter.multiple or parameter.nargs == -1 else None
+    elif is_plain and kind is int and isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    elif is_plain and kind == list[str] and isinstance(value, list | tuple) and {*map(type, value)} == {str}:
+        value = list(value)
+    elif not is_plain or kind not in (str, int, float) or type(value) is not kind:
+        return process(context, value)
+    return value if parameter.callback is None else parameter.callback(context, parameter, value)
 
 
 def _write_parameters(parameters: Sequence[Any], formatter: Any) -> None:

@@ -2,23 +2,17 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from infinilm import __version__
-from infinilm.cli.batch import batch
-from infinilm.cli.bench import bench, bench_serve
-from infinilm.cli.chat import chat
-from infinilm.cli.cluster import cluster_serve, cluster_status, cluster_stop
 from infinilm.cli.display import print_error
-from infinilm.cli.generate import generate
 from infinilm.cli.help import HelpCommand, help_of, make_app
-from infinilm.cli.info import info, pull
-from infinilm.cli.serve import serve
-from infinilm.cli.verify import verify
 from infinilm.errors import InfinilmError
 from infinilm.platforms import require_torch
 
@@ -29,24 +23,57 @@ EXIT_INTERRUPTED = 130
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
-app = make_app()
-for _command in (generate, chat, batch, serve, info, pull, verify):
-    app.command(cls=HelpCommand, help=help_of(_command))(_command)
-_bench_app = make_app(subcommand_metavar="[COMMAND]")
-_bench_app.callback(invoke_without_command=True, help=help_of(bench))(bench)
-_bench_app.command(
-    "serve",
-    cls=HelpCommand,
-    help=help_of(bench_serve),
-    # Options, --help included, are parsed by the command's own parser in benchmarks/.
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(bench_serve)
-app.add_typer(_bench_app, name="bench")
-_cluster_app = make_app(help="Serve a model on several machines, by Ray.")
-for _name, _command in (("serve", cluster_serve), ("status", cluster_status), ("stop", cluster_stop)):
-    _cluster_app.command(_name, cls=HelpCommand, help=help_of(_command))(_command)
-app.add_typer(_cluster_app, name="cluster")
+# Modules of the commands, in the order of the help page. Only that of the command that runs is imported.
+_COMMANDS = {
+    "generate": "generate",
+    "chat": "chat",
+    "batch": "batch",
+    "serve": "serve",
+    "info": "info",
+    "pull": "info",
+    "verify": "verify",
+    "bench": "bench",
+    "cluster": "cluster",
+}
+
+
+def _make_app(args: Sequence[str]) -> typer.Typer:
+    """The app with the command that the arguments begin with, or with all commands."""
+    app = make_app()
+    app.callback(invoke_without_command=True, help=help_of(start))(start)
+    for name in args[:1] if args and args[0] in _COMMANDS else _COMMANDS:
+        module = import_module(f"infinilm.cli.{_COMMANDS[name]}")
+        if name in _GROUPS:
+            app.add_typer(_GROUPS[name](module), name=name)
+        else:
+            command = getattr(module, name)
+            app.command(cls=HelpCommand, help=help_of(command))(command)
+    return app
+
+
+def _make_bench(module: Any) -> typer.Typer:
+    app = make_app(subcommand_metavar="[COMMAND]")
+    app.callback(invoke_without_command=True, help=help_of(module.bench))(module.bench)
+    app.command(
+        "serve",
+        cls=HelpCommand,
+        help=help_of(module.bench_serve),
+        # Options, --help included, are parsed by the command's own parser in benchmarks/.
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(module.bench_serve)
+    return app
+
+
+def _make_cluster(module: Any) -> typer.Typer:
+    app = make_app(help="Serve a model on several machines, by Ray.")
+    for name in ("serve", "status", "stop"):
+        command = getattr(module, f"cluster_{name}")
+        app.command(name, cls=HelpCommand, help=help_of(command))(command)
+    return app
+
+
+_GROUPS = {"bench": _make_bench, "cluster": _make_cluster}
 
 
 @dataclass
@@ -77,9 +104,6 @@ def start(
         typer.echo(context.get_help())
 
 
-app.callback(invoke_without_command=True, help=help_of(start))(start)
-
-
 def main(args: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -92,6 +116,7 @@ def run(args: list[str] | None = None) -> int:
     settings = Settings()
     try:
         with require_torch("this command"):
+            app = _make_app(sys.argv[1:] if args is None else args)
             return app(args=args, prog_name="infinilm", standalone_mode=False, obj=settings) or 0
     except (InfinilmError, _UsageError) as error:
         if settings.debug:

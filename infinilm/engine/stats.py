@@ -5,8 +5,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self
 
-from tqdm import tqdm
-
 
 @dataclass(slots=True)
 class EngineStats:
@@ -41,6 +39,8 @@ class ProgressBar:
         self._before = replace(stats)
         self._num_requests = num_requests
         self._start_time = perf_counter()
+        from tqdm import tqdm
+
         self._bar = tqdm(
             total=num_requests,
             desc="Generating",

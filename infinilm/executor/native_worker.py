@@ -196,6 +196,7 @@ class _Runner:
         num_columns = -(-int(starts.max() + run.max_steps) // self._cache.block_size)
         drawn = np.empty((run.max_steps, len(rows)), dtype=np.int64)
         is_finite = np.empty(len(rows), dtype=np.bool_)
+        self._model.reach(int(starts.max()) + run.max_steps)
         num_steps = self._model.generator.run(
             self._cache.native,
             groups=self._cache.group_of,

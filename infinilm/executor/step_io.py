@@ -215,14 +215,18 @@ class Rows:
 
     def __init__(self, num_groups: int, max_num_rows: int, max_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        # By group of layers: the rows' block tables.
-        self.tables = np.full((num_groups, max_num_rows, max_blocks), -1, dtype=np.int64)
+        # By group of layers: the rows' block tables. A row is filled with -1 before its first use, so that others take
+        # no memory.
+        self.tables = np.empty((num_groups, max_num_rows, max_blocks), dtype=np.int64)
+        self._are_filled = np.zeros(max_num_rows, dtype=np.bool_)
 
     def update(self, step: StepInput) -> None:
         """Forget the rows that ended, and note new blocks."""
         for row in step.ended_rows:
             self.tables[:, row] = -1
         updates = step.blocks
+        for row in np.unique(updates.rows[~self._are_filled[updates.rows]]).tolist():
+            self.tables[:, row], self._are_filled[row] = -1, True
         self.tables[updates.groups, updates.rows, updates.places] = updates.blocks
 
     def gather(self, step: StepInput) -> StepBatch:

@@ -15,18 +15,40 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+_FILLED_ROWS = 1024  # at a time: few enough for the caches
+
+
+class RotaryTable:
+    """The cosines, then the sines, half of them each, of positions 0 to `max_len` - 1: `array`, `[max_len, dim]`.
+
+    Rows are computed by `fill`. What is not filled takes no memory: tables of long contexts are tens of megabytes.
+    """
+
+    def __init__(self, head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int) -> None:
+        frequencies = inverse_frequencies(rotary_dim(head_dim, rope), rope, max_len, max_position_embeddings)
+        self._frequencies = frequencies.astype(np.float32)
+        self._factor = np.float32(attention_factor(rope))
+        self._num_filled = 0
+        self.array = np.empty((max_len, 2 * frequencies.shape[-1]), dtype=np.float32)
+
+    def fill(self, num_positions: int) -> None:
+        """Have the rows of so many positions."""
+        while self._num_filled < min(num_positions, len(self.array)):
+            rows = slice(self._num_filled, min(self._num_filled + _FILLED_ROWS, len(self.array)))
+            frequencies = self._frequencies if self._frequencies.ndim == 1 else self._frequencies[rows]
+            angles = (np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] * frequencies).astype(np.float64)
+            self.array[rows] = np.concatenate((np.cos(angles), np.sin(angles)), axis=1)
+            self.array[rows] *= self._factor
+            self._num_filled = rows.stop
+
 
 def rotary_table(
     head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int
 ) -> npt.NDArray[np.float32]:
-    """The cosines, then the sines, half of them each, of positions 0 to `max_len` - 1: `[max_len, dim]`."""
-    frequencies = inverse_frequencies(rotary_dim(head_dim, rope), rope, max_len, max_position_embeddings)
-    angles = np.arange(max_len, dtype=np.float32)[:, None] * frequencies.astype(np.float32)
-    table = np.empty((max_len, 2 * angles.shape[1]), dtype=np.float32)
-    for start in range(0, max_len, 1024):  # few enough for the caches
-        part = angles[start : start + 1024].astype(np.float64)
-        table[start : start + 1024] = np.concatenate((np.cos(part), np.sin(part)), axis=1)
-    return table * np.float32(attention_factor(rope))
+    """All rows of a `RotaryTable`."""
+    table = RotaryTable(head_dim, rope, max_len, max_position_embeddings)
+    table.fill(max_len)
+    return table.array
 
 
 def query_scales(rope: Mapping[str, Any], max_len: int) -> npt.NDArray[np.float32] | None:

@@ -26,10 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from infinilm.errors import CheckpointError
+from infinilm.kernels import native
 
 # Real headers, with vocabularies of 260,000 tokens, take some 15 MB.
 _MAX_HEADER_BYTES = 64 * 2**20
 _MAX_ARRAY_DEPTH = 4
+_LARGE_ARRAY = 1024  # items; smaller ones are lists
 _MAX_DIMS = 4
 _PAGES_AROUND = 2**16  # bytes: Linux also maps the pages around a page that is read
 _DEFAULT_ALIGNMENT = 32
@@ -95,7 +97,10 @@ class GGUFTensorInfo:
 
 
 class GGUFFile:
-    """A GGUF file, mapped into memory: `metadata` by key and `tensors` by name, in the header's order."""
+    """A GGUF file, mapped into memory: `metadata` by key and `tensors` by name, in the header's order.
+
+    Large arrays of the metadata are NumPy's or, of strings, the native library's.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -237,7 +242,7 @@ class _HeaderReader:
             return self._array(what, depth + 1)
         return self._numbers(value_type, 1, what)[0]
 
-    def _array(self, what: str, depth: int) -> list[Any]:
+    def _array(self, what: str, depth: int) -> Any:
         if depth > _MAX_ARRAY_DEPTH:
             self._fail(f"{what} nests arrays more than {_MAX_ARRAY_DEPTH} deep")
         item_type = self._integer(4, f"the item type of {what}")
@@ -249,7 +254,7 @@ class _HeaderReader:
             return [self._array(what, depth + 1) for _ in range(count)]
         return self._numbers(item_type, count, what)
 
-    def _numbers(self, value_type: int, count: int, what: str) -> list[Any]:
+    def _numbers(self, value_type: int, count: int, what: str) -> Any:
         dtype = _NUMBERS.get(value_type)
         if dtype is None:
             self._fail(f"{what} has the unknown value type {value_type}")
@@ -258,31 +263,38 @@ class _HeaderReader:
         values = np.frombuffer(self._data, dtype, count, self._position).copy()
         self._position += count * dtype.itemsize
         if value_type != _BOOL:
-            numbers: list[Any] = values.tolist()
-            return numbers
+            return values.tolist() if count < _LARGE_ARRAY else values
         if count and values.max() > 1:
             self._fail(f"{what} has the boolean {values.max()}; 0 and 1 are possible")
         return list(map(bool, values))
 
-    def _strings(self, count: int, what: str) -> list[str]:
-        """Read an array of strings. Vocabularies are stored this way, so the loop is optimised."""
+    def _strings(self, count: int, what: str) -> Any:
+        """Read an array of strings: a list, or, if it is as large as a vocabulary, the native library's `Strings`."""
         self._check_count(count, 8, f"strings in {what}")
         data, end = self._data, self._end
+        if count >= _LARGE_ARRAY and (library := native.load()) is not None:
+            try:
+                strings = library.Strings(np.frombuffer(data, np.uint8), self._position, count, end)
+            except ValueError:
+                pass  # the loop below says what is wrong
+            else:
+                self._position += strings.stored_bytes
+                return strings
         position = self._position
-        strings: list[str] = []
+        texts: list[str] = []
         try:
             for _ in range(count):
                 start = position + 8
                 position = start + struct.unpack_from("<Q", data, position)[0]
                 if position > end:
-                    self._fail(f"string {len(strings)} of {what} has {position - start} bytes, {self._past_end()}")
-                strings.append(str(data[start:position], "utf-8"))
+                    self._fail(f"string {len(texts)} of {what} has {position - start} bytes, {self._past_end()}")
+                texts.append(str(data[start:position], "utf-8"))
         except struct.error:
-            self._fail(f"{what} announces {count} strings but ends after {len(strings)}, {self._past_end()}")
+            self._fail(f"{what} announces {count} strings but ends after {len(texts)}, {self._past_end()}")
         except UnicodeDecodeError as error:
-            self._fail(f"string {len(strings)} of {what} is not valid UTF-8: {error.reason}")
+            self._fail(f"string {len(texts)} of {what} is not valid UTF-8: {error.reason}")
         self._position = position
-        return strings
+        return texts
 
     def _string(self, what: str) -> str:
         num_bytes = self._integer(8, f"the length of {what}")

@@ -1,11 +1,10 @@
 """Loads a model's parameters from a checkpoint, strictly."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-
-from tqdm import tqdm
 
 from infinilm.distributed.shard import ArrayShard, Shard, WeightShard
 from infinilm.errors import CheckpointError
@@ -84,17 +83,21 @@ def load_weights(
     num_bytes = sum(target.num_bytes for target in targets.values())
     with (
         _tensor_workers() if has_tensors else _array_workers() as workers,
-        tqdm(
-            total=num_bytes,
-            unit="B",
-            unit_scale=True,
-            desc="Loading weights",
-            disable=None if show_progress else True,
-            leave=False,
-        ) as bar,
+        _progress(num_bytes, is_shown=show_progress) as update,
     ):
         for num_bytes_read in workers.map(read, names):
-            bar.update(num_bytes_read)
+            update(num_bytes_read)
+
+
+@contextmanager
+def _progress(num_bytes: int, *, is_shown: bool) -> Iterator[Callable[[int], Any]]:
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Loading weights", leave=False) as bar:
+        yield bar.update
 
 
 def _inference_mode() -> AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ weights there are (`weight_shapes`), and how the library's layers are made of th
 of such a family has the library compute its layers in the same way while no hook watches them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -19,7 +19,7 @@ from infinilm.kernels.routing import native_gate
 from infinilm.layers.formats import WeightFormats
 from infinilm.layers.formats.packed import FORMATS, MatrixOutline
 from infinilm.layers.names import NATIVE_ACTIVATIONS
-from infinilm.layers.rotary_tables import query_scales, rotary_table
+from infinilm.layers.rotary_tables import RotaryTable, query_scales
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.gemma4 import Gemma4Config
@@ -37,6 +37,7 @@ Floats = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 Shapes = dict[str, tuple[int, ...]]
 
+_POSITIONS_AHEAD = 256
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -46,6 +47,8 @@ class Rotary(NamedTuple):
     table: Any  # [max_len, dim] float32
     query_scale: Any  # [max_len] float32, or None
     is_interleaved: bool
+    fill: Callable[[int], None] = lambda _: None
+    """Have the table's rows of so many positions; nothing to do if all are there."""
 
 
 def weight_shapes(config: LlamaConfig) -> Shapes:
@@ -153,8 +156,9 @@ def make_rotaries(config: LlamaConfig, max_len: int) -> dict[int, Rotary]:
         rope = {**config.rope(layer), "head_dim": dim}
         rotary = next((each for settings, each in found if settings == rope), None)
         if rotary is None:
-            table = rotary_table(dim, rope, max_len, config.max_position_embeddings)
-            rotary = Rotary(table, query_scales(rope, max_len), bool(rope.get("interleaved")))
+            table = RotaryTable(dim, rope, max_len, config.max_position_embeddings)
+            scale = query_scales(rope, max_len)
+            rotary = Rotary(table.array, scale, bool(rope.get("interleaved")), table.fill)
             found.append((rope, rotary))
         rotaries[layer] = rotary
     return rotaries
@@ -284,6 +288,7 @@ class NativeModel:
         self._head: Any = None
         self.generator: Any = None
         """What runs decode steps, sampling included; None where layers have inputs of their own."""
+        self._rotaries: tuple[Rotary, ...] = ()
 
     def weight_targets(self) -> dict[str, ArrayShard | PackedShard]:
         """All weights, by their names in a checkpoint."""
@@ -305,6 +310,7 @@ class NativeModel:
         """Make the layers of the weights, which are loaded."""
         config = self.config
         rotaries = make_rotaries(config, self.max_len)
+        self._rotaries = tuple({id(each): each for each in rotaries.values()}.values())
         self._decoder = NativeDecoder(config, self.weights, rotaries, range(config.num_hidden_layers))
         self._head = load_library().Linear([self.weights[EMBEDDING if config.tie_word_embeddings else HEAD]], None)
         self.generator = self._decoder.generator(self.weights[EMBEDDING], self._head)
@@ -317,9 +323,15 @@ class NativeModel:
             hidden *= np.float32(self.config.embedding_scale)
         return hidden
 
+    def reach(self, position: int) -> None:
+        """Prepare for tokens up to this position, and some behind it."""
+        for rotary in self._rotaries:
+            rotary.fill(position + _POSITIONS_AHEAD)
+
     def forward(self, batch: "HostBatch", token_ids: IntArray, cache: "HostCache") -> Floats:
         """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
         hidden = self.embed(token_ids)
+        self.reach(int(batch.positions.max(initial=0)))
         make_step = load_library().Step
         shared = [np.ascontiguousarray(each) for each in (batch.positions, batch.query_lens, batch.context_lens)]
         steps = [

@@ -57,8 +57,7 @@ class PromptEncoder:
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._timeout = timeout
-        longest = max((len(token) for token in tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
-        self._max_chars = max_tokens * longest
+        self._max_chars = max_tokens * tokenizer.max_token_chars
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompts")
 
     def close(self) -> None:

@@ -11,13 +11,14 @@ control token therefore holds `OPEN` before that beginning, and one that begins 
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import tokenizers
 from tokenizers import AddedToken
 
 from infinilm.errors import InvalidValueError
+from infinilm.text.native_tokenizer import NativeTokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which no text needs
 _REPLACED = {ord(OPEN): "\ufffd", ord(CLOSE): "\ufffd"}
@@ -46,7 +47,7 @@ class ControlTokens:
     has an id of its own.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, named_tokens: Mapping[str, str]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer | NativeTokenizer, named_tokens: Mapping[str, str]) -> None:
         added = backend.get_added_tokens_decoder()
         control = {
             token.content: token_id
@@ -62,11 +63,11 @@ class ControlTokens:
         self._beginnings = {text[:end] for text in control for end in range(1, len(text))}
         self._endings = {text[start:] for text in control for start in range(1, len(text))}
         self._longest = max(map(len, control), default=0)
-        self._encoder, self._ids = _make_encoder(backend, set(control.values()))
-        self._post_process = backend.post_process
-        unknown = getattr(backend.model, "unk_token", None)
-        # BPE may merge text into a control token if the vocabulary holds the token as a word.
-        self._forbidden = frozenset(token_id for text, token_id in control.items() if text != unknown)
+        self._encoder: _NativeEncoder | _LibraryEncoder
+        if isinstance(backend, NativeTokenizer):
+            self._encoder = _NativeEncoder(backend, control)
+        else:
+            self._encoder = _LibraryEncoder(backend, control)
 
     def mark(self, literal: str) -> str:
         """Mark the control tokens, complete or partial, in a literal of a template."""
@@ -84,11 +85,10 @@ class ControlTokens:
 
     def encode(self, marked: str) -> list[int]:
         """Encode a rendered prompt: control tokens between marks become their ids, all else is text."""
-        return self._ids_of(self._encoder.encode(self._number_tokens(marked), add_special_tokens=False))
+        return self._encoder.encode(self._find_tokens(marked), is_whole=False)
 
     def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
-        encoding = self._encoder.encode(scrub(text), add_special_tokens=False)
-        return self._ids_of(self._post_process(encoding, None, add_special_tokens))
+        return self._encoder.encode([scrub(text)], is_whole=add_special_tokens)
 
     def _mark_ending(self, text: str) -> str:
         """Put `CLOSE` after the end of a control token that `text` begins with."""
@@ -104,16 +104,70 @@ class ControlTokens:
                 return f"{text[:-size]}{OPEN}{text[-size:]}"
         return text
 
-    def _number_tokens(self, marked: str) -> str:
-        """Replace control tokens between marks by their ids, and drop all other marks."""
+    def _find_tokens(self, marked: str) -> list[str | int]:
+        """The ids of control tokens between marks, and the text between them without other marks."""
         first, *parts = marked.split(OPEN)
-        pieces = [first.replace(CLOSE, "")]
+        pieces: list[str | int] = [first.replace(CLOSE, "")]
         for part in parts:
             end = part.find(CLOSE, 0, self._longest + 1)
             token_id = self._control.get(part[: max(end, 0)])
-            number, rest = ("", part) if token_id is None else (_numbered(token_id), part[end + 1 :])
-            pieces += [number, rest.replace(CLOSE, "")]
-        return "".join(pieces)
+            text = (part if token_id is None else part[end + 1 :]).replace(CLOSE, "")
+            if token_id is not None:
+                pieces += [token_id, text]
+            else:
+                pieces[-1] = f"{pieces[-1]}{text}"  # which is text, too
+        return pieces
+
+
+def _refuse(token: str) -> NoReturn:
+    raise InvalidValueError(
+        f"the text holds {token!r}, which this model's tokenizer can only write as a control token; remove it"
+    )
+
+
+class _NativeEncoder:
+    """Encodes texts, in which control tokens are text, and ids between them."""
+
+    def __init__(self, backend: NativeTokenizer, control: Mapping[str, int]) -> None:
+        backend.model.add_tokens([], list(control.values()))
+        self._backend = backend
+        # BPE may merge text into a control token if the vocabulary holds the token as a word.
+        self._forbidden = frozenset(token_id for text, token_id in control.items() if text != backend.unknown_token)
+
+    def encode(self, parts: Sequence[str | int], *, is_whole: bool) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            ids += [part] if isinstance(part, int) else self._encode(part)
+        return [*self._backend.before, *ids, *self._backend.after] if is_whole else ids
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self._backend.encode_part(text, with_control=False)
+        if self._forbidden.isdisjoint(ids):
+            return ids
+        return [
+            own for token_id in ids for own in (self._spell(token_id) if token_id in self._forbidden else [token_id])
+        ]
+
+    def _spell(self, token_id: int) -> list[int]:
+        """Encode a token character by character."""
+        token = self._backend.id_to_token(token_id) or ""
+        ids: list[int] = self._backend.model.encode(list(token))
+        return _refuse(token) if not self._forbidden.isdisjoint(ids) else ids
+
+
+class _LibraryEncoder:
+    """The same by the `tokenizers` library."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, control: Mapping[str, int]) -> None:
+        self._encoder, self._ids = _make_encoder(backend, set(control.values()))
+        self._post_process = backend.post_process
+        unknown = getattr(backend.model, "unk_token", None)
+        self._forbidden = frozenset(token_id for text, token_id in control.items() if text != unknown)
+
+    def encode(self, parts: Sequence[str | int], *, is_whole: bool) -> list[int]:
+        text = "".join(part if isinstance(part, str) else _numbered(part) for part in parts)
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        return self._ids_of(self._post_process(encoding, None, True) if is_whole else encoding)
 
     def _ids_of(self, encoding: tokenizers.Encoding) -> list[int]:
         ids: list[int] = []
@@ -131,13 +185,8 @@ class ControlTokens:
         return ids
 
     def _spell(self, token: str) -> list[int]:
-        """Encode a token character by character."""
         ids = [part.id for character in token for part in self._encoder.model.tokenize(character)]
-        if not self._forbidden.isdisjoint(ids):
-            raise InvalidValueError(
-                f"the text holds {token!r}, which this model's tokenizer can only write as a control token; remove it"
-            )
-        return ids
+        return _refuse(token) if not self._forbidden.isdisjoint(ids) else ids
 
 
 def _numbered(token_id: int) -> str:

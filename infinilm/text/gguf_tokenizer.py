@@ -10,17 +10,19 @@ model's own tokenizer.json asks for NFC (Qwen); and a SentencePiece vocabulary w
 each part of a text between special tokens, also before a part that begins with one.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from infinilm.errors import CheckpointError
 from infinilm.garbage import gc_paused
+from infinilm.kernels import native
 from infinilm.text.merges import derive_merges
+from infinilm.text.native_tokenizer import NativeTokenizer, TextPipeline
 
 # Values of tokenizer.ggml.token_type that matter here (0 undefined, 1 normal and 5 unused are plain tokens).
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -108,9 +110,9 @@ class GGUFVocabulary:
 
     kind: str  # "gpt2", "llama" or "gemma4"
     pre: str
-    tokens: Sequence[str]
-    token_types: Sequence[int]  # one per token
-    scores: Sequence[float] | None  # one per token
+    tokens: Sequence[str]  # or the native library's `Strings`, as merges
+    token_types: npt.NDArray[Any]  # one per token
+    scores: Sequence[float] | npt.NDArray[Any] | None  # one per token
     merges: Sequence[str] | None  # "left right", best first
     token_ids: Mapping[str, int]  # of "bos", "eos", "unknown" and "padding", where the file names one
     adds_bos: bool
@@ -138,13 +140,13 @@ class GGUFVocabulary:
         if not tokens:
             raise CheckpointError("GGUF metadata tokenizer.ggml.tokens is missing or empty")
         scores = _list(metadata, "scores", (int, float), length=len(tokens))
-        if scores is not None and not all(map(math.isfinite, scores)):
+        if scores is not None and not np.isfinite(scores).all():
             raise CheckpointError("GGUF metadata tokenizer.ggml.scores holds values that are not finite")
-        token_types = _list(metadata, "token_type", int, length=len(tokens)) or [1] * len(tokens)
-        if unknown_types := set(token_types) - set(range(_NUM_TOKEN_TYPES)):
-            raise CheckpointError(
-                f"GGUF metadata tokenizer.ggml.token_type holds unknown types {sorted(unknown_types)[:5]}"
-            )
+        token_types = _list(metadata, "token_type", int, length=len(tokens))
+        types = np.ones(len(tokens), np.int64) if token_types is None else np.asarray(token_types)
+        if (is_unknown := (types < 0) | (types >= _NUM_TOKEN_TYPES)).any():
+            unknown_types = np.unique(types[is_unknown]).tolist()
+            raise CheckpointError(f"GGUF metadata tokenizer.ggml.token_type holds unknown types {unknown_types[:5]}")
         is_sentencepiece = kind == "llama"
         adds_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool)
         token_ids = _token_ids(metadata, len(tokens))
@@ -153,7 +155,7 @@ class GGUFVocabulary:
             kind=kind,
             pre=pre,
             tokens=tokens,
-            token_types=token_types,
+            token_types=types,
             scores=scores,
             merges=_list(metadata, "merges", str),
             token_ids=token_ids,
@@ -168,16 +170,66 @@ class GGUFVocabulary:
         return None if token_id is None else self.tokens[token_id]
 
 
+def build_tokenizer(vocabulary: GGUFVocabulary) -> "Tokenizer | NativeTokenizer":
+    """By the native library, where there is one. What it refuses, the other way refuses with the reason."""
+    library: Any = native.load()
+    if library is not None:
+        try:
+            return _build_native(vocabulary, library)
+        except ValueError:
+            pass  # below
+    return build_library_tokenizer(vocabulary)
+
+
+def _build_native(vocabulary: GGUFVocabulary, library: Any) -> NativeTokenizer:
+    def strings(texts: Any) -> Any:
+        return library.Strings.of(list(texts)) if isinstance(texts, list | tuple) else texts
+
+    tokens, unknown = strings(vocabulary.tokens), _unknown_token(vocabulary)
+    is_byte_level = vocabulary.kind == "gpt2"
+    settings: dict[str, Any] = {"merges": None, "scores": None, "can_result": None}
+    if vocabulary.merges is not None:
+        settings["merges"] = strings(vocabulary.merges)
+    elif is_byte_level or vocabulary.scores is None or tokens.longest > _MAX_PIECE_CHARS:
+        raise ValueError("there are no merges")
+    else:
+        settings["scores"] = np.ascontiguousarray(vocabulary.scores, np.float64)
+        settings["can_result"] = _can_result(vocabulary).astype(np.uint8)
+    model = library.BPE(
+        tokens,
+        **settings,
+        ignores_merges=is_byte_level and PRE_TOKENIZERS[vocabulary.pre].ignores_merges,
+        has_byte_fallback=not is_byte_level,
+        unknown=None if is_byte_level or unknown is None else unknown,
+    )
+    special, user_defined = _special_tokens(vocabulary)
+    added: dict[int, AddedToken] = {}
+    for token in (*special, *user_defined):
+        if token.content:
+            added.setdefault(model.find(token.content), token)
+    model.add_tokens(list(added), [])
+    before, after = ([vocabulary.token_ids[name]] if adds else [] for name, adds in _adds(vocabulary).items())
+    unknown_text = None if is_byte_level or unknown is None else vocabulary.tokens[unknown]
+    return NativeTokenizer(model, tokens, _make_pipeline(vocabulary), added, unknown_text, before, after)
+
+
 @gc_paused()  # a vocabulary is a million small objects
-def build_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
+def build_library_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
     try:
-        build = _build_byte_level if vocabulary.kind == "gpt2" else _build_sentencepiece
-        tokenizer = build(vocabulary)
+        tokenizer = Tokenizer(_make_model(vocabulary))
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exceptions, e.g. for merges of unknown tokens
         raise CheckpointError(f"GGUF metadata does not form a tokenizer: {error}") from error
-    _add_special_tokens(tokenizer, vocabulary)
+    normalizer, pre_tokenizer, decoder = _make_pipeline(vocabulary)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    special, user_defined = _special_tokens(vocabulary)
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(user_defined)
     tokenizer.post_processor = _bos_eos_processor(vocabulary)
     return tokenizer
 
@@ -200,59 +252,67 @@ def _sentencepiece_decoder(*, has_space_prefix: bool) -> decoders.Decoder:
     return decoders.Sequence(steps)
 
 
-def _build_byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
-    if vocabulary.merges is None:
-        raise CheckpointError("GGUF metadata tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
-    pre = PRE_TOKENIZERS[vocabulary.pre]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(vocabulary.tokens)},
-            merges=_split_merges(vocabulary.merges),
-            ignore_merges=pre.ignores_merges,
-        )
-    )
-    steps: list[pre_tokenizers.PreTokenizer] = [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.splits
-    ]
-    # The format's add_space_prefix is for SentencePiece only.
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _build_sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
+def _make_model(vocabulary: GGUFVocabulary) -> models.BPE:
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
-    merges = _derive_merges(vocabulary, ids) if vocabulary.merges is None else _split_merges(vocabulary.merges)
-    unknown = vocabulary.token("unknown")
-    if unknown is None and _UNKNOWN in vocabulary.token_types:
-        unknown = vocabulary.tokens[vocabulary.token_types.index(_UNKNOWN)]
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    if vocabulary.kind == "gpt2":
+        if vocabulary.merges is None:
+            raise CheckpointError("GGUF metadata tokenizer.ggml.merges is missing; a 'gpt2' tokenizer needs it")
+        ignores_merges = PRE_TOKENIZERS[vocabulary.pre].ignores_merges
+        return models.BPE(vocab=ids, merges=_split_merges(vocabulary.merges), ignore_merges=ignores_merges)
+    merges = _derive_merges(vocabulary) if vocabulary.merges is None else _split_merges(vocabulary.merges)
+    unknown = _unknown_token(vocabulary)
+    unknown_text = None if unknown is None else vocabulary.tokens[unknown]
+    return models.BPE(vocab=ids, merges=merges, unk_token=unknown_text, fuse_unk=True, byte_fallback=True)
+
+
+def _make_pipeline(vocabulary: GGUFVocabulary) -> TextPipeline:
+    if vocabulary.kind == "gpt2":
+        splits = PRE_TOKENIZERS[vocabulary.pre].splits
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splits
+        ]
+        # The format's add_space_prefix is for SentencePiece only.
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return TextPipeline(None, pre_tokenizers.Sequence(steps), decoders.ByteLevel())
     prefix = [normalizers.Prepend("▁")] if vocabulary.adds_space_prefix else []
     # Unlike the library's Metaspace, these keep a space that the text begins with.
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = _sentencepiece_decoder(has_space_prefix=vocabulary.adds_space_prefix)
-    return tokenizer
+    normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    return TextPipeline(normalizer, None, _sentencepiece_decoder(has_space_prefix=vocabulary.adds_space_prefix))
 
 
-def _derive_merges(vocabulary: GGUFVocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+def _unknown_token(vocabulary: GGUFVocabulary) -> int | None:
+    """The id of the token that stands for what has none."""
+    unknown = vocabulary.token_ids.get("unknown")
+    if unknown is None and (places := np.flatnonzero(np.asarray(vocabulary.token_types) == _UNKNOWN)).size:
+        return int(places[0])
+    return unknown
+
+
+def _derive_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that form another token: SentencePiece merges the pair whose result scores highest."""
     if vocabulary.scores is None:
         raise CheckpointError(
             "GGUF metadata has neither tokenizer.ggml.scores nor tokenizer.ggml.merges; a 'llama' tokenizer "
             "needs one of them"
         )
-    # Text never merges into these; of duplicates the last counts.
-    results = ~np.isin(vocabulary.token_types, (_UNKNOWN, _CONTROL, _BYTE))
-    results &= np.fromiter(map(ids.__getitem__, vocabulary.tokens), np.int64, len(results)) == np.arange(len(results))
-    lengths = np.fromiter(map(len, vocabulary.tokens), np.int64, len(results))
+    tokens = list(vocabulary.tokens)
+    results = _can_result(vocabulary)
+    # Of duplicates the last counts.
+    ids = {token: index for index, token in enumerate(tokens)}
+    results &= np.fromiter(map(ids.__getitem__, tokens), np.int64, len(results)) == np.arange(len(results))
+    lengths = np.fromiter(map(len, tokens), np.int64, len(results))
     if (too_long := results & (lengths > _MAX_PIECE_CHARS)).any():
         index = int(too_long.argmax())
         raise CheckpointError(
             f"GGUF metadata tokenizer.ggml.tokens[{index}] has {lengths[index]} characters; at most "
             f"{_MAX_PIECE_CHARS} make sense for a 'llama' tokenizer"
         )
-    return derive_merges(vocabulary.tokens, lengths, vocabulary.scores, np.flatnonzero(results))
+    return derive_merges(tokens, lengths, vocabulary.scores, np.flatnonzero(results))
+
+
+def _can_result(vocabulary: GGUFVocabulary) -> npt.NDArray[np.bool_]:
+    """Which tokens text may merge into."""
+    return ~np.isin(vocabulary.token_types, (_UNKNOWN, _CONTROL, _BYTE))
 
 
 def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
@@ -267,23 +327,26 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _add_special_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Register control and user-defined tokens as added tokens; decoding can skip the control tokens."""
-    roles = set(vocabulary.token_ids.values())
-    special, user_defined = [], []
-    for index, (token, token_type) in enumerate(zip(vocabulary.tokens, vocabulary.token_types, strict=True)):
-        if token_type == _CONTROL or index in roles:
-            special.append(AddedToken(token, normalized=False, special=True))
-        elif token_type == _USER_DEFINED:
-            user_defined.append(AddedToken(token, normalized=False, special=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(user_defined)
+def _special_tokens(vocabulary: GGUFVocabulary) -> tuple[list[AddedToken], list[AddedToken]]:
+    """Control tokens, which decoding can skip, and user-defined tokens."""
+    types = np.asarray(vocabulary.token_types)
+    is_special = types == _CONTROL
+    is_special[list(vocabulary.token_ids.values())] = True
+
+    def added(which: npt.NDArray[np.bool_], *, special: bool) -> list[AddedToken]:
+        indices = np.flatnonzero(which).tolist()
+        return [AddedToken(vocabulary.tokens[index], normalized=False, special=special) for index in indices]
+
+    return added(is_special, special=True), added((types == _USER_DEFINED) & ~is_special, special=False)
+
+
+def _adds(vocabulary: GGUFVocabulary) -> dict[str, bool]:
+    return {"bos": vocabulary.adds_bos, "eos": vocabulary.adds_eos}
 
 
 def _bos_eos_processor(vocabulary: GGUFVocabulary) -> processors.TemplateProcessing:
     # Roles replace the tokens' texts, which may contain template syntax.
-    bos = ["bos"] if vocabulary.adds_bos else []
-    eos = ["eos"] if vocabulary.adds_eos else []
+    bos, eos = ([name] if adds else [] for name, adds in _adds(vocabulary).items())
     return processors.TemplateProcessing(
         single=[*bos, "$A", *eos],
         special_tokens=[
@@ -323,17 +386,23 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _list(
-    metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None
-) -> list[Any] | None:
-    """A list of the metadata with items of `kind`, or None where it is absent."""
+def _list(metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None) -> Any:
+    """A list of the metadata, or an array, with items of `kind`, or None where it is absent."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if values is None:
         return None
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(values, list) or not {type(value) for value in values} <= set(kinds):
+    if not _has_items(values, kinds):
         raise CheckpointError(f"GGUF metadata {key} must be a list of {' or '.join(kind.__name__ for kind in kinds)}")
     if length is not None and len(values) != length:
         raise CheckpointError(f"GGUF metadata {key} has {len(values)} items for {length} tokens")
     return values
+
+
+def _has_items(values: Any, kinds: Sequence[type]) -> bool:
+    if isinstance(values, np.ndarray):
+        return {"i": int, "u": int, "f": float}.get(values.dtype.kind) in kinds
+    if type(values).__name__ == "Strings":
+        return str in kinds
+    return isinstance(values, list) and {type(value) for value in values} <= set(kinds)

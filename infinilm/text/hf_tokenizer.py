@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from infinilm.errors import CheckpointError
 from infinilm.text.gguf_tokenizer import use_sentencepiece_pipeline
+from infinilm.text.native_tokenizer import NativeTokenizer
 
 _UNCONVERTED_FILES = (
     "tokenizer.model",
@@ -58,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def decoder_types(backend: tokenizers.Tokenizer) -> list[str]:
+def decoder_types(backend: tokenizers.Tokenizer | NativeTokenizer) -> list[str]:
     """The types of the decoder's steps, in order; none where tokens are joined with spaces."""
     steps = [json.loads(backend.decoder.__getstate__())] if backend.decoder is not None else []
     types = []

@@ -61,9 +61,7 @@ class _Index:
         return hashes >> np.uint64(64 - _SLOT_BITS)
 
 
-def derive_merges(
-    tokens: Sequence[str], lengths: Ints, scores: Sequence[float], results: Ints
-) -> list[tuple[str, str]]:
+def derive_merges(tokens: Sequence[str], lengths: Ints, scores: npt.ArrayLike, results: Ints) -> list[tuple[str, str]]:
     """All pairs of tokens that form one of the tokens with the indices `results`, the best score first.
 
     Ties are broken as in transformers: longer left part, then longer right part, then the result's index. Texts are

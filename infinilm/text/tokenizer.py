@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.text.chat_template import ChatTemplate
 from infinilm.text.control_tokens import ControlTokens, without_marks
 from infinilm.text.gguf_tokenizer import GGUFVocabulary, build_tokenizer
 from infinilm.text.hf_tokenizer import decoder_types, read_directory
+from infinilm.text.native_tokenizer import NativeTokenizer
+
+if TYPE_CHECKING:
+    from infinilm.text.chat_template import ChatTemplate
 
 
 class Tokenizer:
@@ -25,7 +28,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        backend: tokenizers.Tokenizer | NativeTokenizer,
         *,
         named_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
@@ -33,8 +36,9 @@ class Tokenizer:
         """Wrap `backend`. `named_tokens` are special tokens by role, such as `{"eos_token": "</s>"}`; `chat_templates`
         are Jinja sources by name, "default" being the usual one.
         """
-        backend.no_truncation()
-        backend.no_padding()
+        if isinstance(backend, tokenizers.Tokenizer):
+            backend.no_truncation()
+            backend.no_padding()
         self.backend = backend
         self.named_tokens = dict(named_tokens or {})
         # Ids that `decode` skips by default.
@@ -79,7 +83,16 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id; models may have more rows than that."""
+        if isinstance(self.backend, NativeTokenizer):
+            return self.backend.get_vocab_size()
         return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """The characters of the longest token."""
+        if isinstance(self.backend, NativeTokenizer):
+            return int(self.backend.tokens.longest)
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def bos_token(self) -> str | None:
@@ -212,6 +225,8 @@ class Tokenizer:
         mark = self.control_tokens.mark if is_marked else None
         template = self._compiled_templates.get((name, is_marked))
         if template is None:
+            from infinilm.text.chat_template import ChatTemplate  # which imports jinja2
+
             template = ChatTemplate(self._chat_templates[name], mark=mark)
             self._compiled_templates[name, is_marked] = template
         named = self.named_tokens
@@ -261,7 +276,7 @@ def _converting_errors(text: str) -> Iterator[None]:
         raise CheckpointError(f"the checkpoint's tokenizer cannot encode this text: {error}") from error
 
 
-def _byte_token_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+def _byte_token_ids(backend: tokenizers.Tokenizer | NativeTokenizer) -> frozenset[int]:
     digits = itertools.product("0123456789abcdefABCDEF", repeat=2)
     ids = (backend.token_to_id(f"<0x{high}{low}>") for high, low in digits)
     return frozenset(token_id for token_id in ids if token_id is not None)

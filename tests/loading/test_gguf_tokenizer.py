@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from infinilm.errors import CheckpointError
 from infinilm.loading.gguf import GGUFFile
 from infinilm.loading.sources import resolve
-from infinilm.text.gguf_tokenizer import PRE_TOKENIZERS, GGUFVocabulary, build_tokenizer
+from infinilm.text.gguf_tokenizer import PRE_TOKENIZERS, GGUFVocabulary, build_library_tokenizer
 from infinilm.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -208,7 +208,7 @@ def test_byte_level_kinds_equal_transformers(pre: str, tmp_path: Path) -> None:
 
 def test_pre_tokenizers_differ_where_they_should() -> None:
     def words(pre: str, text: str) -> list[str]:
-        backend = build_tokenizer(present(GGUFVocabulary.from_metadata(byte_level_metadata(pre))))
+        backend = build_library_tokenizer(present(GGUFVocabulary.from_metadata(byte_level_metadata(pre))))
         return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
     assert words("gpt-2", "a 1234\n\n") == ["a", "Ġ1234", "ĊĊ"]
@@ -477,3 +477,56 @@ def test_bad_sentencepiece_metadata_is_refused(changes: dict[str, Any], message:
 def test_a_chat_template_that_is_no_text_is_refused() -> None:
     with pytest.raises(CheckpointError, match="chat template 'default' is not a string"):
         Tokenizer.from_gguf(sentencepiece_metadata() | {"tokenizer.chat_template": 5})
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        *(byte_level_metadata(pre) for pre in ("gpt-2", "llama-bpe")),
+        sentencepiece_metadata(),
+        # Unknown characters, with and without tokens of some bytes; tokens of equal text; control tokens that text
+        # could merge into; a merge of an unknown token.
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": [
+                "<unk>",
+                "a",
+                "b",
+                "ab",
+                "<0xC3>",
+                "ab",
+                "abab",
+                "b<unk>",
+                "▁",
+                "<e>",
+                "<",
+                "e",
+                ">",
+            ],
+            "tokenizer.ggml.scores": [0.0, -1.0, -1.0, -2.0, 0.0, -3.0, -3.0, -1.0, -1.0, 0.0, -1.0, -1.0, -1.0],
+            "tokenizer.ggml.token_type": [2, 1, 1, 1, 6, 1, 4, 1, 1, 3, 1, 1, 1],
+            "tokenizer.ggml.eos_token_id": 9,
+            "tokenizer.ggml.add_eos_token": True,
+        },
+    ],
+)
+def test_the_native_tokenizer_equals_the_library(metadata: Mapping[str, Any]) -> None:
+    vocabulary = present(GGUFVocabulary.from_metadata(metadata))
+    ours, theirs = (
+        build(metadata),
+        Tokenizer(build_library_tokenizer(vocabulary), named_tokens=build(metadata).named_tokens),
+    )
+    rng = random.Random(3)
+    mixed = [
+        "".join(rng.choices(["a", "b", "ab", "é", "Ã", "日", "<e>", "e", " ", "<unk>", ">"], k=12)) for _ in range(200)
+    ]
+    for text in TEXTS + mixed:
+        for settings in ({}, {"add_special_tokens": False}, {"parse_special_tokens": False}):
+            ids = ours.encode(text, **settings)
+            assert ids == theirs.encode(text, **settings), text
+            assert ours.decode(ids) == theirs.decode(ids)
+            assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+    every = range(len(vocabulary.tokens) + 1)
+    assert [ours.content(token_id) for token_id in every] == [theirs.content(token_id) for token_id in every]
+    assert ours.special_ids == theirs.special_ids
+    assert (ours.vocab_size, ours.max_token_chars) == (theirs.vocab_size, theirs.max_token_chars)

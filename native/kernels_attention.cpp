@@ -1,0 +1,4 @@
+// The part of kernels.cpp that attends.
+#include "kernels.h"
+
+#include "attention.h"
