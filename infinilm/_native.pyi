@@ -83,12 +83,15 @@ class Experts:
 def score(x: Floats, weight: Floats, out: Floats) -> None:
     """`out` `[T, out]` = `x W` in float32, with `weight` `[in, out]`; a row's sums do not depend on other rows."""
 
-class Attention:
-    """A token mixer. `rotary` `[max_len, dim]` has the cosines and sines of the first `dim` numbers of a head.
+class TokenMixer: ...
+
+class Attention(TokenMixer):
+    """`rotary` `[max_len, dim]` has the cosines and sines of the first `dim` numbers of a head.
 
     Norms of heads are `[head_dim]`, or `[heads * head_dim]` over all heads as one; `query_scale` is `[max_len]`,
-    `sinks` `[num_heads]`, `v_norm` `[head_dim]`. `infinilm.layers.attention` says what they mean. If `qkv` gives only
-    queries, the keys and values are those that another layer stores in the same cache.
+    `sinks` `[num_heads]`, `v_norm` `[head_dim]`. If `qkv` gives only queries, the keys and values are those that
+    another layer stores in the same cache. With `has_gates` each query's rows of `qkv` are followed by its gate's.
+    `infinilm.layers.attention` says what they mean.
     """
 
     def __init__(
@@ -110,6 +113,50 @@ class Attention:
         cap: float | None,
         sinks: Floats | None,
         v_norm: Floats | None = None,
+        has_gates: bool = False,
+    ) -> None: ...
+
+class DeltaNet(TokenMixer):
+    """A gated delta net (`infinilm.layers.delta_net`). `in_` gives q, k, v, gates, rates and changes; `conv` is
+    `[width, channels of q, k and v]`, `decay` `[value_heads]` -exp(A_log), `norm` `[value_dim]`."""
+
+    def __init__(
+        self,
+        *,
+        in_: Linear,
+        out: Linear,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv: Floats,
+        decay: Floats,
+        dt_bias: Floats,
+        norm: Floats,
+        eps: float,
+    ) -> None: ...
+
+class LatentAttention(TokenMixer):
+    """`infinilm.layers.latent_attention` says what it computes. `latents` gives what queries are made from, if there is
+    a `query_norm` `[query_rank]`, and what is kept; `expansion` is `[heads * (plain_dim + value_dim), rank]`."""
+
+    def __init__(
+        self,
+        *,
+        latents: Linear,
+        query: Linear,
+        out: Linear,
+        num_heads: int,
+        rank: int,
+        plain_dim: int,
+        value_dim: int,
+        rotary: Floats,
+        is_interleaved: bool,
+        expansion: Floats,
+        query_norm: Floats | None,
+        norm: Floats,
+        eps: float,
+        scale: float,
     ) -> None: ...
 
 class ChannelMixer: ...
@@ -124,7 +171,8 @@ class SparseMLP(ChannelMixer):
 
     `router_bias` `[experts]` is added to the logits, `correction` to the ranks by which experts are chosen. With a
     `router_norm` `[hidden]` the router sees the layer's input after that norm, not what the experts see. The weights of
-    chosen experts are multiplied by their `factors` `[experts]`.
+    chosen experts are multiplied by their `factors` `[experts]`. The result of shared experts is multiplied by the
+    sigmoid of `shared_gate` `[hidden]` times the row, if there is one.
     """
 
     def __init__(
@@ -144,6 +192,7 @@ class SparseMLP(ChannelMixer):
         shared: MLP | None,
         router_norm: Floats | None = None,
         factors: Floats | None = None,
+        shared_gate: Floats | None = None,
     ) -> None: ...
 
 class MixerSum(ChannelMixer):
@@ -166,7 +215,7 @@ class Layer:
 
     def __init__(
         self,
-        token_mixer: Attention,
+        token_mixer: TokenMixer,
         channel_mixer: ChannelMixer,
         *,
         before_tokens: Floats | None,
@@ -180,10 +229,18 @@ class Layer:
     ) -> None: ...
 
 class Cache:
-    """The layers' keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16; or
-    uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16."""
+    """What the layers keep.
 
-    def __init__(self, layers: list[Tensor], scales: list[Tensor] = ...) -> None: ...
+    Attention: keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16; or
+    uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16, one for each such layer.
+    Latent attention: `[blocks, block_size, 1, 1, rank + rope_dim]`, no 8-bit floats.
+    A delta net: float32 `[blocks, value_heads, key_dim, value_dim]` and `[blocks, channels, width - 1]`, and int64
+    `[blocks]`, the tokens that each state has seen; these need the `block_size`.
+    """
+
+    def __init__(
+        self, layers: list[Floats | list[Floats | Ints]], scales: list[Tensor] = ..., block_size: int = ...
+    ) -> None: ...
 
 class Step:
     """A step's batch, as `ForwardBatch` has it."""

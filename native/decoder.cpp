@@ -150,11 +150,21 @@ void Step::check(const CacheView& cache) const {
     if (total != tokens) throw std::invalid_argument("the requests' new tokens are not as many as the batch has");
 }
 
-void check_steps(const std::vector<const Step*>& steps, const std::vector<CacheView>& caches) {
+void check_steps(const std::vector<const Step*>& steps, const std::vector<LayerCache>& caches) {
     for (size_t i = 0; i < steps.size(); ++i) {
-        const bool is_checked = i > 0 && steps[i] == steps[i - 1] && caches[i].blocks == caches[i - 1].blocks &&
-                                caches[i].block_size == caches[i - 1].block_size;
-        if (!is_checked) steps[i]->check(caches[i]);
+        const CacheView* own = std::get_if<CacheView>(&caches[i]);
+        if (!own) continue;  // the mixer checks what it needs of states
+        const CacheView* last = i > 0 && steps[i] == steps[i - 1] ? std::get_if<CacheView>(&caches[i - 1]) : nullptr;
+        const bool is_checked = last && last->blocks == own->blocks && last->block_size == own->block_size;
+        if (!is_checked) steps[i]->check(*own);
+    }
+}
+
+void check_positions(const Step& step, int64_t max_len) {
+    for (int64_t t = 0; t < step.tokens; ++t) {
+        if (step.positions[t] < 0 || step.positions[t] >= max_len) {
+            throw std::invalid_argument("a position lies outside of the rotary table");
+        }
     }
 }
 
@@ -163,7 +173,7 @@ namespace {
 // Memory for what lies between two kernels; a thread that computes steps has one.
 struct Workspace {
     QuantizedRows rows;
-    Buffer<float> qkv, attended, gate_up, mixed, partials, gated, sum;
+    Buffer<float> qkv, gates, attended, gate_up, mixed, partials, gated, sum;
     std::vector<AttentionTask> tasks;
 };
 
@@ -269,20 +279,18 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     }
 }
 
-namespace {
+static constexpr int64_t kRowsPerTask = 4;
 
-constexpr int64_t kRowsPerTask = 4;
-
-const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, int size) {
-    Workspace& space = workspace();
-    const Activations& rounded = space.rows.reserve(tokens, size);
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        kernels().quantize(hidden, size, around.norm_before, around.eps, int(t), rounded);
-    });
+const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, int size, const float* norm, float eps) {
+    const Activations& rounded = workspace().rows.reserve(tokens, size);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) { kernels().quantize(rows, stride, norm, eps, int(t), rounded); });
     return rounded;
 }
 
-// hidden += what becomes of x W^T, a mixer's last product.
+const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, int size) {
+    return round_rows(hidden, size, tokens, size, around.norm_before, around.eps);
+}
+
 void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden) {
     if (around.add_directly()) return linear.multiply(x, tokens, hidden, true);
     const int size = linear.out_features();
@@ -293,27 +301,47 @@ void add_output(const Linear& linear, const Activations& x, const Surroundings& 
     });
 }
 
-void run_attention(const Attention& own, const Surroundings& around, const Step& step, const CacheView& cache,
-                   float* hidden) {
-    Workspace& space = workspace();
-    const Kernels& k = kernels();
-    const int64_t tokens = step.tokens, qkv_size = own.qkv->out_features(), attended_size = own.out->in_features();
-    const Activations& normed = round_input(around, hidden, tokens, own.qkv->in_features());
-    float* qkv = space.qkv.reserve(tokens * qkv_size);
-    own.qkv->multiply(normed, tokens, qkv, false);
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        k.rope_store(qkv + t * qkv_size, step.positions[t], step.slots[t], own.rope, cache);
-    });
-    float* attended = space.attended.reserve(tokens * attended_size);
-    attend(step, cache, qkv, qkv_size, own.rope.num_heads, own.scoring, attended, attended_size);
-    const Activations& rounded = space.rows.reserve(tokens, int(attended_size));
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        k.quantize(attended, attended_size, nullptr, 0.0f, int(t), rounded);
-    });
-    add_output(*own.out, rounded, around, tokens, hidden);
+void Attention::check(const LayerCache& cache, const Step& step) const {
+    const CacheView* own = std::get_if<CacheView>(&cache);
+    if (!own || own->is_latent || own->kv_heads != kv_heads || own->head_dim != head_dim) {
+        throw std::invalid_argument("a cache does not fit its layer");
+    }
+    check_positions(step, max_len);
 }
 
-}  // namespace
+// Move the gates of a token's queries out of [q and gate of each head, k, v], which becomes [q, k, v].
+static void split_gates(float* row, int heads, int dim, int64_t rest, float* gates) {
+    for (int h = 0; h < heads; ++h) {
+        const float* pair = row + 2 * h * dim;
+        std::copy(pair + dim, pair + 2 * dim, gates + h * dim);
+        std::copy(pair, pair + dim, row + h * dim);
+    }
+    std::copy(row + 2 * heads * dim, row + 2 * heads * dim + rest, row + heads * dim);
+}
+
+void Attention::run(const Surroundings& around, const Step& step, const LayerCache& layer_cache, float* hidden) const {
+    Workspace& space = workspace();
+    const Kernels& k = kernels();
+    const CacheView& cache = std::get<CacheView>(layer_cache);
+    const int64_t tokens = step.tokens, qkv_size = qkv->out_features(), attended_size = out->in_features();
+    const Activations& normed = round_input(around, hidden, tokens, qkv->in_features());
+    float* heads = space.qkv.reserve(tokens * qkv_size);
+    qkv->multiply(normed, tokens, heads, false);
+    float* gates = has_gates ? space.gates.reserve(tokens * attended_size) : nullptr;
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        float* row = heads + t * qkv_size;
+        if (gates) split_gates(row, rope.num_heads, head_dim, 2 * kv_heads * head_dim, gates + t * attended_size);
+        k.rope_store(row, step.positions[t], step.slots[t], rope, cache);
+    });
+    float* attended = space.attended.reserve(tokens * attended_size);
+    attend(step, cache, heads, qkv_size, rope.num_heads, scoring, attended, attended_size);
+    if (gates) {
+        parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+            k.gate_heads(attended + t * attended_size, gates + t * attended_size, nullptr, 0.0f, 1, int(attended_size));
+        });
+    }
+    add_output(*out, round_rows(attended, attended_size, tokens, int(attended_size)), around, tokens, hidden);
+}
 
 void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
     // Of a long prompt as many tokens at a time as the threads multiply at once: what lies between the products is large.
@@ -368,9 +396,9 @@ void add_own_input(const OwnInput& own, const float* input, int64_t stride, int6
 
 }  // namespace
 
-void run_layer(const Layer& layer, const Step& step, const CacheView& cache, const float* input, int64_t stride,
+void run_layer(const Layer& layer, const Step& step, const LayerCache& cache, const float* input, int64_t stride,
                float* hidden) {
-    run_attention(layer.attention, layer.around_attention, step, cache, hidden);
+    layer.tokens->run(layer.around_tokens, step, cache, hidden);
     layer.channels->run(layer.around_channels, hidden, step.tokens, hidden);
     if (layer.own_input) add_own_input(*layer.own_input, input, stride, step.tokens, hidden);
     if (layer.scale == 1.0f) return;
@@ -378,14 +406,14 @@ void run_layer(const Layer& layer, const Step& step, const CacheView& cache, con
     for (int64_t i = 0; i < count; ++i) hidden[i] *= layer.scale;
 }
 
-void Decoder::run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens,
+void Decoder::run(const std::vector<LayerCache>& caches, const std::vector<const Step*>& steps, int64_t tokens,
                   const float* inputs, int64_t width, float* hidden) const {
     for (size_t i = 0; i < layers.size(); ++i) {
         const float* own = inputs ? inputs + i * width : nullptr;
         run_layer(layers[i], *steps[i], caches[i], own, int64_t(layers.size()) * width, hidden);
     }
     if (norm == nullptr) return;
-    const int columns = layers.front().attention.qkv->in_features();
+    const int columns = layers.front().tokens->hidden();
     parallel_for(tokens, 16, [&](int64_t t) {
         float* row = hidden + t * columns;
         kernels().rms_norm(row, norm, eps, columns, row);

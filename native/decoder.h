@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <variant>
 #include <vector>
 
 #include "kernels.h"
@@ -74,6 +75,19 @@ private:
     int rows_ = 0, columns_ = 0;
 };
 
+// The states of a recurrent layer, by block: that after the last of the block's tokens that is computed.
+struct StateView {
+    float* memory;   // [blocks, heads, key_dim, value_dim]
+    float* inputs;   // [blocks, channels, kept], the last inputs of a convolution, the oldest first
+    int64_t* ends;   // [blocks], how many tokens of its text a state has seen
+    int64_t blocks;  // that states are kept in
+    int64_t block_size;
+    int heads, key_dim, value_dim, channels, kept;
+};
+
+// What a layer keeps.
+using LayerCache = std::variant<CacheView, StateView>;
+
 // The batch of a step: T new tokens of N requests. Arrays belong to the caller.
 struct Step {
     int64_t tokens, requests, max_blocks;
@@ -88,7 +102,10 @@ struct Step {
 };
 
 // Check the step of each layer. One that several layers have is checked once.
-void check_steps(const std::vector<const Step*>& steps, const std::vector<CacheView>& caches);
+void check_steps(const std::vector<const Step*>& steps, const std::vector<LayerCache>& caches);
+
+// Throws std::invalid_argument if a position lies outside of a rotary table of that length.
+void check_positions(const Step& step, int64_t max_len);
 
 // How scores become weights; see AttentionTask.
 struct Scoring {
@@ -102,14 +119,6 @@ struct Scoring {
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
             const Scoring& scoring, float* out, int64_t out_stride);
 
-// A token mixer: attention of the heads [q, k, v] that `qkv` gives; or only [q], to keys and values that another layer stores.
-struct Attention {
-    std::shared_ptr<const Linear> qkv, out;
-    RopeStore rope;
-    Scoring scoring;
-    int kv_heads, head_dim;
-};
-
 // What a mixer is between. A norm that is null is left out.
 struct Surroundings {
     const float* norm_before;
@@ -119,6 +128,39 @@ struct Surroundings {
 
     bool add_directly() const { return norm_after == nullptr && scale == 1.0f; }
 };
+
+class TokenMixer {
+public:
+    virtual ~TokenMixer() = default;
+    virtual int hidden() const = 0;
+    // Throws std::invalid_argument if the layer's cache, or a step on it, does not fit.
+    virtual void check(const LayerCache& cache, const Step& step) const = 0;
+    // hidden [tokens, hidden] += what becomes of it.
+    virtual void run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const = 0;
+};
+
+// Attention of the heads [q, k, v] that `qkv` gives; or only [q], to keys and values that another layer stores. With gates
+// each head of q is followed by its gate.
+struct Attention : TokenMixer {
+    std::shared_ptr<const Linear> qkv, out;
+    RopeStore rope;
+    Scoring scoring;
+    int kv_heads, head_dim;
+    bool has_gates;
+    int64_t max_len;  // of the rotary table
+
+    int hidden() const override { return qkv->in_features(); }
+    void check(const LayerCache& cache, const Step& step) const override;
+    void run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const override;
+};
+
+// Round the hidden states of a step, after the norm before a mixer; valid until the next rounding.
+const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, int size);
+// The same for what a mixer has in rows `stride` apart, after a norm if there is a weight.
+const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, int size, const float* norm = nullptr,
+                              float eps = 0.0f);
+// hidden += what becomes of x W^T, a mixer's last product.
+void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden);
 
 class ChannelMixer {
 public:
@@ -169,8 +211,8 @@ struct OwnInput {
 };
 
 struct Layer {
-    Attention attention;
-    Surroundings around_attention;
+    std::shared_ptr<const TokenMixer> tokens;
+    Surroundings around_tokens;
     std::shared_ptr<const ChannelMixer> channels;
     Surroundings around_channels;
     std::shared_ptr<const OwnInput> own_input;  // or null
@@ -178,7 +220,7 @@ struct Layer {
 };
 
 // Put hidden [tokens, hidden] through a layer. Rows of its own input are `stride` apart; it is null where a layer has none.
-void run_layer(const Layer& layer, const Step& step, const CacheView& cache, const float* input, int64_t stride,
+void run_layer(const Layer& layer, const Step& step, const LayerCache& cache, const float* input, int64_t stride,
                float* hidden);
 
 struct Decoder {
@@ -188,7 +230,7 @@ struct Decoder {
 
     // Put hidden [tokens, hidden] through all layers, each of which has a cache and a step, and the norm. Layers with inputs of
     // their own have them in inputs [tokens, layers, width], which else is null.
-    void run(const std::vector<CacheView>& caches, const std::vector<const Step*>& steps, int64_t tokens, const float* inputs,
+    void run(const std::vector<LayerCache>& caches, const std::vector<const Step*>& steps, int64_t tokens, const float* inputs,
              int64_t width, float* hidden) const;
 };
 

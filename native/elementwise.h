@@ -240,4 +240,24 @@ void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how
     store_numbers(keys, count, cache.type, cache.data, slot * count);
 }
 
+void turn_head(float* head, const float* angles, const RopeStore& how) { turn(head, angles, how); }
+
+void store_latent(float* latent, int rank, int64_t position, int64_t slot, const RopeStore& how, const CacheView& cache) {
+    rms_norm(latent, how.k_norm, how.eps, rank, latent);
+    turn(latent + rank, how.rotary + position * how.rotary_dim, how);
+    if (slot >= 0) store_numbers(latent, cache.head_dim, cache.type, cache.data, slot * cache.head_dim);
+}
+
+void dots(const float* x, const float* weight, int columns, int count, float* out) {
+    for (int i = 0; i < count; ++i) {
+        Floats sum = all(0.0f);
+        int c = 0;
+        for (; c + kLanes <= columns; c += kLanes) sum = multiply_add(load(x + c), load(weight + c), sum);
+        float total = sum_of(sum);
+        for (; c < columns; ++c) total += x[c] * weight[c];
+        out[i] = total;
+        weight += columns;
+    }
+}
+
 }  // namespace infinilm::INFINILM_ISA

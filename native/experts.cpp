@@ -18,7 +18,7 @@ namespace {
 struct Workspace {
     QuantizedRows rows;
     Buffer<float> gate_up, results;
-    Buffer<float> normed, seen, logits, weights, mixed;
+    Buffer<float> normed, seen, logits, weights, mixed, shared;
     Buffer<int32_t> ids;
     std::vector<int64_t> ends, order, places;
     std::vector<Product> products;
@@ -146,6 +146,20 @@ void choose_experts(const float* logits, int count, const Routing& routing, cons
     }
 }
 
+void SparseMLP::add_shared(const float* normed, int64_t tokens, float* out) const {
+    const Surroundings alone{nullptr, nullptr, 0.0f, 1.0f};
+    if (!shared_gate_) return shared_->run(alone, normed, tokens, out);
+    const int size = hidden();
+    float* shared = workspace().shared.reserve(tokens * size);
+    std::fill(shared, shared + tokens * size, 0.0f);
+    shared_->run(alone, normed, tokens, shared);
+    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
+        float gate;
+        kernels().score(normed + t * size, shared_gate_, size, 1, &gate);
+        kernels().add_normed(shared + t * size, nullptr, 0.0f, 1.0f / (1.0f + std::exp(-gate)), size, out + t * size);
+    });
+}
+
 void SparseMLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
     const Kernels& k = kernels();
     Workspace& space = workspace();
@@ -173,7 +187,7 @@ void SparseMLP::run(const Surroundings& around, const float* x, int64_t tokens, 
         target = space.mixed.reserve(tokens * size);
         std::fill(target, target + tokens * size, 0.0f);
     }
-    if (shared_) shared_->run({nullptr, nullptr, 0.0f, 1.0f}, normed, tokens, target);
+    if (shared_) add_shared(normed, tokens, target);
     experts_->mix(normed, tokens, ids, weights, top_k, target, true);
     if (target == out) return;
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) {

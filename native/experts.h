@@ -50,9 +50,11 @@ struct Router {
 // A channel mixer: the experts that a router chooses, and those that all rows share.
 class SparseMLP : public ChannelMixer {
 public:
+    // The shared experts, and their gate [hidden], may be null.
     SparseMLP(std::shared_ptr<const Experts> experts, const Routing& routing, const Router& router,
-              std::shared_ptr<const ChannelMixer> shared)
-        : experts_(std::move(experts)), routing_(routing), router_(router), shared_(std::move(shared)) {}
+              std::shared_ptr<const ChannelMixer> shared, const float* shared_gate)
+        : experts_(std::move(experts)), routing_(routing), router_(router), shared_(std::move(shared)),
+          shared_gate_(shared_gate) {}
 
     int hidden() const override { return experts_->hidden(); }
     void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
@@ -60,8 +62,11 @@ public:
 private:
     std::shared_ptr<const Experts> experts_;
     Routing routing_;
+    void add_shared(const float* normed, int64_t tokens, float* out) const;
+
     Router router_;
-    std::shared_ptr<const ChannelMixer> shared_;  // or null
+    std::shared_ptr<const ChannelMixer> shared_;
+    const float* shared_gate_;  // the shared experts' result is multiplied by the sigmoid of its product with a row
 };
 
 }  // namespace infinilm

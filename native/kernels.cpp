@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "delta_rule.h"
 #include "elementwise.h"
 #include "matmul.h"
 #include "scan.h"
@@ -14,13 +15,14 @@ namespace infinilm::INFINILM_ISA {
 
 // In kernels_attention.cpp.
 std::remove_pointer_t<decltype(Kernels::attend)> attend;
+std::remove_pointer_t<decltype(Kernels::attend_latents)> attend_latents;
 std::remove_pointer_t<decltype(Kernels::merge)> merge;
 std::remove_pointer_t<decltype(Kernels::partial_size)> partial_size;
 
 extern const Kernels table;
 const Kernels table = {
     INFINILM_NAME(INFINILM_ISA), quantize, gate_quantize, add_normed, score, rms_norm, multiply, rope_store, attend, merge,
-    partial_size, scan, weigh,
+    partial_size, convolve, normalize_heads, delta_rule, gate_heads, turn_head, store_latent, attend_latents, dots, scan, weigh,
 };
 
 }  // namespace infinilm::INFINILM_ISA

@@ -46,6 +46,7 @@ struct CacheView {
     int kv_heads;
     int head_dim;
     uint16_t* scales;  // null, unless numbers are 8-bit floats
+    bool is_latent = false;  // [blocks, block_size, 1, 1, head_dim]: a token has one vector, key and value at once
 
     uint16_t* scales_of(int64_t slot, int head) const {
         return scales + ((slot / block_size * kv_heads + head) * block_size + slot % block_size) * 2;
@@ -98,6 +99,41 @@ struct AttentionTask {
 constexpr int kTileTokens = 16;  // of an AttentionTask, at most
 constexpr int kSplit = 256;      // keys after which a row's sums are put aside and merged, so that others can help
 
+// A causal convolution with silu, in place, of some channels of some tokens of a request.
+struct ConvTask {
+    float* channels;       // the first token's
+    int64_t stride;        // from token to token
+    int64_t tokens;
+    int count, width;      // of channels; of the convolution, at most kMaxConvWidth
+    const float* weight;   // [width, weight_stride], the oldest token's first
+    int64_t weight_stride;
+    const float* source;   // [count, width - 1], the inputs before; null: zeros
+    float* target;         // where those at the end go; null: nowhere
+};
+
+// The gated delta rule of one head for some tokens of a request; infinilm/kernels/delta_rule.py says what it is.
+struct DeltaTask {
+    const float *query, *key;    // the first token's
+    float* value;                // likewise; the result takes its place
+    const float *decay, *rate;   // likewise, one each; the decay is what the state is multiplied by
+    int64_t stride;              // of all of them, from token to token
+    int64_t tokens;
+    int key_dim, value_dim;      // key_dim at most kMaxKeyDim
+    const float* source;         // [key_dim, value_dim], the state before; null: zeros
+    float* target;               // where that at the end goes; null: nowhere
+};
+
+// Some heads of some of a request's new tokens, which see all tokens up to their own.
+struct LatentTask {
+    const float* query;      // the first token's first of these heads; [tokens, all_heads, head_dim of the cache]
+    float* out;              // likewise [tokens, all_heads, rank]
+    int tokens, heads;       // tokens * heads is at most kMaxLatentRows
+    int all_heads, rank;
+    int64_t position;        // of the first token
+    const int64_t* blocks;   // the request's
+    float scale;
+};
+
 // What decides a draw: a hash of the token and the key's halves, and its logit, times the rate to have bits.
 struct Contest {
     bool is_greedy;
@@ -130,6 +166,19 @@ struct Kernels {
     // Put the partial results of a row's splits together: [splits, stride] floats to out [head_dim]. A sink may be null.
     void (*merge)(const float* partials, int64_t stride, int splits, int head_dim, const float* sink, float* out);
     int (*partial_size)(int head_dim);  // floats that a row takes in AttentionTask::partial
+    void (*convolve)(const ConvTask& task);
+    // Make heads [heads, dim] vectors of that length.
+    void (*normalize_heads)(float* x, int heads, int dim, float length);
+    void (*delta_rule)(const DeltaTask& task);
+    // x [heads, dim] *= sigmoid(gate); or x = norm(x) * silu(gate), each head normed, if there is a weight [dim].
+    void (*gate_heads)(float* x, const float* gate, const float* norm, float eps, int heads, int dim);
+    void (*turn_head)(float* head, const float* angles, const RopeStore& how);
+    // Norm the first `rank` numbers of a latent vector by k_norm, turn the others, and store it, unless slot is negative.
+    void (*store_latent)(float* latent, int rank, int64_t position, int64_t slot, const RopeStore& how,
+                         const CacheView& cache);
+    void (*attend_latents)(const LatentTask& task, const CacheView& cache);
+    // out[i] = the sum over columns of x[column] * weight[i, column].
+    void (*dots)(const float* x, const float* weight, int columns, int count, float* out);
     // A block's greatest logit, +infinity if one is NaN, and what the scores of its tokens can't exceed.
     void (*scan)(const float* logits, int count, uint32_t first_token, const Contest& contest, float* maximum,
                  float* bound);
@@ -140,6 +189,10 @@ struct Kernels {
 constexpr int kTaskUnit = 12;       // rows: a multiple of those that are multiplied at a time
 constexpr int kMaxTaskRows = 264;   // a multiple of kTaskUnit
 constexpr int kMaxHeadDim = 512;
+constexpr int kMaxKeyDim = 256;  // of a delta net
+constexpr int kMaxConvWidth = 8;
+constexpr int kMaxLatentDim = 1024;
+constexpr int kMaxLatentRows = 16;
 constexpr int kMaxGroupHeads = 64;  // query heads of one key-value head
 
 }  // namespace infinilm

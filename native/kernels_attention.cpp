@@ -2,3 +2,4 @@
 #include "kernels.h"
 
 #include "attention.h"
+#include "latent_heads.h"

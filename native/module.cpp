@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -13,8 +14,10 @@
 
 #include "bpe_module.h"
 #include "decoder.h"
+#include "delta_net.h"
 #include "dispatch.h"
 #include "experts.h"
+#include "latent.h"
 #include "logprobs.h"
 #include "run.h"
 #include "sampling.h"
@@ -91,17 +94,60 @@ CacheView view_cache(const AnyArray& cache, const std::optional<AnyArray>& scale
             scales ? static_cast<uint16_t*>(scales->data()) : nullptr};
 }
 
+// A layer's latent vectors [blocks, block_size, 1, 1, dim].
+CacheView view_latents(const AnyArray& cache) {
+    require_contiguous(cache);
+    require(cache.shape(3) == 1 && cache.shape(4) <= kMaxLatentDim,
+            "latent vectors are [blocks, block_size, 1, 1, up to " + std::to_string(kMaxLatentDim) + "]");
+    const CacheType type = cache_type(cache);
+    require(type != CacheType::kFloat8, "latent vectors can't be 8-bit floats");
+    return {cache.data(), type, int64_t(cache.shape(0)), int64_t(cache.shape(1)), 1, int(cache.shape(4)), nullptr, true};
+}
+
+// A recurrent layer's states; see StateView. The last block is for those that nobody keeps, and has no end.
+StateView view_states(const std::vector<AnyArray>& arrays, int64_t block_size) {
+    require(arrays.size() == 3, "states are three arrays: memory, inputs and ends");
+    const AnyArray &memory = arrays[0], &inputs = arrays[1], &ends = arrays[2];
+    for (const AnyArray& each : arrays) require_contiguous(each);
+    require(memory.ndim() == 4 && inputs.ndim() == 3 && ends.ndim() == 1 && memory.dtype() == nb::dtype<float>() &&
+                inputs.dtype() == nb::dtype<float>() && ends.dtype() == nb::dtype<int64_t>() &&
+                memory.shape(0) == inputs.shape(0) && memory.shape(0) >= ends.shape(0),
+            "states are float32 [blocks, heads, key_dim, value_dim] and [blocks, channels, width], and int64 [blocks]");
+    require(block_size > 0, "a cache with states needs a block_size");
+    return {static_cast<float*>(memory.data()),
+            static_cast<float*>(inputs.data()),
+            static_cast<int64_t*>(ends.data()),
+            int64_t(ends.shape(0)),
+            block_size,
+            int(memory.shape(1)),
+            int(memory.shape(2)),
+            int(memory.shape(3)),
+            int(inputs.shape(1)),
+            int(inputs.shape(2))};
+}
+
 // The caches of a decoder's layers, which it keeps alive.
 struct PyCache {
-    std::vector<AnyArray> arrays, scales;
-    std::vector<CacheView> layers;
+    using Arrays = std::variant<AnyArray, std::vector<AnyArray>>;
+    std::vector<Arrays> arrays;
+    std::vector<AnyArray> scales;
+    std::vector<LayerCache> layers;
 
-    PyCache(std::vector<AnyArray> arrays_, std::vector<AnyArray> scales_)
+    PyCache(std::vector<Arrays> arrays_, std::vector<AnyArray> scales_, int64_t block_size)
         : arrays(std::move(arrays_)), scales(std::move(scales_)) {
-        require(scales.empty() || scales.size() == arrays.size(), "all layers must have scales, or none");
-        for (size_t i = 0; i < arrays.size(); ++i) {
-            layers.push_back(view_cache(arrays[i], scales.empty() ? std::nullopt : std::optional(scales[i])));
+        size_t attending = 0;
+        for (const Arrays& each : arrays) {
+            if (const auto* states = std::get_if<std::vector<AnyArray>>(&each)) {
+                layers.emplace_back(view_states(*states, block_size));
+            } else if (const AnyArray& own = std::get<AnyArray>(each); own.ndim() == 5 && own.shape(2) == 1) {
+                layers.emplace_back(view_latents(own));
+            } else {
+                require(scales.empty() || attending < scales.size(), "all layers must have scales, or none");
+                layers.emplace_back(view_cache(own, scales.empty() ? std::nullopt : std::optional(scales[attending])));
+                ++attending;
+            }
         }
+        require(scales.empty() || attending == scales.size(), "all layers must have scales, or none");
     }
 };
 
@@ -191,26 +237,29 @@ void score_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float
     });
 }
 
-struct PyAttention {
-    PyLinear qkv, out;  // which keep their biases alive
-    Array<const float, 2> rotary;
-    std::optional<Floats1> q_norm, k_norm, v_norm, query_scale, sinks;
-    Attention attention;
+// A token mixer, and what it needs alive.
+struct PyTokenMixer {
+    std::vector<PyLinear> linears;
+    std::vector<std::optional<Floats1>> vectors;
+    std::vector<Array<const float, 2>> tables;
+    std::shared_ptr<const TokenMixer> mixer;
+};
 
-    PyAttention(const PyLinear& qkv_, const PyLinear& out_, int num_heads, int num_kv_heads, int head_dim,
-                Array<const float, 2> rotary_, bool is_interleaved, std::optional<Floats1> query_scale_,
-                std::optional<Floats1> q_norm_, std::optional<Floats1> k_norm_, float eps, float scale,
-                std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks_,
-                std::optional<Floats1> v_norm_)
-        : qkv(qkv_), out(out_), rotary(rotary_), q_norm(q_norm_), k_norm(k_norm_), v_norm(v_norm_),
-          query_scale(query_scale_), sinks(sinks_) {
+struct PyAttention : PyTokenMixer {
+    PyAttention(const PyLinear& qkv, const PyLinear& out, int num_heads, int num_kv_heads, int head_dim,
+                Array<const float, 2> rotary, bool is_interleaved, std::optional<Floats1> query_scale,
+                std::optional<Floats1> q_norm, std::optional<Floats1> k_norm, float eps, float scale,
+                std::optional<int64_t> window, std::optional<float> cap, std::optional<Floats1> sinks,
+                std::optional<Floats1> v_norm, bool has_gates) {
+        linears = {qkv, out}, vectors = {query_scale, q_norm, k_norm, v_norm, sinks}, tables = {rotary};
         require(num_kv_heads > 0 && num_heads % num_kv_heads == 0 && num_heads / num_kv_heads <= kMaxGroupHeads,
                 "num_heads must be a multiple of num_kv_heads, at most " + std::to_string(kMaxGroupHeads) + " times");
         require(head_dim <= kMaxHeadDim, "head_dim must be at most " + std::to_string(kMaxHeadDim));
         const int rotary_dim = int(rotary.shape(1));
         require(rotary_dim % 2 == 0 && rotary_dim <= head_dim, "rotary must be [max_len, an even number up to head_dim]");
         const bool has_keys = qkv.linear->out_features() != num_heads * head_dim;
-        require((!has_keys || qkv.linear->out_features() == (num_heads + 2 * num_kv_heads) * head_dim) &&
+        const int heads = (has_gates ? 2 : 1) * num_heads + 2 * num_kv_heads;
+        require((has_keys || !has_gates) && (!has_keys || qkv.linear->out_features() == heads * head_dim) &&
                     out.linear->in_features() == num_heads * head_dim &&
                     out.linear->out_features() == qkv.linear->in_features(),
                 "the weights of qkv and out do not fit the heads or each other");
@@ -233,7 +282,68 @@ struct PyAttention {
                              is_interleaved,
                              vector_or_null(query_scale, rotary.shape(0), "query_scale")};
         const Scoring scoring{scale, window.value_or(0), cap.value_or(0.0f), vector_or_null(sinks, num_heads, "sinks")};
-        attention = {qkv.linear, out.linear, rope, scoring, num_kv_heads, head_dim};
+        auto made = std::make_shared<Attention>();
+        made->qkv = qkv.linear, made->out = out.linear, made->rope = rope, made->scoring = scoring;
+        made->kv_heads = num_kv_heads, made->head_dim = head_dim, made->has_gates = has_gates;
+        made->max_len = int64_t(rotary.shape(0));
+        mixer = made;
+    }
+};
+
+struct PyLatentAttention : PyTokenMixer {
+    PyLatentAttention(const PyLinear& latents, const PyLinear& query, const PyLinear& out, int num_heads, int rank,
+                      int plain_dim, int value_dim, Array<const float, 2> rotary, bool is_interleaved,
+                      Array<const float, 2> expansion, std::optional<Floats1> query_norm, Floats1 norm, float eps,
+                      float scale) {
+        const int rotary_dim = int(rotary.shape(1)), query_rank = query_norm ? int(query_norm->size()) : 0;
+        require(num_heads > 0 && rank > 0 && plain_dim > 0 && value_dim > 0 && rotary_dim % 2 == 0 &&
+                    rank + rotary_dim <= kMaxLatentDim,
+                "sizes must be positive, and latent vectors at most " + std::to_string(kMaxLatentDim));
+        require(latents.linear->out_features() == query_rank + rank + rotary_dim &&
+                    query.linear->in_features() == (query_rank ? query_rank : latents.linear->in_features()) &&
+                    query.linear->out_features() == num_heads * (plain_dim + rotary_dim) &&
+                    out.linear->in_features() == num_heads * value_dim &&
+                    out.linear->out_features() == latents.linear->in_features(),
+                "the weights of latents, query and out do not fit the heads or each other");
+        require(int64_t(expansion.shape(0)) == int64_t(num_heads) * (plain_dim + value_dim) && int(expansion.shape(1)) == rank,
+                "expansion must be [heads * (plain_dim + value_dim), rank]");
+        auto made = std::make_shared<LatentAttention>();
+        made->latents = latents.linear, made->query = query.linear, made->out = out.linear;
+        made->rope = RopeStore{};
+        made->rope.num_heads = num_heads, made->rope.eps = eps;
+        made->rope.q_norm = query_norm ? query_norm->data() : nullptr;
+        made->rope.k_norm = vector_or_null(norm, size_t(rank), "norm");
+        made->rope.rotary = rotary.data(), made->rope.rotary_dim = rotary_dim;
+        made->rope.is_interleaved = is_interleaved;
+        made->rank = rank, made->query_rank = query_rank, made->plain_dim = plain_dim, made->value_dim = value_dim;
+        made->expansion = expansion.data(), made->scale = scale, made->max_len = int64_t(rotary.shape(0));
+        linears = {latents, query, out}, vectors = {query_norm, norm}, tables = {rotary, expansion};
+        mixer = made;
+    }
+};
+
+struct PyDeltaNet : PyTokenMixer {
+    PyDeltaNet(const PyLinear& in, const PyLinear& out, int key_heads, int value_heads, int key_dim, int value_dim,
+               Array<const float, 2> conv, Floats1 decay, Floats1 dt_bias, Floats1 norm, float eps) {
+        require(key_heads > 0 && value_heads > 0 && value_heads % key_heads == 0,
+                "value_heads must be a multiple of key_heads");
+        require(key_dim > 0 && key_dim <= kMaxKeyDim && value_dim > 0,
+                "key_dim must be 1 to " + std::to_string(kMaxKeyDim) + ", value_dim positive");
+        auto made = std::make_shared<DeltaNet>();
+        made->in = in.linear, made->out = out.linear, made->eps = eps;
+        made->key_heads = key_heads, made->value_heads = value_heads;
+        made->key_dim = key_dim, made->value_dim = value_dim, made->conv_width = int(conv.shape(0));
+        const int values = value_heads * value_dim;
+        require(conv.shape(0) >= 2 && conv.shape(0) <= kMaxConvWidth && int(conv.shape(1)) == made->channels(),
+                "conv must be [2 to " + std::to_string(kMaxConvWidth) + ", channels of q, k and v]");
+        require(in.linear->out_features() == made->channels() + values + 2 * value_heads &&
+                    out.linear->in_features() == values && out.linear->out_features() == in.linear->in_features(),
+                "the weights of in and out do not fit the heads or each other");
+        made->conv = conv.data(), made->decay = vector_or_null(decay, size_t(value_heads), "decay");
+        made->dt_bias = vector_or_null(dt_bias, size_t(value_heads), "dt_bias");
+        made->norm = vector_or_null(norm, size_t(value_dim), "norm");
+        linears = {in, out}, vectors = {decay, dt_bias, norm}, tables = {conv};
+        mixer = made;
     }
 };
 
@@ -260,7 +370,7 @@ struct PySparseMLP : PyChannelMixer {
     PySparseMLP(const PyExperts& experts, Array<const float, 2> router_, std::optional<Floats1> bias,
                 std::optional<Floats1> correction_, int top_k, bool renormalizes, bool is_sigmoid, int num_groups,
                 int top_groups, int group_best, float scale, const PyMLP* shared, std::optional<Floats1> norm,
-                std::optional<Floats1> factors) {
+                std::optional<Floats1> factors, std::optional<Floats1> shared_gate) {
         const int count = experts.experts->count(), hidden = experts.experts->hidden();
         require(int(router_.shape(0)) == hidden && int(router_.shape(1)) == count, "router must be [hidden, experts]");
         require(num_groups >= 1 && count % num_groups == 0 && top_groups >= 1 && top_groups <= num_groups &&
@@ -270,13 +380,14 @@ struct PySparseMLP : PyChannelMixer {
         require(shared == nullptr || shared->mixer->hidden() == hidden, "shared experts must have the same hidden size");
         linears = experts.linears;
         if (shared) linears.insert(linears.end(), shared->linears.begin(), shared->linears.end());
-        router = router_, vectors = {bias, correction_, norm, factors};
+        require(shared || !shared_gate, "shared_gate needs shared experts");
+        router = router_, vectors = {bias, correction_, norm, factors, shared_gate};
         const Router how{router->data(), vector_or_null(bias, count, "router_bias"),
                          vector_or_null(correction_, count, "correction"), vector_or_null(norm, hidden, "router_norm"),
                          vector_or_null(factors, count, "factors")};
         mixer = std::make_shared<SparseMLP>(
             experts.experts, Routing{top_k, renormalizes, is_sigmoid, num_groups, top_groups, group_best, scale}, how,
-            shared ? shared->mixer : nullptr);
+            shared ? shared->mixer : nullptr, vector_or_null(shared_gate, size_t(hidden), "shared_gate"));
     }
 };
 
@@ -316,23 +427,23 @@ struct PyOwnInput {
 };
 
 struct PyLayer {
-    PyAttention attention;
+    PyTokenMixer tokens;
     PyChannelMixer channels;
-    std::optional<Floats1> norms[4];  // before and after attention, before and after the channel mixer
+    std::optional<Floats1> norms[4];  // before and after the token mixer, before and after the channel mixer
     std::optional<PyOwnInput> own_input;
     Layer layer;
 
-    PyLayer(const PyAttention& attention_, const PyChannelMixer& channels_, std::optional<Floats1> before_tokens,
+    PyLayer(const PyTokenMixer& tokens_, const PyChannelMixer& channels_, std::optional<Floats1> before_tokens,
             std::optional<Floats1> after_tokens, std::optional<Floats1> before_channels,
             std::optional<Floats1> after_channels, float eps, float residual_scale, const PyOwnInput* own_input_, float scale)
-        : attention(attention_), channels(channels_), norms{before_tokens, after_tokens, before_channels, after_channels} {
+        : tokens(tokens_), channels(channels_), norms{before_tokens, after_tokens, before_channels, after_channels} {
         require(channels.mixer->hidden() == hidden_size(), "the mixers have different hidden sizes");
         require(channels.parts.empty() || !before_channels, "a sum of mixers has norms before each of them, not before all");
         if (own_input_) own_input = *own_input_;
         require(!own_input || own_input->gate.linear->in_features() == hidden_size(), "own_input has another hidden size");
         const float* weights[4];
         for (int i = 0; i < 4; ++i) weights[i] = vector_or_null(norms[i], size_t(hidden_size()), "a norm");
-        layer = {attention.attention,
+        layer = {tokens.mixer,
                  {weights[0], weights[1], eps, residual_scale},
                  channels.mixer,
                  {weights[2], weights[3], eps, residual_scale},
@@ -342,7 +453,7 @@ struct PyLayer {
 
     int input_width() const { return own_input ? own_input->gate.linear->out_features() : 0; }
 
-    int hidden_size() const { return attention.attention.qkv->in_features(); }
+    int hidden_size() const { return tokens.mixer->hidden(); }
 };
 
 struct PyDecoder {
@@ -370,23 +481,16 @@ struct PyDecoder {
         require(cache.layers.size() == layers.size() && steps.size() == layers.size(),
                 "there must be a cache and a step for each of the decoder's layers");
         require(int(hidden.shape(1)) == layers.front()->hidden_size(), "hidden does not fit the layers");
-        for (size_t i = 0; i < layers.size(); ++i) check(*layers[i], cache.layers[i], steps[i]->step, int64_t(hidden.shape(0)));
         std::vector<const Step*> batches;
-        for (const PyStep* each : steps) batches.push_back(&each->step);
+        for (size_t i = 0; i < layers.size(); ++i) {
+            batches.push_back(&steps[i]->step);
+            require(batches[i]->tokens == int64_t(hidden.shape(0)), "hidden must have a row for each token of the step");
+            layers[i]->layer.tokens->check(cache.layers[i], *batches[i]);
+        }
         check_steps(batches, cache.layers);
         nb::gil_scoped_release release;
         decoder.run(cache.layers, batches, int64_t(hidden.shape(0)), inputs ? inputs->data() : nullptr, int64_t(width),
                     hidden.data());
-    }
-
-    static void check(const PyLayer& layer, const CacheView& cache, const Step& step, int64_t tokens) {
-        const Attention& attention = layer.attention.attention;
-        require(step.tokens == tokens, "hidden must have a row for each token of the step");
-        require(cache.kv_heads == attention.kv_heads && cache.head_dim == attention.head_dim, "a cache does not fit its layer");
-        const auto max_len = int64_t(layer.attention.rotary.shape(0));
-        for (int64_t t = 0; t < step.tokens; ++t) {
-            require(step.positions[t] >= 0 && step.positions[t] < max_len, "a position lies outside of the rotary table");
-        }
     }
 };
 
@@ -433,7 +537,7 @@ struct PyGenerator {
         DecodeRun run(model, cache.layers, groups, blocks, blocks.empty() ? 0 : int64_t(tables[0].shape(1)),
                       {int64_t(count), starts.data(), settings.data(), rows.data()}, steps);
         for (size_t i = 0; i < groups.size(); ++i) {
-            PyDecoder::check(*decoder.layers[i], cache.layers[i], *run.last_batches()[i], int64_t(count));
+            decoder.layers[i]->layer.tokens->check(cache.layers[i], *run.last_batches()[i]);
         }
         return run_steps(run, tokens.data(), count, is_stop, drawn.data(), steps, are_sound.data(), seconds, is_awaited);
     }
@@ -609,24 +713,37 @@ NB_MODULE(_native, module) {
     module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
 
     using MaybeFloats = std::optional<Floats1>;
-    nb::class_<PyAttention>(module, "Attention")
+    nb::class_<PyTokenMixer>(module, "TokenMixer");
+    nb::class_<PyAttention, PyTokenMixer>(module, "Attention")
         .def(nb::init<const PyLinear&, const PyLinear&, int, int, int, Array<const float, 2>, bool, MaybeFloats, MaybeFloats,
-                      MaybeFloats, float, float, std::optional<int64_t>, std::optional<float>, MaybeFloats, MaybeFloats>(),
+                      MaybeFloats, float, float, std::optional<int64_t>, std::optional<float>, MaybeFloats, MaybeFloats,
+                      bool>(),
              nb::kw_only(), "qkv"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rotary"_a.noconvert(),
              "is_interleaved"_a, "query_scale"_a.noconvert().none(), "q_norm"_a.noconvert().none(),
              "k_norm"_a.noconvert().none(), "eps"_a, "scale"_a, "window"_a.none(), "cap"_a.none(),
-             "sinks"_a.noconvert().none(), "v_norm"_a.noconvert() = nb::none());
+             "sinks"_a.noconvert().none(), "v_norm"_a.noconvert() = nb::none(), "has_gates"_a = false);
+    nb::class_<PyDeltaNet, PyTokenMixer>(module, "DeltaNet")
+        .def(nb::init<const PyLinear&, const PyLinear&, int, int, int, int, Array<const float, 2>, Floats1, Floats1, Floats1,
+                      float>(),
+             nb::kw_only(), "in_"_a, "out"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
+             "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(), "norm"_a.noconvert(), "eps"_a);
+    nb::class_<PyLatentAttention, PyTokenMixer>(module, "LatentAttention")
+        .def(nb::init<const PyLinear&, const PyLinear&, const PyLinear&, int, int, int, int, Array<const float, 2>, bool,
+                      Array<const float, 2>, MaybeFloats, Floats1, float, float>(),
+             nb::kw_only(), "latents"_a, "query"_a, "out"_a, "num_heads"_a, "rank"_a, "plain_dim"_a, "value_dim"_a,
+             "rotary"_a.noconvert(), "is_interleaved"_a, "expansion"_a.noconvert(), "query_norm"_a.noconvert().none(),
+             "norm"_a.noconvert(), "eps"_a, "scale"_a);
     nb::class_<PyChannelMixer>(module, "ChannelMixer");
     nb::class_<PyMLP, PyChannelMixer>(module, "MLP")
         .def(nb::init<const PyLinear&, const PyLinear&, const std::string&>(), nb::kw_only(), "gate_up"_a, "down"_a,
              "activation"_a);
     nb::class_<PySparseMLP, PyChannelMixer>(module, "SparseMLP")
         .def(nb::init<const PyExperts&, Array<const float, 2>, MaybeFloats, MaybeFloats, int, bool, bool, int, int, int,
-                      float, const PyMLP*, MaybeFloats, MaybeFloats>(),
+                      float, const PyMLP*, MaybeFloats, MaybeFloats, MaybeFloats>(),
              nb::kw_only(), "experts"_a, "router"_a.noconvert(), "router_bias"_a.noconvert().none(),
              "correction"_a.noconvert().none(), "top_k"_a, "renormalizes"_a, "is_sigmoid"_a, "num_groups"_a,
              "top_groups"_a, "group_best"_a, "scale"_a, "shared"_a.none(), "router_norm"_a.noconvert() = nb::none(),
-             "factors"_a.noconvert() = nb::none());
+             "factors"_a.noconvert() = nb::none(), "shared_gate"_a.noconvert() = nb::none());
     nb::class_<PyMixerSum, PyChannelMixer>(module, "MixerSum")
         .def(nb::init<const std::vector<const PyChannelMixer*>&, const std::vector<MaybeFloats>&,
                       const std::vector<MaybeFloats>&, float>(),
@@ -635,15 +752,15 @@ NB_MODULE(_native, module) {
         .def(nb::init<const PyLinear&, const PyLinear&, Floats1, float, const std::string&>(), nb::kw_only(), "gate"_a,
              "projection"_a, "norm"_a.noconvert(), "eps"_a, "activation"_a);
     nb::class_<PyLayer>(module, "Layer")
-        .def(nb::init<const PyAttention&, const PyChannelMixer&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float,
+        .def(nb::init<const PyTokenMixer&, const PyChannelMixer&, MaybeFloats, MaybeFloats, MaybeFloats, MaybeFloats, float,
                       float, const PyOwnInput*, float>(),
              "token_mixer"_a, "channel_mixer"_a, nb::kw_only(), "before_tokens"_a.noconvert().none(),
              "after_tokens"_a.noconvert().none(), "before_channels"_a.noconvert().none(),
              "after_channels"_a.noconvert().none(), "eps"_a, "residual_scale"_a, "own_input"_a.none() = nb::none(),
              "scale"_a = 1.0f);
     nb::class_<PyCache>(module, "Cache")
-        .def(nb::init<std::vector<AnyArray>, std::vector<AnyArray>>(), "layers"_a.noconvert(),
-             "scales"_a.noconvert() = std::vector<AnyArray>());
+        .def(nb::init<std::vector<PyCache::Arrays>, std::vector<AnyArray>, int64_t>(), "layers"_a.noconvert(),
+             "scales"_a.noconvert() = std::vector<AnyArray>(), "block_size"_a = 0);
 
     nb::class_<PyStep>(module, "Step")
         .def(nb::init<Ints1, Ints1, Array<const int64_t, 2>, Ints1, Ints1>(), "positions"_a.noconvert(), "slots"_a.noconvert(),

@@ -9,7 +9,7 @@
 
 namespace infinilm {
 
-DecodeRun::DecodeRun(const TokenModel& model, const std::vector<CacheView>& caches, const std::vector<size_t>& groups,
+DecodeRun::DecodeRun(const TokenModel& model, const std::vector<LayerCache>& caches, const std::vector<size_t>& groups,
                      const std::vector<const int64_t*>& tables, int64_t max_blocks, const RunRows& rows, int64_t steps)
     : model_(model),
       caches_(caches),
@@ -26,7 +26,9 @@ DecodeRun::DecodeRun(const TokenModel& model, const std::vector<CacheView>& cach
     for (size_t layer = 0; layer < groups.size(); ++layer) {
         if (groups[layer] >= tables.size()) throw std::invalid_argument("a layer's group has no block table");
         layer_steps_.push_back(&steps_[groups[layer]]);
-        block_sizes_[groups[layer]] = caches[layer].block_size;
+        const CacheView* own = std::get_if<CacheView>(&caches[layer]);
+        if (!own) throw std::invalid_argument("recurrent layers can't decode by themselves");
+        block_sizes_[groups[layer]] = own->block_size;
     }
     for (int64_t i = 0; i < rows.count; ++i) {
         if (rows.starts[i] < 0) throw std::invalid_argument("a row needs a token to go on from");

@@ -30,8 +30,9 @@ struct RunRows {
 class DecodeRun {
 public:
     // `groups` says for each layer which of the `tables` [count, max_blocks] it has. Throws std::invalid_argument if the
-    // blocks of `steps` steps lie outside of a table or of the cache.
-    DecodeRun(const TokenModel& model, const std::vector<CacheView>& caches, const std::vector<size_t>& groups,
+    // blocks of `steps` steps lie outside of a table or of the cache, or if a layer is recurrent: a step whose tokens can't be
+    // drawn is computed again, and its states are those after it already.
+    DecodeRun(const TokenModel& model, const std::vector<LayerCache>& caches, const std::vector<size_t>& groups,
               const std::vector<const int64_t*>& tables, int64_t max_blocks, const RunRows& rows, int64_t steps);
 
     // Compute the rows' last tokens [count] and draw the next ones. Where one can't be drawn, `are_sound` is false.
@@ -44,7 +45,7 @@ private:
     void move_to(int64_t step);
 
     const TokenModel& model_;
-    const std::vector<CacheView>& caches_;
+    const std::vector<LayerCache>& caches_;
     const RunRows rows_;
     int64_t next_ = 0;                                            // step
     std::vector<int64_t> positions_, query_lens_, context_lens_;  // [count]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinilm.cache.specs import CacheSpec, group_layers, resolve_layers, tensor_shapes
+from infinilm.cache.specs import CacheGroup, CacheSpec, StateSpec, group_layers, resolve_layers, tensor_shapes
 from infinilm.errors import EngineError
 from infinilm.kernels.native import load_library
 
@@ -23,7 +23,7 @@ def map_memory(num_bytes: int) -> mmap.mmap:
 
 
 class HostCache:
-    """Keys and values of attention layers, laid out in memory as `infinilm.cache.Cache` has them."""
+    """What layers keep, laid out in memory as `infinilm.cache.Cache` has it."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], num_blocks: int | Sequence[int], block_size: int, dtype: npt.DTypeLike
@@ -32,33 +32,62 @@ class HostCache:
         self.groups = group_layers(specs)
         self.num_blocks = [num_blocks] * len(self.groups) if isinstance(num_blocks, int) else list(num_blocks)
         self.block_size, self.dtype = block_size, np.dtype(dtype)
-        shapes = [
-            tensor_shapes(group, count, block_size, self.dtype)[0]
-            for group, count in zip(self.groups, self.num_blocks, strict=True)
-        ]
-        sizes = [math.prod(shape) * self.dtype.itemsize for shape in shapes]
-        aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        shapes = memory_shapes(self.groups, self.num_blocks, block_size, self.dtype)
+        kinds = [np.dtype(np.float32) if isinstance(group.spec, StateSpec) else self.dtype for group in self.groups]
+        num_bytes = sum(
+            _aligned(math.prod(shape) * kind.itemsize) for own, kind in zip(shapes, kinds, strict=True) for shape in own
+        )
         try:
-            self.memory = map_memory(sum(aligned))
+            self.memory = map_memory(num_bytes)
         except OSError as error:
             raise EngineError(
-                f"there is no {sum(aligned) / 2**30:.2f} GiB for a KV cache: {error}; ask for a smaller one"
+                f"there is no {num_bytes / 2**30:.2f} GiB for a KV cache: {error}; ask for a smaller one"
             ) from error
-        layers: dict[int, npt.NDArray[Any]] = {}
+        self.state_ends = make_state_ends(self.groups, self.num_blocks)
+        """By group of recurrent layers: the tokens of its text that each block's state has seen."""
+        layers: dict[int, Any] = {}
         group_of: dict[int, int] = {}
         start = 0
-        for index, (group, shape, size) in enumerate(zip(self.groups, shapes, aligned, strict=True)):
-            own = np.frombuffer(self.memory, self.dtype, math.prod(shape), start).reshape(shape)
-            layers |= dict(zip(group.layers, own, strict=True))
+        for index, (group, own, kind) in enumerate(zip(self.groups, shapes, kinds, strict=True)):
+            arrays = []
+            for shape in own:
+                arrays.append(np.frombuffer(self.memory, kind, math.prod(shape), start).reshape(shape))
+                start += _aligned(arrays[-1].nbytes)
+            for place, layer in enumerate(group.layers):
+                kept = [array[place] for array in arrays]
+                layers[layer] = [*kept, self.state_ends[index]] if index in self.state_ends else kept[0]
             group_of |= dict.fromkeys(group.layers, index)
-            start += size
         owners = resolve_layers(specs)
-        self.layers = [layers[owner] for owner in owners]
-        """The keys and values of each layer, `[blocks, block_size, 2, kv_heads, head_dim]`."""
         self.group_of = [group_of[owner] for owner in owners]
         """By layer: the index of its group."""
-        self.native = load_library().Cache(self.layers)
+        self.native = load_library().Cache([layers[owner] for owner in owners], block_size=block_size)
 
     @property
     def num_bytes(self) -> int:
         return len(self.memory)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def memory_shapes(
+    groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, dtype: Any
+) -> list[list[tuple[int, ...]]]:
+    """By group: the shapes of its tensors.
+
+    A group of states has one block more, for those that nobody keeps, such as the states of a graph's padding.
+    """
+    return [
+        tensor_shapes(group, count + isinstance(group.spec, StateSpec), block_size, dtype)
+        for group, count in zip(groups, num_blocks, strict=True)
+    ]
+
+
+def make_state_ends(groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> dict[int, npt.NDArray[np.int64]]:
+    """By group of recurrent layers: how many tokens each block's state has seen; none yet."""
+    return {
+        index: np.zeros(count, dtype=np.int64)
+        for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True))
+        if isinstance(group.spec, StateSpec)
+    }

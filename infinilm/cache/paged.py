@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.cache.host import ALIGNMENT, map_memory
+from infinilm.cache.host import ALIGNMENT, make_state_ends, map_memory, memory_shapes
 from infinilm.cache.specs import (
     CacheGroup,
     CacheSpec,
@@ -19,7 +18,6 @@ from infinilm.cache.specs import (
     bytes_per_block,
     group_layers,
     resolve_layers,
-    tensor_shapes,
 )
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.kernels import native
@@ -129,11 +127,7 @@ class Cache:
         """If they are 8-bit floats: the scales of each attention layer held, see `kernels/fp8_cache.py`."""
         self.states: dict[int, list[Tensor]] = {}
         """The state's tensors of each recurrent layer held, `[blocks + 1, …]` each."""
-        self.state_ends = {
-            index: np.zeros(count, dtype=np.int64)
-            for index, (group, count) in enumerate(zip(self.groups, self.num_blocks, strict=True))
-            if isinstance(group.spec, StateSpec)
-        }
+        self.state_ends = make_state_ends(self.groups, self.num_blocks)
         """By group of recurrent layers: the tokens of its text that each block's state has seen, on the host."""
         for layer, (group, index) in by_layer.items():
             own = [tensor[index] for tensor in self.tensors[group]]
@@ -146,14 +140,7 @@ class Cache:
 
     def _allocate(self) -> list[list[Tensor]]:
         """The tensors of all groups, in one piece of memory."""
-        # A group of states has one block more, for those that nobody keeps, such as the states of a graph's padding.
-        counts = [
-            count + isinstance(group.spec, StateSpec) for group, count in zip(self.groups, self.num_blocks, strict=True)
-        ]
-        shapes = [
-            tensor_shapes(group, count, self.block_size, self.dtype)
-            for group, count in zip(self.groups, counts, strict=True)
-        ]
+        shapes = memory_shapes(self.groups, self.num_blocks, self.block_size, self.dtype)
         for shape in (shape for own in shapes for shape in own):
             if min(shape[1:]) < 1:  # a rank may hold no layer of a group
                 raise InvalidValueError(
@@ -174,10 +161,15 @@ class Cache:
 
     @cached_property
     def native(self) -> Any:
-        """The keys and values of the layers held, as the native library's decoder takes them."""
+        """What the layers held keep, as the native library's decoder takes it."""
         library: Any = native.load()
-        layers = native.arrays_of(*map(as_bytes, self.layers.values()))
-        return library.Cache(layers, native.arrays_of(*self.scales.values()))
+        kept = [
+            [*native.arrays_of(*self.states[layer]), self.state_ends[group]]
+            if layer in self.states
+            else native.arrays_of(as_bytes(self.layers[layer]))[0]
+            for layer, group in self.group_of.items()
+        ]
+        return library.Cache(kept, native.arrays_of(*self.scales.values()), self.block_size)
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.

@@ -120,7 +120,7 @@ def _collect(
         "max_context_len": config.max_context_len(),
         "tokenizer": _describe_tokenizer(tokenizer) if tokenizer else None,
         "sampling": sampling.model_defaults(),
-        "deterministic": _describe_guarantee(config, memory["device"], tp_size),
+        "deterministic": _describe_guarantee(checkpoint, config, memory["device"], tp_size, num_stages),
         "memory": memory,
         "ranks": ranks,
     }
@@ -128,25 +128,32 @@ def _collect(
 
 def _check_torch(checkpoint: "Checkpoint", config: "ModelConfig") -> None:
     """Refuse a model that needs torch where that is not installed."""
-    from infinilm.models.native_model import why_not_alone
-    from infinilm.models.quantization import choose_formats
-
-    if has_torch():
-        return
-    formats = choose_formats(checkpoint, config.model_type, quantization=None, dtype="auto", device=HOST)
-    if (reason := why_not_alone(config, formats)) is not None:
+    if not has_torch() and (reason := _why_torch(checkpoint, config)) is not None:
         with require_torch(reason):
             import_module("torch")
 
 
-def _describe_guarantee(config: "ModelConfig", device: str, tp_size: int) -> str:
+def _why_torch(checkpoint: "Checkpoint", config: "ModelConfig") -> str | None:
+    """Why a model needs torch on a CPU; None if it does not."""
+    from infinilm.models.native_model import why_not_alone
+    from infinilm.models.quantization import choose_formats
+
+    formats = choose_formats(checkpoint, config.model_type, quantization=None, dtype="auto", device=HOST)
+    return why_not_alone(config, formats)
+
+
+def _describe_guarantee(
+    checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int, num_stages: int
+) -> str:
     """Whether results would depend on the request alone with `deterministic=True`, as far as it is known beforehand."""
     from infinilm.executor.guarantee import Guarantee, known_reasons
     from infinilm.models.auto import select_attention
 
     # Only a device's kind matters here.
     attention = select_attention("auto", config, cast(Any, HostDevice(device)), prefers_native=device == "cpu")
-    found = Guarantee(tuple(known_reasons(config, device, "torch" if attention == "auto" else attention, tp_size)))
+    is_native = device == "cpu" and tp_size * num_stages == 1 and _why_torch(checkpoint, config) is None
+    backend = "torch" if attention == "auto" else attention
+    found = Guarantee(tuple(known_reasons(config, device, backend, tp_size, is_native=is_native)))
     return "yes, with deterministic=True" if found.holds else str(found)
 
 

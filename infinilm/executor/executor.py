@@ -73,6 +73,8 @@ class ExecutorInfo:
     """Pipeline stages."""
     max_run_steps: int = 1
     """Decode steps that are computed at a time while nothing else is to be done."""
+    is_native: bool = False
+    """Whether the native library computes all layers, without torch."""
 
 
 class StepHandle(Protocol):

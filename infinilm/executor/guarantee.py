@@ -37,7 +37,8 @@ class Guarantee:
 def find_guarantee(config: Config, model_config: "ModelConfig", executor: Executor) -> Guarantee:
     """What holds for a loaded model. Products of matrices are tried on its device."""
     info = executor.info
-    reasons = known_reasons(model_config, info.device, info.attention, info.num_ranks // info.num_stages)
+    num_ranks = info.num_ranks // info.num_stages
+    reasons = known_reasons(model_config, info.device, info.attention, num_ranks, is_native=info.is_native)
     if config.kv_cache_dtype == "fp8" and info.device.startswith("cuda"):
         reasons.append("on a GPU a cache of 8-bit floats was not tried with all of them")
     if not config.deterministic and (reasons or not info.device.startswith("cpu")):
@@ -48,8 +49,15 @@ def find_guarantee(config: Config, model_config: "ModelConfig", executor: Execut
     return Guarantee(tuple(reasons))
 
 
-def known_reasons(model_config: "ModelConfig", device: str, attention: str, num_ranks: int) -> list[str]:
-    """Why nothing can be promised for a model on a device, with an attention backend and so many ranks a layer."""
+def known_reasons(
+    model_config: "ModelConfig", device: str, attention: str, num_ranks: int, *, is_native: bool
+) -> list[str]:
+    """Why nothing can be promised for a model on a device, with an attention backend and so many ranks a layer.
+
+    `is_native` says whether the native library computes all layers.
+    """
+    if is_native:
+        return []
     kind = device.partition(":")[0]
     specs = model_config.cache_specs()
     reasons = []

@@ -52,6 +52,7 @@ class HookedModel:
             device="cpu",
             memory=_SharedMemory(cache.memory),
         )
+        self._cache.state_ends = cache.state_ends
         self._backend = NativeAttention()
 
     @torch.inference_mode()

@@ -21,6 +21,7 @@ from infinilm.cache.specs import (
 from infinilm.config import Config
 from infinilm.errors import InvalidValueError, OutOfMemoryError
 from infinilm.executor.executor import MeasuredWorkspace
+from infinilm.kernels.delta_chunk import CHUNK
 from infinilm.models import ModelConfig
 from infinilm.models.stages import Stage
 from infinilm.platforms import HostDevice, free_device_bytes
@@ -312,11 +313,7 @@ def find_block_size(config: Config, model_config: ModelConfig) -> int:
     A state is kept at the end of every block, and costs as much as the keys of many tokens.
     """
     is_recurrent = any(isinstance(spec, StateSpec) for spec in model_config.cache_specs())
-    if not is_recurrent:
-        return config.kvcache_block_size
-    from infinilm.kernels.delta_rule import CHUNK  # which needs torch
-
-    return -(-config.kvcache_block_size // CHUNK) * CHUNK
+    return -(-config.kvcache_block_size // CHUNK) * CHUNK if is_recurrent else config.kvcache_block_size
 
 
 def _plan_groups(

@@ -88,6 +88,7 @@ class NativeWorker:
             attention="native",
             max_in_flight=1,
             max_run_steps=MAX_RUN_STEPS,
+            is_native=True,
         )
 
     @property

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens that `delta_rule_chunks` computes at a time, at most."""
-
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:

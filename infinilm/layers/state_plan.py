@@ -11,7 +11,8 @@ from infinilm.attention.batch import ForwardBatch, HostBatch, IntArray
 from infinilm.cache.paged import Cache
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.copies import to_device
-from infinilm.kernels.delta_rule import CHUNK, PromptRows
+from infinilm.kernels.delta_chunk import CHUNK
+from infinilm.kernels.delta_rule import PromptRows
 from infinilm.kernels.support import has_kernels
 
 
@@ -199,6 +200,13 @@ def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:
         device=cache.device,
         ends=cache.state_ends[group],
     )
+
+
+def check_states(batch: ForwardBatch, cache: Cache, group: int) -> None:
+    """Refuse a step for a group of recurrent layers whose texts go on from states that are not there any more."""
+    assert batch.host is not None
+    starts = batch.context_lens - batch.query_lens
+    find_sources(batch.host.tables_of(group), starts, cache.block_size, cache.state_ends[group])
 
 
 def find_sources(tables: IntArray, starts: IntArray, block_size: int, ends: IntArray) -> IntArray:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
 from infinilm.loading.quantize import Floats, PackedRows
-from infinilm.platforms import require_torch
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ _KEYS = re.compile(r"(.+\.self_attn\.)k_b_proj\.weight")
 class _Assembled:
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    fill: Callable[[Checkpoint, Tensor, Sequence[int]], None]
-    """Fills a tensor with the part that begins at the given place."""
+    read: Callable[[Checkpoint, Sequence[int], Sequence[int]], Floats]
+    """Reads the part that begins at a place and has a shape."""
 
 
 class AssembledCheckpoint:
@@ -54,26 +55,24 @@ class AssembledCheckpoint:
     def read(self, name: str) -> Tensor:
         if name not in self._assembled:
             return self._stored.read(name)
-        with require_torch(f"models with {name}"):
-            import torch
-        target = torch.empty(self._assembled[name].shape)
-        self.read_into(name, target)
-        return target
+        import torch
+
+        return torch.from_numpy(self.read_floats(name))
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
         if name not in self._assembled:
             return self._stored.read_floats(name, starts, shape)
-        whole = self.read(name).numpy()
-        if starts is None or shape is None:
-            return whole
-        return whole[tuple(slice(at, at + count) for at, count in zip(starts, shape, strict=True))]
+        each = self._assembled[name]
+        shape = each.shape if shape is None else shape
+        return each.read(self._stored, locate_part(self.path, name, each.shape, shape, starts), shape)
 
     def read_into(self, name: str, target: Tensor, starts: Sequence[int] | None = None) -> None:
         if name not in self._assembled:
             self._stored.read_into(name, target, starts)
             return
-        each = self._assembled[name]
-        each.fill(self._stored, target, locate_part(self.path, name, each.shape, target.shape, starts))
+        import torch
+
+        target.copy_(torch.from_numpy(self.read_floats(name, starts, target.shape)))
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         return self._stored.read_packed(name, format, starts, shape)
@@ -108,13 +107,12 @@ def _join_heads(stored: Checkpoint, keys: str, values: str) -> _Assembled:
     (num_heads, rank, key_dim), value_dim = key_shape, value_shape[1]
     width = key_dim + value_dim
 
-    def fill(checkpoint: Checkpoint, target: Tensor, starts: Sequence[int]) -> None:
-        if starts[0] % width or len(target) % width:
+    def read(checkpoint: Checkpoint, starts: Sequence[int], shape: Sequence[int]) -> Floats:
+        (first, odd), (count, rest) = divmod(starts[0], width), divmod(shape[0], width)
+        if odd or rest:
             raise CheckpointError(f"{checkpoint.path}: keys and values of {keys!r} must be read by whole heads")
-        key = target.new_empty(1, target.shape[1], key_dim)
-        for head, lines in enumerate(target.view(-1, width, target.shape[1]), starts[0] // width):
-            checkpoint.read_into(keys, key, (head, starts[1], 0))
-            lines[:key_dim].copy_(key[0].t())
-            checkpoint.read_into(values, lines[None, key_dim:], (head, 0, starts[1]))
+        for_keys = checkpoint.read_floats(keys, (first, starts[1], 0), (count, shape[1], key_dim))
+        for_values = checkpoint.read_floats(values, (first, 0, starts[1]), (count, value_dim, shape[1]))
+        return np.concatenate((for_keys.transpose(0, 2, 1), for_values), axis=1).reshape(shape)
 
-    return _Assembled((num_heads * width, rank), (keys, values), fill)
+    return _Assembled((num_heads * width, rank), (keys, values), read)

@@ -145,7 +145,8 @@ def select_attention(asked: str, config: ModelConfig, device: torch.device, *, p
     """
     if asked not in ("auto", "native") or (asked == "auto" and not prefers_native):
         return asked
-    reason = why_not_native(device, config.max_head_dim, config.max_group)
+    sizes = () if _has_latents(config) else (config.max_head_dim, config.max_group)  # they need no backend there
+    reason = why_not_native(device, *sizes)
     if reason is not None and asked == "native":
         raise InvalidValueError(
             f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"
@@ -180,10 +181,14 @@ def check_fp8_cache(parameter: str, config: ModelConfig, device: torch.device) -
     from infinilm.kernels import fp8_cache  # which needs torch
 
     reason = fp8_cache.why_not(device)
-    if any(isinstance(spec, LatentSpec) for spec in config.cache_specs()):
+    if _has_latents(config):
         reason = "latent attention keeps one vector for a token that is key and value, which has no such form here"
     if reason is not None:
         raise InvalidValueError(f"{parameter}='fp8': {reason}; use another type")
+
+
+def _has_latents(config: ModelConfig) -> bool:
+    return any(isinstance(spec, LatentSpec) for spec in config.cache_specs())
 
 
 def check_fits(

@@ -4,7 +4,6 @@ A family's file (`dense.py`) says which mixers its layers have; the mixers are i
 """
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -26,7 +25,7 @@ from infinilm.layers.moe import Experts
 from infinilm.layers.names import PRE_NORMS, LayerNorms
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
-from infinilm.layers.state_plan import plan_states
+from infinilm.layers.state_plan import check_states, plan_states
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.native_model import EMBEDDING, HEAD, NativeDecoder, Rotary, are_packed, is_described
@@ -113,8 +112,6 @@ class Decoder(nn.Module):
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     body_prefix: ClassVar[str] = "model."
     """Of all weights in a checkpoint but the head's."""
-    unused_weights: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the tensors that a checkpoint may hold though the model has no use for them."""
     updates_cache: ClassVar[bool] = True
     """Whether keys and values go through `Cache.update`, so that a cache's own is called."""
 
@@ -182,7 +179,8 @@ class Decoder(nn.Module):
         hidden: Tensor | None = None,
     ) -> Tensor:
         """See `InfinilmModel`. Stages after the first get the `hidden` `[T, hidden]` of the one before."""
-        steps = self._steps(batch, cache, backend, taps)
+        is_native = taps is None and backend.name == "native" and cache.only_stores and self._native is not None
+        steps = self._steps(batch, cache, backend, taps, is_native=is_native)
         if hidden is None:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(batch.input_ids)
@@ -190,7 +188,8 @@ class Decoder(nn.Module):
                 hidden = hidden * torch.tensor(scale, dtype=hidden.dtype)  # the scale is rounded too
             if taps is not None:
                 taps.see("embed_tokens", hidden)
-        if taps is None and backend.name == "native" and cache.only_stores and self._native is not None:
+        if is_native:
+            assert self._native is not None
             ids, rows = native.arrays_of(batch.input_ids, hidden)
             self._native.forward(ids, rows, cache.native, [step.plan for step in steps])
             return hidden
@@ -205,9 +204,12 @@ class Decoder(nn.Module):
         return hidden
 
     def _steps(
-        self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None
+        self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None, *, is_native: bool
     ) -> list[ForwardContext]:
-        """By layer: its group's context. Groups of attention layers that have the same block tables share one."""
+        """By layer: its group's context. Groups of attention layers that have the same block tables share one.
+
+        If the native library computes the layers, all plans are its own.
+        """
         parts = batch.of_groups() if batch.more_groups else [batch] * len(cache.groups)
         steps: list[ForwardContext] = []
         shared: ForwardContext | None = None
@@ -215,11 +217,14 @@ class Decoder(nn.Module):
             if shared is not None and not isinstance(group.spec, StateSpec):
                 steps.append(shared)
                 continue
-            if isinstance(group.spec, StateSpec):
+            if is_native and isinstance(group.spec, StateSpec):
+                check_states(batch, cache, index)
+            if not is_native and isinstance(group.spec, StateSpec):
                 made = batch.state_plans
                 plan: Any = plan_states(batch, cache, index) if made is None else made[index]
             else:
-                if isinstance(group.spec, LatentSpec) and backend.name != "triton":  # no other knows it
+                knows_latents = is_native or backend.name == "triton"
+                if isinstance(group.spec, LatentSpec) and not knows_latents:
                     backend = TorchAttention()
                 windows = {group.spec.window} if batch.more_groups else self._windows
                 plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)
@@ -281,9 +286,7 @@ class Decoder(nn.Module):
 
     def is_ignorable(self, name: str) -> bool:
         """See `InfinilmModel`."""
-        if self.stage.count > 1 or self.config.is_ignorable(name):  # the names of a divided model were checked before
-            return True
-        return any(fnmatchcase(name, pattern) for pattern in self.unused_weights)
+        return self.stage.count > 1 or self.config.is_ignorable(name)  # names of a divided model were checked before
 
     def num_bytes(self) -> int:
         """See `InfinilmModel`."""

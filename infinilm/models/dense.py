@@ -34,6 +34,9 @@ class LlamaConfig(ModelConfig):
     norms_values: ClassVar[bool] = False
     """Whether the values of each head are normalised, too; that norm has no weight."""
 
+    has_gates: ClassVar[bool] = False
+    """Whether each query has a gate, whose sigmoid its result is multiplied by."""
+
     @property
     def activation(self) -> str:
         """The activation function of the MLP."""

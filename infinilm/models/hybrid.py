@@ -8,12 +8,7 @@ from infinilm.cache.specs import AttentionSpec, CacheSpec, StateSpec
 from infinilm.checks import check_integer
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.routing import Routing
-from infinilm.layers.delta_net import GatedDeltaNet
-from infinilm.layers.formats import LayerOptions
-from infinilm.layers.mixer import Mixer
 from infinilm.layers.names import ExpertNames
-from infinilm.layers.norm import ZeroCentredRMSNorm
-from infinilm.models.causal_lm import CausalLM, SparseCausalLM, build_attention
 from infinilm.models.config import FULL_ATTENTION
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.sparse import Qwen3MoeConfig, SparseConfig
@@ -39,6 +34,8 @@ class Qwen35Config(LlamaConfig):
     linear_num_value_heads: int = 32
     qk_norm: bool = True
 
+    has_zero_centred_norms = True
+    has_gates = True
     rotates_partially = True
     known_layer_types = (FULL_ATTENTION, LINEAR_ATTENTION)
     window_settings = {"full_attention_interval": 4}  # noqa: RUF012
@@ -67,6 +64,10 @@ class Qwen35Config(LlamaConfig):
                 f"linear_num_value_heads={self.linear_num_value_heads} must be a multiple of "
                 f"linear_num_key_heads={self.linear_num_key_heads}"
             )
+
+    def is_ignorable(self, name: str) -> bool:
+        """See `ModelConfig`. Further layers predict tokens after the next."""
+        return super().is_ignorable(name) or name.startswith("mtp.")
 
     def is_recurrent(self, layer: int) -> bool:
         return self.layer_types is not None and self.layer_types[layer] == LINEAR_ATTENTION
@@ -100,9 +101,16 @@ class Qwen35MoeConfig(Qwen35Config, SparseConfig):
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
 
+    expert_names = ExpertNames(shared="shared_expert")
+    gates_shared = True
+
     @property
     def expert_size(self) -> int:
         return self.moe_intermediate_size
+
+    @property
+    def shared_size(self) -> int:
+        return self.shared_expert_intermediate_size
 
     @property
     def routing(self) -> Routing:
@@ -131,38 +139,13 @@ class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
     norm_topk_prob: bool = True
     shared_expert_intermediate_size: int = 512
 
+    expert_names = Qwen35MoeConfig.expert_names
+    gates_shared = True
+
+    @property
+    def shared_size(self) -> int:
+        return self.shared_expert_intermediate_size
+
     def validate(self) -> None:
         super().validate()
         check_integer("shared_expert_intermediate_size", self.shared_expert_intermediate_size, low=1)
-
-
-class Qwen35ForCausalLM(CausalLM):
-    norm_class = ZeroCentredRMSNorm
-    unused_weights = (*CausalLM.unused_weights, "mtp.*")
-    config: Qwen35Config
-
-    def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        config = self.config
-        if not config.is_recurrent(layer):
-            return build_attention(
-                config, layer, self.rotaries[layer], norm_class=self.norm_class, has_gate=True, **options
-            )
-        return GatedDeltaNet(
-            layer,
-            config.hidden_size,
-            num_key_heads=config.linear_num_key_heads,
-            num_value_heads=config.linear_num_value_heads,
-            key_dim=config.linear_key_head_dim,
-            value_dim=config.linear_value_head_dim,
-            conv_width=config.linear_conv_kernel_dim,
-            norm_eps=config.rms_norm_eps,
-            **options,
-        )
-
-
-class Qwen35MoeForCausalLM(Qwen35ForCausalLM, SparseCausalLM):
-    config: Qwen35MoeConfig | Qwen3NextConfig
-    expert_names = ExpertNames(shared="shared_expert")
-
-    def expert_options(self) -> dict[str, Any]:
-        return {"shared_size": self.config.shared_expert_intermediate_size, "gates_shared": True}

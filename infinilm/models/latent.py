@@ -2,18 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, ClassVar
 
 from infinilm.cache.specs import CacheSpec, LatentSpec
 from infinilm.checks import check_choice, check_integer
 from infinilm.kernels.routing import Routing
-from infinilm.layers.formats import LayerOptions
-from infinilm.layers.latent_attention import LatentAttention
-from infinilm.layers.mixer import Mixer
 from infinilm.layers.rotary_tables import yarn_scale
-from infinilm.models.causal_lm import Glm4MoeForCausalLM
 from infinilm.models.sparse import Glm4MoeConfig, SparseConfig
 
 
@@ -45,6 +39,9 @@ class DeepseekV3Config(Glm4MoeConfig):
     qk_nope_head_dim: int = 128
     v_head_dim: int = 128
     rope_interleave: bool = True
+
+    latent_eps: ClassVar[float] = 1e-6
+    """Of the norms of latent vectors."""
 
     rotates_partially = False
     aliases = {**SparseConfig.aliases, "n_routed_experts": "num_experts"}  # noqa: RUF012
@@ -107,6 +104,8 @@ class DeepseekV2Config(DeepseekV3Config):
     norm_topk_prob: bool = False
     topk_method: str = "greedy"
 
+    has_router_bias = False
+
     @property
     def routing(self) -> Routing:
         is_limited = self.topk_method == "group_limited_greedy"
@@ -123,31 +122,3 @@ class DeepseekV2Config(DeepseekV3Config):
     def validate(self) -> None:
         check_choice("topk_method", self.topk_method, ("greedy", "group_limited_greedy"))
         super().validate()
-
-
-class DeepseekV3ForCausalLM(Glm4MoeForCausalLM):
-    config: DeepseekV3Config
-
-    def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
-        config = self.config
-        assert config.attention_scale is not None
-        return LatentAttention(
-            layer,
-            config.hidden_size,
-            num_heads=config.num_attention_heads,
-            rank=config.kv_lora_rank,
-            query_rank=config.q_lora_rank,
-            plain_dim=config.qk_nope_head_dim,
-            value_dim=config.v_head_dim,
-            rotary=self.rotaries[layer],
-            scale=config.attention_scale,
-            bias=config.attention_bias,
-            norm_eps=1e-6,
-            **options,
-        )
-
-
-class DeepseekV2ForCausalLM(DeepseekV3ForCausalLM):
-    def expert_options(self) -> dict[str, Any]:
-        shared_size = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return {"router_dtype": torch.float32, "shared_size": shared_size}

@@ -1,7 +1,7 @@
 """Models whose matrices are all quantised, in the native library alone: arrays in, arrays out. No torch here.
 
 A `LlamaConfig`, or a `SparseConfig`, says all that there is to know of a family with `ModelFamily.is_native`: which
-weights there are (`weight_shapes`), and how the library's layers are made of them (`build_decoder`). The torch model
+weights there are (`weight_shapes`), and how the library's layers are made of them (`NativeDecoder`). The torch model
 of such a family has the library compute its layers in the same way while no hook watches them.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinilm.attention.native_backend import why_not_native
+from infinilm.cache.specs import StateSpec
 from infinilm.distributed.shard import ArrayShard, PackedShard, ShardRange
 from infinilm.kernels.native import load_library
 from infinilm.kernels.routing import native_gate
@@ -23,7 +24,10 @@ from infinilm.layers.rotary_tables import RotaryTable, query_scales
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.gemma4 import Gemma4Config
+from infinilm.models.latent import DeepseekV3Config
+from infinilm.models.native_delta_net import build_delta_net, delta_net_shapes, is_recurrent, why_no_delta_net
 from infinilm.models.native_gemma4 import LayerInputs, build_gemma4_layer, gemma4_shapes
+from infinilm.models.native_latent import EXPANSION, build_latents, latent_shapes, why_no_latents
 from infinilm.models.quantization import ROUTERS
 from infinilm.models.registry import FAMILIES
 from infinilm.models.sparse import SparseConfig
@@ -59,7 +63,12 @@ def weight_shapes(config: LlamaConfig) -> Shapes:
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         shapes |= {f"{prefix}{name}.weight": (config.hidden_size,) for name in config.norms if name}
-        shapes |= _attention_shapes(config, layer, f"{prefix}self_attn.")
+        if is_recurrent(config, layer):
+            shapes |= delta_net_shapes(config, prefix)
+        elif isinstance(config, DeepseekV3Config):
+            shapes |= latent_shapes(config, prefix)
+        else:
+            shapes |= _attention_shapes(config, layer, f"{prefix}self_attn.")
         if isinstance(config, SparseConfig) and config.is_sparse(layer):
             shapes |= _expert_shapes(config, prefix)
         else:
@@ -71,7 +80,7 @@ def _attention_shapes(config: LlamaConfig, layer: int, prefix: str) -> Shapes:
     hidden, dim, projections = config.hidden_size, config.layer_head_dim(layer), config.projections(layer)
     q, kv = config.num_attention_heads * dim, config.layer_kv_heads(layer) * dim
     shapes: Shapes = {}
-    for name, rows in zip(projections, (q, kv, kv), strict=False):
+    for name, rows in zip(projections, (2 * q if config.has_gates else q, kv, kv), strict=False):
         shapes[f"{prefix}{name}.weight"] = (rows, hidden)
         if config.attention_bias or config.qkv_bias:
             shapes[f"{prefix}{name}.bias"] = (rows,)
@@ -108,12 +117,14 @@ def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
         shapes |= _mlp_shapes(own, hidden, config.expert_size, parts, bias=names.has_biases)
     if config.shared_size:
         shapes |= _mlp_shapes(f"{prefix}{names.shared}.", hidden, config.shared_size)
+    if config.gates_shared:
+        shapes[f"{prefix}{names.shared}_gate.weight"] = (1, hidden)
     return shapes
 
 
 def _stays_dense(name: str) -> bool:
     """Whether a matrix is never quantised."""
-    return any(fnmatchcase(name, pattern) for pattern in ROUTERS)
+    return name.endswith(EXPANSION) or any(fnmatchcase(name, pattern) for pattern in ROUTERS)
 
 
 def is_described(config: ModelConfig, model_class: type) -> bool:
@@ -121,23 +132,32 @@ def is_described(config: ModelConfig, model_class: type) -> bool:
     family = FAMILIES.get(config.model_type)
     if family is None or not family.is_native or not isinstance(config, LlamaConfig):
         return False
-    return config.activation in NATIVE_ACTIVATIONS and model_class is family.builder
+    return _why_no_mixers(config) is None and model_class is family.builder
 
 
 def are_packed(weights: Mapping[str, Any]) -> bool:
-    """Whether all matrices but routers are the library's own."""
+    """Whether all matrices but those that stay dense are the library's own."""
     arrays = [name for name, weight in weights.items() if isinstance(weight, np.ndarray) and weight.ndim == 2]
     return all(map(_stays_dense, arrays))
+
+
+def _why_no_mixers(config: LlamaConfig) -> str | None:
+    """Why the native library can't compute a model's mixers; None if it can."""
+    if config.activation not in NATIVE_ACTIVATIONS:
+        return f"models with hidden_act={config.activation!r}"
+    if isinstance(config, DeepseekV3Config):
+        return why_no_latents(config)
+    if (reason := why_not_native(cast(Any, HOST), config.max_head_dim, config.max_group)) is not None:
+        return f"models that the native library can't attend in ({reason})"
+    return why_no_delta_net(config)
 
 
 def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
     """Why the native library can't run a model by itself; None if it can. The answer is for an error's text."""
     if not FAMILIES[config.model_type].is_native or not isinstance(config, LlamaConfig):
         return f"models of model_type={config.model_type!r}"
-    if config.activation not in NATIVE_ACTIVATIONS:
-        return f"models with hidden_act={config.activation!r}"
-    if (reason := why_not_native(cast(Any, HOST), config.max_head_dim, config.max_group)) is not None:
-        return f"models that the native library can't attend in ({reason})"
+    if (reason := _why_no_mixers(config)) is not None:
+        return reason
     for name, shape in weight_shapes(config).items():
         if len(shape) != 2 or _stays_dense(name):
             continue
@@ -203,6 +223,7 @@ class LayerBuilder:
             cap=config.attention_cap,
             sinks=self.weights.get(f"{prefix}sinks"),
             v_norm=np.ones(dim, dtype=np.float32) if config.norms_values else None,
+            has_gates=config.has_gates,
         )
 
     def mlp(self, prefix: str, activation: str) -> Any:
@@ -222,8 +243,16 @@ class LayerBuilder:
             router_bias=self.weights.get(f"{prefix}{names.router}.bias"),
             correction=self.weights.get(f"{prefix}{names.router}.{names.router_bias}"),
             shared=self.mlp(f"{prefix}{names.shared}.", "silu") if config.shared_size else None,
+            shared_gate=self.weights[f"{prefix}{names.shared}_gate.weight"][0] if config.gates_shared else None,
             **{name: value for name, value in config.routing._asdict().items() if name != "num_experts"},
         )
+
+    def token_mixer(self, layer: int) -> Any:
+        if is_recurrent(self.config, layer):
+            return build_delta_net(self, self.config, layer)
+        if isinstance(self.config, DeepseekV3Config):
+            return build_latents(self, self.config, layer)
+        return self.attention(layer)
 
     def layer(self, layer: int) -> Any:
         config, prefix = self.config, f"model.layers.{layer}."
@@ -235,7 +264,7 @@ class LayerBuilder:
             channels = self.mlp(f"{prefix}mlp.", config.activation)
         norms = {place: name and self.norm(prefix + name) for place, name in config.norms._asdict().items()}
         numbers = {"eps": config.rms_norm_eps, "residual_scale": config.residual_scale}
-        return self.library.Layer(self.attention(layer), channels, **norms, **numbers)
+        return self.library.Layer(self.token_mixer(layer), channels, **norms, **numbers)
 
 
 class NativeDecoder:
@@ -257,8 +286,11 @@ class NativeDecoder:
         self._decoder.forward(hidden, cache, steps, inputs)
 
     def generator(self, embedding: Any, head: Any) -> Any | None:
-        """The library's `Generator` of these layers and an embedding and a head; None if layers have own inputs."""
-        if self._inputs is not None:
+        """The library's `Generator` of these layers and an embedding and a head.
+
+        None if layers have own inputs, or are recurrent: a run may compute a step again, which overwrites states.
+        """
+        if self._inputs is not None or any(isinstance(spec, StateSpec) for spec in self._config.cache_specs()):
             return None
         return load_library().Generator(
             embedding,

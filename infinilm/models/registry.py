@@ -79,8 +79,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "gemma2": _native("Gemma2ForCausalLM", "gemma:Gemma2Config", "GemmaForCausalLM"),
     "gemma3_text": _native("Gemma3ForCausalLM", "gemma:Gemma3Config", "GemmaForCausalLM"),
     "gemma4_text": _native("Gemma4ForCausalLM", "gemma4:Gemma4Config", "gemma4_lm:Gemma4ForCausalLM"),
-    "deepseek_v2": ModelFamily("DeepseekV2ForCausalLM", "latent:DeepseekV2Config", "latent:DeepseekV2ForCausalLM"),
-    "deepseek_v3": ModelFamily("DeepseekV3ForCausalLM", "latent:DeepseekV3Config", "latent:DeepseekV3ForCausalLM"),
+    "deepseek_v2": _native("DeepseekV2ForCausalLM", "latent:DeepseekV2Config", "latent_lm:DeepseekForCausalLM"),
+    "deepseek_v3": _native("DeepseekV3ForCausalLM", "latent:DeepseekV3Config", "latent_lm:DeepseekForCausalLM"),
     "glm4": _native("Glm4ForCausalLM", "relatives:Glm4Config", "Glm4ForCausalLM"),
     "glm4_moe": _native("Glm4MoeForCausalLM", "sparse:Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "gpt_oss": _native("GptOssForCausalLM", "sparse:GptOssConfig", "GptOssForCausalLM"),
@@ -90,9 +90,9 @@ FAMILIES: dict[str, ModelFamily] = {
     "olmo2": _native("Olmo2ForCausalLM", "relatives:Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": _native("Olmo3ForCausalLM", "relatives:Olmo3Config", "Olmo2ForCausalLM"),
     "phi3": _native("Phi3ForCausalLM", "relatives:Phi3Config"),
-    "qwen3_5_text": ModelFamily("Qwen3_5ForCausalLM", "hybrid:Qwen35Config", "hybrid:Qwen35ForCausalLM"),
-    "qwen3_5_moe_text": ModelFamily("Qwen3_5MoeForCausalLM", "hybrid:Qwen35MoeConfig", "hybrid:Qwen35MoeForCausalLM"),
-    "qwen3_next": ModelFamily("Qwen3NextForCausalLM", "hybrid:Qwen3NextConfig", "hybrid:Qwen35MoeForCausalLM"),
+    "qwen3_5_text": _native("Qwen3_5ForCausalLM", "hybrid:Qwen35Config", "hybrid_lm:Qwen35ForCausalLM"),
+    "qwen3_5_moe_text": _native("Qwen3_5MoeForCausalLM", "hybrid:Qwen35MoeConfig", "hybrid_lm:Qwen35MoeForCausalLM"),
+    "qwen3_next": _native("Qwen3NextForCausalLM", "hybrid:Qwen3NextConfig", "hybrid_lm:Qwen35MoeForCausalLM"),
     "smollm3": _native("SmolLM3ForCausalLM", "relatives:SmolLM3Config"),
 }
 """By `model_type`. `register_model` adds to them."""

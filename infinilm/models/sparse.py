@@ -29,6 +29,9 @@ class SparseConfig(LlamaConfig):
     adds_router_bias: ClassVar[bool] = False
     """Whether a bias is added to the router's logits."""
 
+    gates_shared: ClassVar[bool] = False
+    """Whether the result of shared experts is multiplied by the sigmoid of one more projection."""
+
     @property
     def shared_size(self) -> int:
         """The intermediate size of all experts together that compute every token."""
