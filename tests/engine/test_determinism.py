@@ -30,8 +30,8 @@ from infinilm.layers.formats import DenseWeight
 pytestmark = needs_native
 
 NOT_HELD = ("deepseek", "qwen3.5", "qwen3-next")
-"""Beginnings of the kinds for which nothing is promised."""
-QUANTIZED = ("llama-bias", "qwen3", "gemma3", "glm4-moe", "mixtral", "smollm3")
+"""Beginnings of the kinds for which nothing is promised if their matrices are dense."""
+QUANTIZED = ("llama-bias", "qwen3", "gemma3", "glm4-moe", "mixtral", "smollm3", "qwen3.5", "deepseek-v2")
 HALF = ("llama-gqa", "qwen3", "gemma3", "gpt-oss", "mixtral", "gemma4")
 
 
@@ -137,6 +137,7 @@ def test_records_part_at_the_first_position() -> None:
         ("llama-gqa", {"deterministic": True, "attention_backend": "torch"}, "attention by torch"),
         ("deepseek-v2", {"deterministic": True}, "latent attention"),
         ("qwen3.5", {"deterministic": True}, "recurrent layers"),
+        ("qwen3.5", {"quantization": "q8"}, None),
     ],
 )
 def test_what_is_promised(kind: str, settings: dict, reason: str | None, tmp_path: Path) -> None:

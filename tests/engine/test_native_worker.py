@@ -74,6 +74,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4-shared": SIZES,
     "gemma4-moe": SIZES,
     "gemma4-moe-shared": SIZES,
+    "qwen3.5-bias": SIZES,
+    "qwen3.5-moe": SIZES,
+    "qwen3-next": SIZES,
+    "deepseek-v2": SIZES,
+    "deepseek-v3": SIZES,
 }
 
 
@@ -163,6 +168,30 @@ def test_hooks_can_be_attached_to_an_engine_that_runs(is_changing: bool, tiny: P
     assert all(torch.equal(seen[name], expected[name]) for name in seen)
 
 
+def test_hooks_go_on_from_native_states(tmp_path: Path) -> None:
+    path = save(make_reference("qwen3.5", **SIZES), tmp_path)
+    beginning = [3 * i % 150 for i in range(140)]
+    found = []
+    for executor in ("auto", "processes"):
+        registry, seen = HookRegistry(), list[torch.Tensor]()
+
+        def note(_name: str, tensor: torch.Tensor, _layer: int, seen: list[torch.Tensor] = seen) -> None:
+            seen.append(tensor.clone())
+
+        registry.register_hook("layer0_state", note)
+        with LLM(path, quantization="q8", executor=executor, **SMALL) as llm:
+            llm.generate([beginning], PARAMS[0], use_tqdm=False)
+            llm.set_hook_registry(registry)
+            watched = llm.generate([[*beginning, 5, 7]], PARAMS[1], use_tqdm=False)
+            assert watched[0].metrics.num_cached_tokens >= 128
+            llm.set_hook_registry(None)
+            found.append((seen, results(watched), results(llm.generate([beginning], PARAMS[1], use_tqdm=False))))
+    (seen, *ours), (expected, *hosted) = found
+    assert ours == hosted
+    assert len(seen) > 2
+    assert all(a.equal(b) for a, b in zip(seen, expected, strict=True))
+
+
 LEAN = """
 import json, sys
 sys.modules["torch"] = None  # an import of it fails
@@ -209,7 +238,10 @@ with LLM(sys.argv[1], **settings) as llm:
 
 
 def test_all_kinds_of_checkpoints_run_where_torch_is_not_installed(tmp_path: Path) -> None:
-    paths = [save(make_reference(kind, **FAMILIES[kind]), tmp_path / kind) for kind in ("gpt-oss", "gemma4-shared")]
+    kinds = ("gpt-oss", "gemma4-shared", "qwen3-next", "deepseek-v3")
+    paths = [save(make_reference(kind, **FAMILIES[kind]), tmp_path / kind) for kind in kinds]
+    for kind, architecture in (("qwen3.5-moe-tied", "qwen35moe"), ("deepseek-v2", "deepseek2")):
+        paths.append(write_family(make_reference(kind, **SIZES), tmp_path / f"{kind}.gguf", architecture, "Q8_0"))
     paths += [write_checkpoint(name, tmp_path / name)[0] for name in ("awq", "gptq", "fp8-blocks")]
     body = """
 for path in sys.argv[1:]:

@@ -92,6 +92,32 @@ def test_quantised_matrices(path: Path, llm: LLM) -> None:
     )
 
 
+@needs_native
+def test_quantised_states_give_the_same_bits_in_any_circumstance(tmp_path: Path) -> None:
+    path = save(make_reference("qwen3.5", max_position_embeddings=2048, intermediate_size=128), tmp_path)
+    beginning = text(140)
+    prompts = [beginning + text(length) for length in (50, 48, 45)]
+    settings = {**SETTINGS, "quantization": "q8"}
+
+    def run(llm: LLM, order: list[int]) -> list[Any]:
+        outputs = llm.generate([prompts[i] for i in order], GREEDY, use_tqdm=False)
+        return [(each.token_ids, each.outputs[0].logprobs) for each in outputs]
+
+    with LLM(path, enable_prefix_caching=False, **settings) as alone:
+        expected = [run(alone, [i])[0] for i in range(3)]
+        assert alone.stats().guarantee == "yes"
+    with LLM(path, max_num_batched_tokens=48, **settings) as caching:
+        assert run(caching, [0, 1, 2]) == expected
+        (again,) = caching.generate([prompts[2]], GREEDY, use_tqdm=False)
+        assert again.metrics.num_cached_tokens >= 128
+        assert run(caching, [2, 0]) == [expected[2], expected[0]]
+    with LLM(path, num_kvcache_blocks=7, enable_prefix_caching=False, **settings) as short:
+        assert run(short, [0, 1, 2]) == expected
+        assert short.stats().num_preemptions > 0
+    with LLM(path, executor="processes", **settings) as hosted:
+        assert run(hosted, [0, 1, 2]) == expected
+
+
 def test_hooks_see_and_replace_states(path: Path) -> None:
     registry, shapes = HookRegistry(), []
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
+from checkpoints import ARCHITECTURES
+
 from fuzz.cases import PATHS, Case, make_case
 from fuzz.oracle import Oracle, make_checkpoint
 from fuzz.runs import Lab, Report, reproduce
@@ -59,7 +61,7 @@ def main() -> int:
     summary = Summary(args.paths)
     with TemporaryDirectory() as directory:
         oracle = Oracle(
-            make_checkpoint(Path(directory)),
+            make_checkpoint(Path(directory), args.kind),
             tolerance=args.tolerance,
             device=args.device,
             quantization=args.quantization,
@@ -109,6 +111,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; each path counts on from it")
     parser.add_argument("--paths", type=_paths, default=PATHS, help=",".join(PATHS))
+    parser.add_argument("--kind", default="llama-gqa", choices=ARCHITECTURES, metavar="KIND", help="of model")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quantization", choices=("q8", "q4"), help="run engines without torch; the oracle with it")
     parser.add_argument(

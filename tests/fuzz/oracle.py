@@ -17,10 +17,10 @@ from infinilm.text.tokenizer import Tokenizer
 NUM_NOISY_RUNS = 12
 
 
-def make_checkpoint(directory: Path) -> Path:
-    """The tiny random model that all cases use."""
+def make_checkpoint(directory: Path, kind: str = "llama-gqa") -> Path:
+    """The tiny random model that all cases use; `kind` is one of `checkpoints.ARCHITECTURES`."""
     sizes = {"vocab_size": VOCAB_SIZE, "intermediate_size": 128}  # all matrices can be quantised
-    model = make_reference("llama-gqa", **sizes, eos_token_id=EOS_ID, bos_token_id=0)
+    model = make_reference(kind, **sizes, eos_token_id=EOS_ID, bos_token_id=0)
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON_ID] = float("nan")
     save(model, directory)
