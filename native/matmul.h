@@ -179,85 +179,123 @@ void multiply_few(const PackedMatrix& w, const Activations& x, int first_row, in
 
 constexpr int kPairs = kGroup / 2;  // vectors of a group
 constexpr int kManyPanels = 4;
-constexpr int kTileRows = kLanes == 16 ? 12 : 4;
+// A tile is so many rows times so many vectors of weights: its sums, and those of a group, stay in registers, and what is
+// read of a row serves all vectors.
+constexpr int kTileRows = kLanes == 16 ? 6 : 3;
+constexpr int kTileVectors = 2;
+constexpr int kManyVectors = kManyPanels * kParts;
+static_assert(kTaskUnit % kTileRows == 0 && kManyVectors % kTileVectors == 0);
 
-// Some groups of a panel.
+// Some groups of kLanes rows of a panel.
 struct UnpackedBlock {
-    alignas(64) Ints numbers[kParts][kBlockGroups][kPairs];  // a lane has two columns of a row, as int16
-    alignas(64) Floats scales[kParts][kBlockGroups][2];
-    alignas(64) Floats minimums[kParts][kBlockGroups];
+    Ints numbers[kBlockGroups][kPairs];  // a lane has two columns of a row, as int16
+    Floats scales[kBlockGroups][2];
+    Floats minimums[kBlockGroups];
 };
 
 template <int kFormat>
-inline void unpack_block(const PackedMatrix& w, int panel, int first_group, int groups, UnpackedBlock& block) {
+inline void unpack_block(const PackedMatrix& w, int panel, int part, int first_group, int groups, UnpackedBlock& block) {
     constexpr Format format = kFormats[kFormat];
-    typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
-    const Shorts zero = int16_t(format.zero) - Shorts{};
     for (int g = 0; g < groups; ++g) {
         const uint8_t* group = w.numbers(panel, first_group + g);
-        const uint16_t* scales = w.scales(panel, first_group + g);
-        for (int part = 0; part < kParts; ++part) {
+        const uint16_t* scales = w.scales(panel, first_group + g) + part * kLanes;
 #pragma GCC unroll 8
-            for (int quad = 0; quad < kQuads; ++quad) {
-                const Ints four = (Ints)unpack<format.bits>(group, quad, part);
-                const Ints even = (four & 0xff) | ((four & 0xff00) << 8);
-                const Ints odd = (four >> 16 & 0xff) | (four >> 8 & 0xff0000);
-                block.numbers[part][g][2 * quad] = (Ints)((Shorts)even - zero);
-                block.numbers[part][g][2 * quad + 1] = (Ints)((Shorts)odd - zero);
-            }
-            for (int s = 0; s < format.scales; ++s) {
-                block.scales[part][g][s] = load_half(scales + s * kPanelRows + part * kLanes);
-            }
-            if (format.has_minimum) {
-                block.minimums[part][g] = load_half(scales + format.scales * kPanelRows + part * kLanes);
-            }
+        for (int quad = 0; quad < kQuads; ++quad) {
+            const Bytes four = unpack<format.bits>(group, quad, part);
+            block.numbers[g][2 * quad] = subtract_shorts(lower_pairs(four), format.zero);
+            block.numbers[g][2 * quad + 1] = subtract_shorts(upper_pairs(four), format.zero);
         }
+        for (int s = 0; s < format.scales; ++s) block.scales[g][s] = load_half(scales + s * kPanelRows);
+        if (format.has_minimum) block.minimums[g] = load_half(scales + format.scales * kPanelRows);
     }
 }
 
-// Add the products of kRows rows with a block's part to their sums, `kPanelRows` floats apart.
-template <int kScales, bool kHasMinimum, int kRows>
-inline void multiply_block(const UnpackedBlock& block, int part, int groups, const Activations& x, int64_t place,
-                           float* sums_of_rows) {
+// Where some rows' results go: sums of the blocks so far, and then `out`.
+struct Results {
+    float* sums;        // a row's are kTileVectors * kLanes
+    const float* bias;  // or null
+    float* out;
+    int64_t stride;  // of out
+    int columns;     // from `out` on
+    bool accumulate;
+
+    // Those of the row that comes so many rows later.
+    Results after(int rows) const {
+        return {sums + rows * kTileVectors * kLanes, bias, out + rows * stride, stride, columns, accumulate};
+    }
+};
+
+// Add the products of kRows rows with kVectors blocks to their sums, which begin with the first block.
+template <int kScales, bool kHasMinimum, int kRows, int kVectors>
+__attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int groups, const Activations& x, int64_t place,
+                                              bool is_first, bool is_last, const Results& results) {
+    constexpr int kStride = kBlockGroups * kGroup;  // from row to row
     const int16_t* whole = x.whole + place * kGroup;
     const float* x_scales = x.scales + place / kBlockGroups;
     const float* x_sums = x.sums + place;
-    Floats sums[kRows];
-    for (Floats& sum : sums) sum = all(0.0f);
+    for (int r = 0; is_last && r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) __builtin_prefetch(results.out + r * results.stride + v * kLanes, 1);
+    }
+    Floats sums[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r) {
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = all(0.0f);
+    }
     for (int g = 0; g < groups; ++g, whole += kGroup) {
+        for (int r = 0; r < kRows; ++r) __builtin_prefetch(whole + (kRows + r) * kStride);  // the next tile's
         for (int s = 0; s < kScales; ++s) {
-            Ints totals[kRows];
-            for (int r = 0; r < kRows; ++r) totals[r] = Ints{};
+            Ints totals[kRows][kVectors];
+            for (int r = 0; r < kRows; ++r) {
+                for (int v = 0; v < kVectors; ++v) totals[r][v] = Ints{};
+            }
 #pragma GCC unroll 16
             for (int pair = s * kPairs / kScales; pair < (s + 1) * kPairs / kScales; ++pair) {
-                const Ints w = block.numbers[part][g][pair];
+                Ints w[kVectors];
+                for (int v = 0; v < kVectors; ++v) w[v] = blocks[v].numbers[g][pair];
                 for (int r = 0; r < kRows; ++r) {
-                    totals[r] = add_pairs(totals[r], w, whole + r * kBlockGroups * kGroup + 2 * pair);
+                    const Ints two = all_pairs(whole + r * kStride + 2 * pair);
+                    for (int v = 0; v < kVectors; ++v) totals[r][v] = add_pairs(totals[r][v], w[v], two);
                 }
             }
-            const Floats scale = block.scales[part][g][s];
-            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(to_floats(totals[r]), scale, sums[r]);
+            for (int v = 0; v < kVectors; ++v) {
+                const Floats scale = blocks[v].scales[g][s];
+                for (int r = 0; r < kRows; ++r) sums[r][v] = multiply_add(to_floats(totals[r][v]), scale, sums[r][v]);
+            }
         }
         if constexpr (kHasMinimum) {
-            const Floats minimum = block.minimums[part][g];
-            for (int r = 0; r < kRows; ++r) sums[r] = multiply_add(minimum, all(x_sums[r * kBlockGroups + g]), sums[r]);
+            Floats minimums[kVectors];
+            for (int v = 0; v < kVectors; ++v) minimums[v] = blocks[v].minimums[g];
+            for (int r = 0; r < kRows; ++r) {
+                const Floats x_sum = all(x_sums[r * kBlockGroups + g]);
+                for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(minimums[v], x_sum, sums[r][v]);
+            }
         }
     }
     for (int r = 0; r < kRows; ++r) {
-        float* to = sums_of_rows + r * kPanelRows;
-        store(to, multiply_add(sums[r], all(x_scales[r]), load(to)));
+        for (int v = 0; v < kVectors; ++v) {
+            float* to = results.sums + (r * kTileVectors + v) * kLanes;
+            store(to, multiply_add(sums[r][v], all(x_scales[r]), is_first ? all(0.0f) : load(to)));
+        }
+    }
+    if (!is_last) return;
+#pragma GCC unroll 1
+    for (int i = 0; i < kRows * kVectors; ++i) {
+        const int r = i / kVectors, first = i % kVectors * kLanes;
+        write_tile(load(results.sums + r * kTileVectors * kLanes + first), results.bias ? results.bias + first : nullptr,
+                   results.out + r * results.stride + first, std::min(kLanes, results.columns - first),
+                   results.accumulate);
     }
 }
 
-template <int kScales, bool kHasMinimum, int kRows>
-inline void multiply_block_rest(const UnpackedBlock& block, int part, int groups, const Activations& x, int64_t place,
-                                int rest, float* sums) {
+// All rows, kRows at a time as long as they fit.
+template <int kScales, bool kHasMinimum, int kRows, int kVectors>
+inline void multiply_block_rows(const UnpackedBlock* blocks, int groups, const Activations& x, int64_t place, int rows,
+                                bool is_first, bool is_last, Results results) {
     if constexpr (kRows > 0) {
-        if (rest == kRows) {
-            multiply_block<kScales, kHasMinimum, kRows>(block, part, groups, x, place, sums);
-        } else {
-            multiply_block_rest<kScales, kHasMinimum, kRows - 1>(block, part, groups, x, place, rest, sums);
+        for (; rows >= kRows; rows -= kRows, place += kRows * kBlockGroups, results = results.after(kRows)) {
+            multiply_block<kScales, kHasMinimum, kRows, kVectors>(blocks, groups, x, place, is_first, is_last, results);
         }
+        multiply_block_rows<kScales, kHasMinimum, kRows - 1, kVectors>(blocks, groups, x, place, rows, is_first, is_last,
+                                                                       results);
     }
 }
 
@@ -266,34 +304,25 @@ template <int kFormat>
 void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
                    int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
     constexpr Format format = kFormats[kFormat];
-    UnpackedBlock unpacked;
-    alignas(64) float all_sums[kManyPanels][kMaxTaskRows * kPanelRows];
-    const int rows = end_row - first_row;
-    for (int panel = first_panel; panel < end_panel; ++panel) {
-        std::fill_n(all_sums[panel - first_panel], rows * kPanelRows, 0.0f);
-    }
+    alignas(64) UnpackedBlock unpacked[kTileVectors];
+    alignas(64) float sums[kManyVectors / kTileVectors][kMaxTaskRows * kTileVectors * kLanes];
+    const int rows = end_row - first_row, vectors = (end_panel - first_panel) * kParts;
     for (int first = 0; first < w.groups(); first += kBlockGroups) {
         const int groups = std::min(kBlockGroups, w.groups() - first);
-        for (int panel = first_panel; panel < end_panel; ++panel) {
-            unpack_block<kFormat>(w, panel, first, groups, unpacked);
-            for (int part = 0; part < kParts; ++part) {
-                float* sums = all_sums[panel - first_panel] + part * kLanes;
-                int64_t place = x.place(first_row, first / kBlockGroups);
-                int row = 0;
-                for (; row + kTileRows <= rows; row += kTileRows, place += kTileRows * kBlockGroups) {
-                    multiply_block<format.scales, format.has_minimum, kTileRows>(unpacked, part, groups, x, place,
-                                                                                 sums + row * kPanelRows);
-                }
-                multiply_block_rest<format.scales, format.has_minimum, kTileRows - 1>(
-                    unpacked, part, groups, x, place, rows - row, sums + row * kPanelRows);
+        const int64_t place = x.place(first_row, first / kBlockGroups);
+        for (int vector = 0; vector < vectors; vector += kTileVectors) {
+            const bool is_whole = vector + kTileVectors <= vectors;
+            for (int v = 0; v < (is_whole ? kTileVectors : 1); ++v) {
+                const int panel = first_panel + (vector + v) / kParts;
+                unpack_block<kFormat>(w, panel, (vector + v) % kParts, first, groups, unpacked[v]);
             }
-        }
-    }
-    for (int row = 0; row < rows; ++row) {
-        for (int column = first_panel * kPanelRows; column < std::min(end_panel * kPanelRows, w.rows); column += kLanes) {
-            const int panel = column / kPanelRows - first_panel;
-            write_tile(load(all_sums[panel] + row * kPanelRows + column % kPanelRows), bias ? bias + column : nullptr,
-                       out + (first_row + row) * out_stride + column, std::min(kLanes, w.rows - column), accumulate);
+            const int column = first_panel * kPanelRows + vector * kLanes;
+            const Results results{sums[vector / kTileVectors], bias ? bias + column : nullptr,
+                                  out + first_row * out_stride + column, out_stride, w.rows - column, accumulate};
+            const auto multiply_rows =
+                is_whole ? multiply_block_rows<format.scales, format.has_minimum, kTileRows, kTileVectors>
+                         : multiply_block_rows<format.scales, format.has_minimum, kTileRows, 1>;
+            multiply_rows(unpacked, groups, x, place, rows, first == 0, first + groups == w.groups(), results);
         }
     }
 }

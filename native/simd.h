@@ -173,18 +173,42 @@ inline Ints widen(Ints sum) {
 #endif
 }
 
-// sum[lane] += w[2 lane] * x[0] + w[2 lane + 1] * x[1], where a lane of w is two int16.
-inline Ints add_pairs(Ints sum, Ints w, const int16_t* x) {
+// Pairs of int16 in the lanes: x[0] and x[1] in all.
+inline Ints all_pairs(const int16_t* x) {
     int32_t two;
     std::memcpy(&two, x, sizeof two);
+    return all(two);
+}
+
+// Of the four bytes of a lane the first two, or the last, as int16.
+inline Ints lower_pairs(Bytes fours) {
 #if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)all(two));
-#elif defined(__AVXVNNI__)
-    return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)all(two));
+    return (Ints)_mm512_shuffle_epi8((__m512i)fours, _mm512_set4_epi32(0x800d800c, 0x80098008, 0x80058004, 0x80018000));
 #elif defined(__AVX2__)
-    return sum + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)all(two));
+    return (Ints)_mm256_shuffle_epi8((__m256i)fours, _mm256_setr_epi32(
+        0x80018000, 0x80058004, 0x80098008, 0x800d800c, 0x80018000, 0x80058004, 0x80098008, 0x800d800c));
 #else
-    return sum + (w << 16 >> 16) * int32_t(x[0]) + (w >> 16) * int32_t(x[1]);
+    return ((Ints)fours & 0xff) | (((Ints)fours & 0xff00) << 8);
+#endif
+}
+
+inline Ints upper_pairs(Bytes fours) { return lower_pairs((Bytes)((Ints)fours >> 16)); }
+
+inline Ints subtract_shorts(Ints pairs, int zero) {
+    typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+    return (Ints)((Shorts)pairs - int16_t(zero));
+}
+
+// sum[lane] += the products of the lanes' pairs.
+inline Ints add_pairs(Ints sum, Ints w, Ints x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#elif defined(__AVX2__)
+    return sum + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#else
+    return sum + (w << 16 >> 16) * (x << 16 >> 16) + (w >> 16) * (x >> 16);
 #endif
 }
 
