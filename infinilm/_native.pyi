@@ -5,7 +5,7 @@ Arrays are CPU tensors or numpy arrays, contiguous where nothing else is said, a
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -248,6 +248,9 @@ class Step:
     def __init__(
         self, positions: Ints, slots: Ints, block_tables: Ints, query_lens: Ints, context_lens: Ints
     ) -> None: ...
+    def only_last(self, last_lens: Ints) -> Self:
+        """A step for a decoder's last layer: of each request only the last so many new tokens have their results
+        computed. The others leave keys and values; their rows of `hidden` are of no use afterwards."""
 
 class Decoder:
     """All layers and the final norm, if there is one."""

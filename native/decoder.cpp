@@ -75,6 +75,16 @@ void Linear::multiply(const float* x, int64_t rows, float* out, bool accumulate)
     multiply(rounded, rows, out, accumulate);
 }
 
+void Linear::multiply_columns(const Activations& x, int64_t rows, int first_column, int end_column, float* out) const {
+    std::vector<Product> products, chosen;
+    list_products(0, rows, out, false, products);
+    for (const Product& each : products) {
+        const int64_t first = each.out - out;
+        if (first < end_column && first + each.matrix->rows > first_column) chosen.push_back(each);
+    }
+    multiply_all(chosen, x);
+}
+
 void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate,
                            std::vector<Product>& products) const {
     int first = 0;
@@ -93,17 +103,22 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         int panels_per_task;
         int64_t panel_tasks, row_blocks, first_task;
     };
+    const auto row_blocks_of = [](const Product& each) {
+        return (each.end_row - each.first_row + kMaxTaskRows - 1) / kMaxTaskRows;
+    };
+    int64_t all_panels = 0;
+    for (const Product& each : products) all_panels += row_blocks_of(each) * each.matrix->panels();
+    // Many rows are multiplied with two panels at a time.
+    const int many_panels = all_panels >= 8 * kTaskPanels * num_threads() ? kTaskPanels : 2;
     std::vector<Piece> pieces;
     pieces.reserve(products.size());
     int64_t tasks = 0;
     for (const Product& each : products) {
         const PackedMatrix& matrix = *each.matrix;
-        const int64_t rows = each.end_row - each.first_row;
-        const int least = rows < kAlwaysMany ? 1 : kTaskPanels;
-        const int most = std::max(least, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
+        const int most = std::max(1, int(kTaskBytes / matrix.format->panel_bytes(matrix.columns)));
         const int even = std::max(1, matrix.panels() / (8 * num_threads()));
-        const int per_task = std::min(most, even);
-        const int64_t row_blocks = (rows + kMaxTaskRows - 1) / kMaxTaskRows;
+        const int per_task = each.end_row - each.first_row < kAlwaysMany ? std::min(most, even) : many_panels;
+        const int64_t row_blocks = row_blocks_of(each);
         const int64_t panel_tasks = (matrix.panels() + per_task - 1) / per_task;
         pieces.push_back({per_task, panel_tasks, row_blocks, tasks});
         tasks += row_blocks * panel_tasks;
@@ -173,8 +188,9 @@ namespace {
 // Memory for what lies between two kernels; a thread that computes steps has one.
 struct Workspace {
     QuantizedRows rows;
-    Buffer<float> qkv, gates, attended, gate_up, mixed, partials, gated, sum;
+    Buffer<float> qkv, gates, attended, gate_up, mixed, partials, gated, sum, last_hidden;
     std::vector<AttentionTask> tasks;
+    std::vector<int64_t> last_tokens, last_positions;
 };
 
 Workspace& workspace() {
@@ -319,28 +335,73 @@ static void split_gates(float* row, int heads, int dim, int64_t rest, float* gat
     std::copy(row + 2 * heads * dim, row + 2 * heads * dim + rest, row + heads * dim);
 }
 
-void Attention::run(const Surroundings& around, const Step& step, const LayerCache& layer_cache, float* hidden) const {
-    Workspace& space = workspace();
-    const Kernels& k = kernels();
-    const CacheView& cache = std::get<CacheView>(layer_cache);
-    const int64_t tokens = step.tokens, qkv_size = qkv->out_features(), attended_size = out->in_features();
-    const Activations& normed = round_input(around, hidden, tokens, qkv->in_features());
-    float* heads = space.qkv.reserve(tokens * qkv_size);
-    qkv->multiply(normed, tokens, heads, false);
-    float* gates = has_gates ? space.gates.reserve(tokens * attended_size) : nullptr;
-    parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-        float* row = heads + t * qkv_size;
-        if (gates) split_gates(row, rope.num_heads, head_dim, 2 * kv_heads * head_dim, gates + t * attended_size);
-        k.rope_store(row, step.positions[t], step.slots[t], rope, cache);
+namespace {
+
+enum class Heads { kAll, kQueries, kKeysAndValues };
+
+// The heads [tokens, q, k and v] of a step's tokens, or some of them: normed, turned, and keys and values stored. Gates go
+// to where they are wanted, if there are any.
+float* make_heads(const Attention& own, const Surroundings& around, const Step& step, const CacheView& cache, Heads which,
+                  const float* hidden, float* gates = nullptr) {
+    const int size = own.qkv->out_features(), query_size = own.rope.num_heads * own.head_dim;
+    const Activations& normed = round_input(around, hidden, step.tokens, own.qkv->in_features());
+    float* heads = workspace().qkv.reserve(step.tokens * size);
+    RopeStore rope = own.rope;
+    if (which == Heads::kQueries) rope.has_keys = false;
+    if (which == Heads::kKeysAndValues) rope.num_heads = 0;
+    const int first = which == Heads::kKeysAndValues ? query_size : 0;
+    own.qkv->multiply_columns(normed, step.tokens, first, which == Heads::kQueries ? query_size : size, heads);
+    parallel_for(step.tokens, kRowsPerTask, [&](int64_t t) {
+        float* row = heads + t * size + first;
+        if (gates) split_gates(row, rope.num_heads, own.head_dim, 2 * own.kv_heads * own.head_dim, gates + t * query_size);
+        kernels().rope_store(row, step.positions[t], which == Heads::kQueries ? -1 : step.slots[t], rope, cache);
     });
+    return heads;
+}
+
+void run_attention(const Attention& own, const Surroundings& around, const Step& step, const CacheView& cache, Heads which,
+                   float* hidden) {
+    Workspace& space = workspace();
+    const int64_t tokens = step.tokens, qkv_size = own.qkv->out_features(), attended_size = own.out->in_features();
+    float* gates = own.has_gates ? space.gates.reserve(tokens * attended_size) : nullptr;
+    const float* heads = make_heads(own, around, step, cache, which, hidden, gates);
     float* attended = space.attended.reserve(tokens * attended_size);
-    attend(step, cache, heads, qkv_size, rope.num_heads, scoring, attended, attended_size);
+    attend(step, cache, heads, qkv_size, own.rope.num_heads, own.scoring, attended, attended_size);
     if (gates) {
         parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
-            k.gate_heads(attended + t * attended_size, gates + t * attended_size, nullptr, 0.0f, 1, int(attended_size));
+            const int64_t place = t * attended_size;
+            kernels().gate_heads(attended + place, gates + place, nullptr, 0.0f, 1, int(attended_size));
         });
     }
-    add_output(*out, round_rows(attended, attended_size, tokens, int(attended_size)), around, tokens, hidden);
+    add_output(*own.out, round_rows(attended, attended_size, tokens, int(attended_size)), around, tokens, hidden);
+}
+
+// A layer after which only the last tokens of some requests have a use. The hidden states of these are gathered.
+void run_last_layer(const Layer& layer, const Attention& attention, const Step& step, const CacheView& cache,
+                    float* hidden) {
+    Workspace& space = workspace();
+    make_heads(attention, layer.around_tokens, step, cache, Heads::kKeysAndValues, hidden);
+    std::vector<int64_t>&tokens = space.last_tokens, &positions = space.last_positions;
+    tokens.clear(), positions.clear();
+    for (int64_t n = 0, end = 0; n < step.requests; ++n) {
+        end += step.query_lens[n];
+        for (int64_t t = end - step.last_lens[n]; t < end; ++t) tokens.push_back(t), positions.push_back(step.positions[t]);
+    }
+    const int64_t count = int64_t(tokens.size()), size = attention.qkv->in_features();
+    if (count == 0) return;
+    float* last_hidden = space.last_hidden.reserve(count * size);
+    for (int64_t i = 0; i < count; ++i) std::copy_n(hidden + tokens[i] * size, size, last_hidden + i * size);
+    const Step last{count, step.requests, step.max_blocks, positions.data(), nullptr, step.block_tables, step.last_lens,
+                    step.context_lens};
+    run_attention(attention, layer.around_tokens, last, cache, Heads::kQueries, last_hidden);
+    layer.channels->run(layer.around_channels, last_hidden, count, last_hidden);
+    for (int64_t i = 0; i < count; ++i) std::copy_n(last_hidden + i * size, size, hidden + tokens[i] * size);
+}
+
+}  // namespace
+
+void Attention::run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const {
+    run_attention(*this, around, step, std::get<CacheView>(cache), Heads::kAll, hidden);
 }
 
 void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
@@ -398,6 +459,10 @@ void add_own_input(const OwnInput& own, const float* input, int64_t stride, int6
 
 void run_layer(const Layer& layer, const Step& step, const LayerCache& cache, const float* input, int64_t stride,
                float* hidden) {
+    const auto* attention = dynamic_cast<const Attention*>(layer.tokens.get());
+    if (step.last_lens && attention && !attention->has_gates && !layer.own_input && layer.scale == 1.0f) {
+        return run_last_layer(layer, *attention, step, std::get<CacheView>(cache), hidden);
+    }
     layer.tokens->run(layer.around_tokens, step, cache, hidden);
     layer.channels->run(layer.around_channels, hidden, step.tokens, hidden);
     if (layer.own_input) add_own_input(*layer.own_input, input, stride, step.tokens, hidden);

@@ -66,6 +66,8 @@ public:
     void multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const;
     // The same for rows that are not rounded yet.
     void multiply(const float* x, int64_t rows, float* out, bool accumulate) const;
+    // out [rows, out] = x W^T + b for those of the matrices that some columns of out are in.
+    void multiply_columns(const Activations& x, int64_t rows, int first_column, int end_column, float* out) const;
     // The products that multiply some rows; `out` is that of row 0.
     void list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate, std::vector<Product>& products) const;
 
@@ -96,6 +98,9 @@ struct Step {
     const int64_t* block_tables;  // [N, max_blocks]
     const int64_t* query_lens;    // [N]
     const int64_t* context_lens;  // [N]
+    // [N], how many of a request's new tokens, the last, have a use for a layer's results. The others only leave their keys
+    // and values; their hidden states are of no use afterwards. Null: all have.
+    const int64_t* last_lens = nullptr;
 
     // Throws std::invalid_argument if a table or a slot would lead outside of the cache.
     void check(const CacheView& cache) const;

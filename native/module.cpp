@@ -156,6 +156,7 @@ struct PyStep {
     Ints1 positions, slots;
     Array<const int64_t, 2> block_tables;
     Ints1 query_lens, context_lens;
+    std::optional<Ints1> last_lens;
     Step step;
 
     PyStep(Ints1 positions_, Ints1 slots_, Array<const int64_t, 2> tables, Ints1 query_lens_, Ints1 context_lens_)
@@ -166,6 +167,18 @@ struct PyStep {
         step = {int64_t(positions.size()), int64_t(query_lens.size()), int64_t(block_tables.shape(1)),
                 positions.data(),          slots.data(),               block_tables.data(),
                 query_lens.data(),         context_lens.data()};
+    }
+
+    PyStep only_last(Ints1 lens) const {
+        require(lens.size() == query_lens.size(), "last_lens must have a number for each request");
+        for (size_t n = 0; n < lens.size(); ++n) {
+            require(lens.data()[n] >= 0 && lens.data()[n] <= query_lens.data()[n],
+                    "last_lens must be 0 to the request's new tokens");
+        }
+        PyStep other = *this;
+        other.last_lens = lens;
+        other.step.last_lens = lens.data();
+        return other;
     }
 };
 
@@ -764,7 +777,8 @@ NB_MODULE(_native, module) {
 
     nb::class_<PyStep>(module, "Step")
         .def(nb::init<Ints1, Ints1, Array<const int64_t, 2>, Ints1, Ints1>(), "positions"_a.noconvert(), "slots"_a.noconvert(),
-             "block_tables"_a.noconvert(), "query_lens"_a.noconvert(), "context_lens"_a.noconvert());
+             "block_tables"_a.noconvert(), "query_lens"_a.noconvert(), "context_lens"_a.noconvert())
+        .def("only_last", &PyStep::only_last, "last_lens"_a.noconvert());
 
     nb::class_<PyDecoder>(module, "Decoder")
         .def(nb::init<std::vector<std::shared_ptr<PyLayer>>, MaybeFloats, float>(), "layers"_a, "norm"_a.noconvert().none(),

@@ -214,6 +214,20 @@ inline Ints add_pairs(Ints sum, Ints w, Ints x) {
 
 // ---- over a vector ----
 
+// Whether a lane of a is larger than b's.
+inline bool is_any_larger(Floats a, Floats b) {
+#if defined(__AVX512VNNI__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+#else
+    for (int i = 0; i < kLanes; ++i) {
+        if (a[i] > b[i]) return true;
+    }
+    return false;
+#endif
+}
+
 // Lanes picked from a and b, those of b counted on from a's.
 inline Floats pick(Floats a, Floats b, Ints lanes) {
 #if defined(__clang__)

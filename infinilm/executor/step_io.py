@@ -246,18 +246,21 @@ class Rows:
             starts = np.concatenate((starts, [chunk.start for chunk in step.chunks]))
             query_lens = np.concatenate((query_lens, [len(chunk.token_ids) for chunk in step.chunks]))
         context_lens = starts + query_lens
-        positions, token_rows, sample_places = starts, rows, np.arange(len(rows))
+        positions, token_rows, sample_places, last_lens = starts, rows, np.arange(len(rows)), None
         if step.chunks or decoding.has_drafts:
             ends = np.cumsum(query_lens)
             positions = np.arange(len(input_ids)) + np.repeat(context_lens - ends, query_lens)
             token_rows = np.repeat(rows, query_lens)
             counts = step.sample_counts
             sample_places = np.arange(step.num_samples) + np.repeat(ends - np.cumsum(counts), counts)
+            has_targets = [False] * len(decoding.rows) + [bool(chunk.prompt_targets) for chunk in step.chunks]
+            lens = np.where(has_targets, query_lens, counts)
+            last_lens = None if np.array_equal(lens, query_lens) else lens
         blocks, offsets = np.divmod(positions, self._block_size)
         num_columns = -(-int(context_lens.max()) // self._block_size)
         slots = [own[token_rows, blocks] * self._block_size + offsets for own in self.tables]
         tables = [own[rows, :num_columns] for own in self.tables]
-        batch = HostBatch(input_ids, positions, slots[0], tables[0], query_lens, context_lens)
+        batch = HostBatch(input_ids, positions, slots[0], tables[0], query_lens, context_lens, last_lens)
         if len(tables) > 1:
             batch = replace(batch, more_slots=np.stack(slots[1:]), more_tables=np.stack(tables[1:]))
         return StepBatch(batch, token_rows, num_decoding, sample_places)

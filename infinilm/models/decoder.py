@@ -191,7 +191,10 @@ class Decoder(nn.Module):
         if is_native:
             assert self._native is not None
             ids, rows = native.arrays_of(batch.input_ids, hidden)
-            self._native.forward(ids, rows, cache.native, [step.plan for step in steps])
+            plans = [step.plan for step in steps]
+            if self.stage.is_last and batch.host is not None and batch.host.last_lens is not None:
+                plans[-1] = plans[-1].only_last(batch.host.last_lens)
+            self._native.forward(ids, rows, cache.native, plans)
             return hidden
         inputs = self.layer_inputs(batch, hidden)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):

@@ -375,8 +375,11 @@ class NativeModel:
             )
             for group in range(len(cache.groups))
         ]
+        by_layer = [steps[group] for group in cache.group_of]
+        if batch.last_lens is not None:
+            by_layer[-1] = by_layer[-1].only_last(batch.last_lens)
         assert self._decoder is not None
-        self._decoder.forward(token_ids, hidden, cache.native, [steps[group] for group in cache.group_of])
+        self._decoder.forward(token_ids, hidden, cache.native, by_layer)
         return hidden
 
     def compute_logits(self, hidden: Floats) -> Floats:

@@ -240,6 +240,24 @@ def test_tokens_do_not_depend_on_chunks_company_or_threads(native: Any, kind: st
     assert torch.equal(run([7, 43], num_threads=3, has_company=True), whole)
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_only_the_last_tokens_results(native: Any, kind: Kind) -> None:
+    """Those that are wanted are the same bits, and so are all keys and values."""
+    decoder, _ = make_decoder(native, kind)
+    caches = (empty_cache(), empty_cache())
+    for chunks, last_lens in (([(0, 70), (0, 4)], [1, 4]), ([(70, 9), (4, 1)], [0, 1]), ([(79, 2), (5, 3)], [0, 0])):
+        batch = make_batch(chunks)
+        hidden = torch.randn(len(batch.positions), HIDDEN)
+        whole, wanted = hidden.clone(), hidden.clone()
+        run_native(native, decoder, whole, caches[0], batch)
+        step = make_step(native, batch)
+        decoder.forward(wanted, native.Cache(list(caches[1])), [step, step.only_last(np.array(last_lens))])
+        firsts = np.cumsum(batch.query_lens) - last_lens
+        rows = [first + i for first, count in zip(firsts, last_lens, strict=True) for i in range(count)]
+        assert wanted[rows].equal(whole[rows])
+        assert caches[1].equal(caches[0])
+
+
 def test_layers_may_keep_their_tokens_in_different_blocks(native: Any) -> None:
     decoder, _ = make_decoder(native, KINDS["plain"])
     batch, hidden, caches = make_batch([(0, 20)]), torch.randn(20, HIDDEN), (empty_cache(), empty_cache())
@@ -355,6 +373,10 @@ def test_what_does_not_fit_is_refused(native: Any) -> None:
         native.Cache(list(empty_cache(torch.float64)))
     with pytest.raises(ValueError, match="must be contiguous"):
         native.Cache(list(empty_cache()[..., :32]))
+    with pytest.raises(ValueError, match="0 to the request's new tokens"):
+        step.only_last(np.array([4]))
+    with pytest.raises(ValueError, match="a number for each request"):
+        step.only_last(np.array([1, 1]))
     far = make_batch([(0, 1)])
     far.positions[0] = 5000
     with pytest.raises(ValueError, match="outside of the rotary table"):
