@@ -286,16 +286,22 @@ __attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int g
     }
 }
 
-// All rows, kRows at a time as long as they fit.
+// All rows, kRows at a time as long as they fit. Meanwhile the weights that come next are fetched, a few lines with each
+// tile, from panels that are `panel_bytes` long.
 template <int kScales, bool kHasMinimum, int kRows, int kVectors>
 inline void multiply_block_rows(const UnpackedBlock* blocks, int groups, const Activations& x, int64_t place, int rows,
-                                bool is_first, bool is_last, Results results) {
+                                bool is_first, bool is_last, Results results, const uint8_t* ahead, size_t panel_bytes) {
     if constexpr (kRows > 0) {
         for (; rows >= kRows; rows -= kRows, place += kRows * kBlockGroups, results = results.after(kRows)) {
+            for (size_t panel = 0; panel < std::max(1, kVectors / kParts); ++panel) {
+                __builtin_prefetch(ahead + panel * panel_bytes, 0, 2);
+                __builtin_prefetch(ahead + panel * panel_bytes + 64, 0, 2);
+            }
+            ahead += 128;
             multiply_block<kScales, kHasMinimum, kRows, kVectors>(blocks, groups, x, place, is_first, is_last, results);
         }
         multiply_block_rows<kScales, kHasMinimum, kRows - 1, kVectors>(blocks, groups, x, place, rows, is_first, is_last,
-                                                                       results);
+                                                                       results, ahead, panel_bytes);
     }
 }
 
@@ -316,13 +322,18 @@ void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, i
                 const int panel = first_panel + (vector + v) / kParts;
                 unpack_block<kFormat>(w, panel, (vector + v) % kParts, first, groups, unpacked[v]);
             }
+            const int next = first_panel + (vector + kTileVectors) / kParts;
+            const uint8_t* ahead = next < end_panel               ? w.numbers(next, first)
+                                   : first + groups < w.groups() ? w.numbers(first_panel, first + groups)
+                                                                  : w.panel(end_panel);
             const int column = first_panel * kPanelRows + vector * kLanes;
             const Results results{sums[vector / kTileVectors], bias ? bias + column : nullptr,
                                   out + first_row * out_stride + column, out_stride, w.rows - column, accumulate};
             const auto multiply_rows =
                 is_whole ? multiply_block_rows<format.scales, format.has_minimum, kTileRows, kTileVectors>
                          : multiply_block_rows<format.scales, format.has_minimum, kTileRows, 1>;
-            multiply_rows(unpacked, groups, x, place, rows, first == 0, first + groups == w.groups(), results);
+            multiply_rows(unpacked, groups, x, place, rows, first == 0, first + groups == w.groups(), results, ahead,
+                          format.panel_bytes(w.columns));
         }
     }
 }
