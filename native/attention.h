@@ -196,8 +196,8 @@ inline void add_values(const float* weights, const float* values, int first, int
 }
 
 // Turn a row's scores into weights, of which those from `first` up to `end` count, and make room for them: the row's
-// maximum is theirs, too, and what it has gathered is scaled accordingly. `sums` are the sums of weights by lane.
-inline void weigh(float* scores, int first, int end, int dim, Gathered row, float* sums) {
+// maximum is theirs, too, and what it has gathered is scaled accordingly.
+inline void weigh(float* scores, int first, int end, int dim, Gathered row) {
     for (int k = 0; k < first; ++k) scores[k] = kNothing;
     for (int k = end; k < kTileKeys; ++k) scores[k] = kNothing;
     Floats largest = load(scores);
@@ -207,17 +207,17 @@ inline void weigh(float* scores, int first, int end, int dim, Gathered row, floa
         if (row.maximum != kNothing) {
             const float factor = exponential_of(row.maximum - maximum);
             scale_values(row.values, factor, dim);
-            store(sums, load(sums) * factor);
+            row.weight *= factor;
         }
         row.maximum = maximum;
     }
-    Floats total = load(sums);
+    Floats total = all(0.0f);
     for (int k = 0; k < kTileKeys; k += kLanes) {
         const Floats weights = exponential(load(scores + k) - row.maximum);
         store(scores + k, weights);
         total += weights;
     }
-    store(sums, total);
+    row.weight += sum_of(total);
 }
 
 // Some tokens' heads on their way over the keys, as rows: what one reads of the cache serves all.
@@ -245,16 +245,12 @@ public:
         while (begin < end_key_) {
             const int64_t end = std::min((begin / kSplit + 1) * kSplit, end_key_);
             for (int r = 0; r < rows_; ++r) clear(row(split_, r), wide());
-            std::fill_n(weights_, rows_ * kLanes, 0.0f);
             for (; begin < end; begin += kTileKeys) {
                 const int count = int(std::min<int64_t>(kTileKeys, end - begin));
                 read_tile(begin, count);
                 meet_tile(begin, count);
             }
-            for (int r = 0; r < rows_; ++r) {
-                row(split_, r).weight = sum_of(load(weights_ + r * kLanes));
-                merge_into(row(total_, r), row(split_, r), wide());
-            }
+            for (int r = 0; r < rows_; ++r) merge_into(row(total_, r), row(split_, r), wide());
         }
         write();
     }
@@ -326,8 +322,7 @@ private:
             if (first[r] < end[r]) cap_scores(scores_ + r * kTileKeys, task_.cap);
         }
         for (int r = 0; r < rows_; ++r) {
-            if (first[r] >= end[r]) continue;
-            weigh(scores_ + r * kTileKeys, first[r], end[r], wide(), row(split_, r), weights_ + r * kLanes);
+            if (first[r] < end[r]) weigh(scores_ + r * kTileKeys, first[r], end[r], wide(), row(split_, r));
         }
         const auto add = [&](int d, auto vectors) {
             constexpr int kVectors = decltype(vectors)::value;
@@ -373,7 +368,6 @@ private:
     alignas(64) float values_[kTileKeys * kMaxHeadDim];
     alignas(64) float queries_[kMaxRows * kMaxHeadDim];
     alignas(64) float scores_[kMaxRows * kTileKeys];
-    alignas(64) float weights_[kMaxRows * kLanes];  // sums of a split's
     alignas(64) float split_[kMaxRows * (kMaxHeadDim + 2)];
     alignas(64) float total_[kMaxRows * (kMaxHeadDim + 2)];
 };

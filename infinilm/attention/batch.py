@@ -34,7 +34,9 @@ class HostBatch:
     block_tables: IntArray  # [N, max_blocks], short rows padded with -1
     query_lens: IntArray  # [N], all >= 1
     context_lens: IntArray  # [N], cached + new
-    last_lens: IntArray | None = None  # [N], the last new tokens whose hidden states have a use after the layers; None: all
+    last_lens: IntArray | None = (
+        None  # [N], the last new tokens whose hidden states have a use after the layers; None: all
+    )
     more_slots: IntArray | None = None  # [groups - 1, T]
     more_tables: IntArray | None = None  # [groups - 1, N, max_blocks]
 
