@@ -1,5 +1,6 @@
 """Help pages: plain text at the terminal's width, with the options in groups."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -8,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
+_DECIMAL = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class _PlainParameters:
@@ -73,6 +75,8 @@ def _process(parameter: Any, process: Callable[[Any, Any], Any], context: Any, v
         value = () if parameter.multiple or parameter.nargs == -1 else None
     elif is_plain and kind is int and isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
+    elif is_plain and kind is float and isinstance(value, str) and _DECIMAL.fullmatch(value):
+        value = float(value)
     elif is_plain and kind == list[str] and isinstance(value, list | tuple) and {*map(type, value)} == {str}:
         value = list(value)
     elif not is_plain or kind not in (str, int, float) or type(value) is not kind:

@@ -136,3 +136,10 @@ def test_help_needs_no_benchmarks(args: list[str]) -> None:
     done = run_without_benchmarks(*args)
     assert (done.returncode, done.stderr) == (0, "")
     assert "bench" in done.stdout
+
+
+def test_plain_options_are_read_without_a_validation_library() -> None:
+    args = ["generate", "x", "--temperature", "0.5", "--max-tokens", "1", "--model", "no/such/model/here"]
+    code = f"import sys; from infinilm.cli.main import run; print(run({args}), 'pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["2", "False"], done.stderr
