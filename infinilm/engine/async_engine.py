@@ -38,7 +38,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
         self.engine = LLMEngine(model, **settings)
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.engine.end_runs_if.append(partial(_has_letters, self._inbox))
+        self.engine.end_runs_if.append(partial(_is_filled, self._inbox))
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="infinilm-engine", daemon=True)
         self._thread.start()
@@ -139,5 +139,5 @@ class AsyncLLM:
         await self.stop()
 
 
-def _has_letters(inbox: "SimpleQueue[Callable[[], object] | None]") -> bool:
+def _is_filled(inbox: "SimpleQueue[Callable[[], object] | None]") -> bool:
     return not inbox.empty()

@@ -52,7 +52,7 @@ Floats = npt.NDArray[np.float32]
 
 MAX_RUN_STEPS = 8
 RUN_SECONDS = 0.02
-"""Decode steps are computed together only as long as this, and as many as that: who reads along sees no jerks."""
+"""Limits of the decode steps that are computed in one call, so that streams stay smooth."""
 
 
 @dataclass(frozen=True, slots=True)

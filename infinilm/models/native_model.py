@@ -319,7 +319,7 @@ class NativeModel:
         self._decoder: NativeDecoder | None = None
         self._head: Any = None
         self.generator: Any = None
-        """What runs decode steps, sampling included; None where layers have inputs of their own."""
+        """What runs decode steps, sampling included; None where layers are recurrent or have own inputs."""
         self._rotaries: tuple[Rotary, ...] = ()
 
     def weight_targets(self) -> dict[str, ArrayShard | PackedShard]:
