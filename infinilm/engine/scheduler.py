@@ -258,7 +258,9 @@ class Scheduler:
     def _gather_decoders(self) -> Decoders:
         if self._decoders is None:
             seqs = [seq for seq in self.running if seq.is_decoding]
-            self._decoders = Decoders(seqs, np.array([seq.row for seq in seqs], dtype=np.int64))
+            rows = np.array([seq.row for seq in seqs], dtype=np.int64)
+            order = np.argsort(-self._computed[rows], kind="stable")
+            self._decoders = Decoders([seqs[index] for index in order], rows[order])
         return self._decoders
 
     def _plan_prompts(self, builder: StepBuilder, *, may_admit: bool) -> None:

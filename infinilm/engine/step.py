@@ -48,7 +48,7 @@ class Admitted(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decoders:
-    """The running sequences that decode, oldest first."""
+    """The running sequences that decode, those of long texts first: their attention takes longest."""
 
     seqs: list[Sequence]
     rows: IntArray

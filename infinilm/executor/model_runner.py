@@ -134,7 +134,7 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.compute_first()
         # Decoding, a mixture, one long prompt; between them, numbers of tokens for which kernels have other tiles.
-        for query_lens in ([1, 1], [24], [48], [64, 64, 1, 1], [256], [1024], [self._max_num_tokens]):
+        for query_lens in ([1, 1], [24], [48], [96], [64, 64, 1, 1], [256], [1024], [self._max_num_tokens]):
             lengths = np.minimum(query_lens, self._max_num_tokens)
             places = np.concatenate([np.arange(length) for length in lengths])
             tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)

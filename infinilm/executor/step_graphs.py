@@ -43,8 +43,8 @@ NUM_STAGING = 4
 """Copies to the device that can be under way at once; more than there are steps in flight."""
 MIN_SHARED_ROWS, MIN_SHARED_TOKENS = 16, 256
 """From here on reading a common beginning once for all rows is worth a kernel of its own."""
-FEW_ROWS = (8, 32)
-"""Rows that some kernels have variants for, which are compiled at the start."""
+USUAL_ROWS = 256
+"""Decode steps of up to so many rows are computed once at the start."""
 MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
 """Tokens of captured steps with prompts. Larger ones take the device longer than the host to launch them."""
 MIXED_ROWS = (16, 256)
@@ -227,9 +227,13 @@ class StepGraphs:
 
     @torch.inference_mode()
     def compute_first(self) -> None:
-        """Compute the steps of `capture_first`, and others that take kernels of their own, without capturing them."""
-        few_rows = [Shape(size, 0, True) for size in self._sizes if size in FEW_ROWS]
-        for shape in [*self._first_shapes(), *few_rows]:
+        """Compute the steps of `capture_first`, and of all usual sizes, without capturing them.
+
+        Some need kernels of their own. When a library loads one of its kernels, it waits for the device: while that is
+        busy, captures would take long.
+        """
+        usual = [Shape(size, 0, True) for size in self._sizes if size <= USUAL_ROWS]
+        for shape in [*self._first_shapes(), *usual]:
             inputs, step = self._step_of(shape)
             inputs.clear()
             step()

@@ -109,7 +109,7 @@ def decode_attention(
         _attend_shared(query, cache, scales, context_lens, shared, workspace, scale, cap, options)
     pad_group = triton.next_power_of_2(heads // kv_heads)
     num_parts, min_tokens = _parts(rows * kv_heads)
-    decode_kernel[kv_heads, rows, num_parts](
+    decode_kernel[kv_heads, num_parts, rows](
         query,
         cache,
         scales,
@@ -201,7 +201,7 @@ def _parts(pairs: int) -> tuple[int, int]:
     by one program each; long ones by a few all the same, as the last to finish is waited for. Programs with nothing to
     do take their turn, too: hence not more than needed.
     """
-    for limit, num_parts, min_tokens in ((64, 16, 64), (512, 8, 192), (1024, 4, 384), (8192, 2, 512)):
+    for limit, num_parts, min_tokens in ((64, 16, 64), (256, 8, 192), (1024, 4, 384), (8192, 2, 512)):
         if pairs <= limit:
             return num_parts, min_tokens
     return 1, 1

@@ -43,7 +43,7 @@ def _log_parts(num_tokens, min_tokens):
     """Binary logarithm of the number of programs that share a row: as many as there are and leave each `min_tokens`."""
     log_parts = 0
     for i in tl.static_range(1, 5):
-        log_parts += ((min_tokens << i <= num_tokens) & (1 << i <= tl.num_programs(2))).to(tl.int32)
+        log_parts += ((min_tokens << i <= num_tokens) & (1 << i <= tl.num_programs(1))).to(tl.int32)
     return log_parts
 
 
@@ -215,11 +215,12 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (head, row, part): the `part`-th share of the row's chunks, for one kv head."""
-    # The heads of a token are adjacent in memory, and so are the programs that read them.
+    """Program (head, part, row): the `part`-th share of the row's chunks, for one kv head."""
+    # The heads of a token are adjacent in memory, and so are the programs that read them. Rows of long texts come first
+    # (`Scheduler`), and short ones last, so that multiprocessors end at about the same time.
     head = tl.program_id(0)
-    row = tl.program_id(1)
-    part = tl.program_id(2)
+    part = tl.program_id(1)
+    row = tl.program_id(2)
     group = tl.arange(0, PAD_GROUP)
     dims = tl.arange(0, PAD_DIM)
     mask = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]

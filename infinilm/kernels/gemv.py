@@ -24,7 +24,7 @@ from torch import Tensor
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.activation import gated, silu_mul_torch
 from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
-from infinilm.kernels.norm import Norm, inverse_rms, rms_norm_torch, scale_and_weigh
+from infinilm.kernels.norm import Norm, inverse_rms, rms_norm, rms_norm_torch, scale_and_weigh
 
 MAX_ROWS = 16
 
@@ -72,6 +72,8 @@ def gemv(
     tile = tile or choose_tile(num_rows, out_size, in_size, weight.element_size(), num_matrices)
     if num_rows > tile.padded_rows:
         raise InvalidValueError(f"x has {num_rows} rows; multiply more than {tile.padded_rows} with torch.mm")
+    if norm is not None and scales is not None:  # unpacking is enough to do for every program
+        x, norm = rms_norm(x, *norm), None
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -135,13 +137,17 @@ def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matri
         block_in = (8 if 4 * warp_in < in_size <= 8 * warp_in else 4) * warp_in
         return Tile(_DOT_LINES // num_matrices, block_in, num_warps=8, padded_rows=8 if rows <= 8 else MAX_ROWS)
     block_in = triton.next_power_of_2(in_size)
-    if block_in > _MAX_WARPS * warp_in:
-        block_in = 8 * warp_in
-    least = _MIN_LINES if itemsize > 1 else 2 * _MIN_LINES
-    block_out = max(least, _TILE_BYTES // (block_in * itemsize)) // num_matrices
+    if itemsize == 1:  # unpacking takes registers
+        block_in, block_out, num_warps = block_in if block_in <= 8 * warp_in else 4 * warp_in, _MIN_LINES, 4
+    else:
+        if block_in > _MAX_WARPS * warp_in:
+            block_in = 8 * warp_in
+        block_out = max(_MIN_LINES, _TILE_BYTES // (block_in * itemsize))
+        num_warps = max(4, block_in // warp_in)
+    block_out //= num_matrices
     while block_out > 1 and triton.cdiv(out_size, block_out) < _MIN_PROGRAMS:
         block_out //= 2
-    return Tile(block_out, block_in, num_warps=max(4, block_in // warp_in))
+    return Tile(block_out, block_in, num_warps)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -52,8 +52,10 @@ def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordere
     """The tile for so many rows, and lines of each matrix."""
     rows = next((size for size in (16, 32, 64) if num_rows <= size), 64 if is_ordered else 128)
     inputs, unit = matrix.inputs, max(matrix.format.group, matrix.format.chunk, 128)
-    # Inputs of a split: powers of 2, with which memory is read fastest, or half of them.
-    sizes = sorted(size for size in {512, 1024, 2048, 4096, inputs // 2} if size < inputs and inputs % size == 0)
+    # Inputs of a split: powers of 2, with which memory is read fastest, or half or a quarter of them.
+    sizes = sorted(
+        size for size in {512, 1024, 2048, 4096, inputs // 2, inputs // 4} if size < inputs and inputs % size == 0
+    )
     sizes = [*(size for size in sizes if size % unit == 0), inputs]
     if is_ordered:
         splits = next((inputs // size for size in sizes if inputs // size <= _ORDERED_SPLITS), 1)
@@ -287,20 +289,21 @@ def _product_kernel(
         places = tl.arange(0, LINES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         partials += number.to(tl.int64) * (SPLITS * SIZE) + places
         mine = partials + tl.program_id(2) * SIZE
-        tl.store(mine, sums)
+        kept = is_row[None, :] | (ROWS > 16)  # of few rows, those that there are
+        tl.store(mine, sums, mask=kept)
         if MATRICES == 2:
-            tl.store(mine + LINES * ROWS, ups)
+            tl.store(mine + LINES * ROWS, ups, mask=kept)
         tl.debug_barrier()
         if tl.atomic_add(tickets + number, 1, sem="acq_rel", scope="gpu") < SPLITS - 1:
             return
         tl.store(tickets + number, 0)
-        sums = tl.load(partials, cache_modifier=".cg")
+        sums = _load_sums(partials, kept)
         if MATRICES == 2:
-            ups = tl.load(partials + LINES * ROWS, cache_modifier=".cg")
+            ups = _load_sums(partials + LINES * ROWS, kept)
         for split in tl.static_range(1, SPLITS):
-            sums += tl.load(partials + split * SIZE, cache_modifier=".cg")
+            sums += _load_sums(partials + split * SIZE, kept)
             if MATRICES == 2:
-                ups += tl.load(partials + (split * SIZE + LINES * ROWS), cache_modifier=".cg")
+                ups += _load_sums(partials + (split * SIZE + LINES * ROWS), kept)
 
     has_line = lines < out_size
     if GROUP == IN:
@@ -318,6 +321,12 @@ def _product_kernel(
         kept = tl.load(residual + places, mask=inside, other=0.0).to(tl.float32)
         result = (result.to(tl.float32) + kept).to(out.dtype.element_ty)
     tl.store(out + rows[None, :].to(tl.int64) * out_stride + lines[:, None], result, mask=inside)
+
+
+@triton.jit
+def _load_sums(places, kept):
+    # Past the L1 cache: another program wrote them.
+    return tl.load(places, mask=kept, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit

@@ -110,9 +110,9 @@ class Reference:
 
     @classmethod
     def of(cls, path: Path, device: str) -> "Reference":
-        """Load a checkpoint, for a moment in float32 too."""
+        """Load a checkpoint, for a moment in float32 too. Other attention than `eager` may not cap scores."""
         model, exact = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval().to(device)
             for dtype in (torch.bfloat16, torch.float32)
         )
         for module in (*model.modules(), *exact.modules()):  # of GPT-OSS; older releases have constants there

@@ -12,6 +12,8 @@ from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import ShardRange
 from infinilm.kernels.gemv import gemv_torch
 from infinilm.kernels.rounded_product import round_rows, round_rows_torch
+from infinilm.kernels.tile_gemv import Tile as OneRowTile
+from infinilm.kernels.tile_gemv import can_multiply_one, tile_gemv
 from infinilm.kernels.tile_product import Tile, tile_product, untile
 from infinilm.kernels.tiles import TiledMatrix, TileFormat, untile_torch
 from infinilm.layers.formats import RoundedWeight, TiledWeight
@@ -211,3 +213,26 @@ def test_formats_know_their_tiles() -> None:
     assert [TileFormat(4, group).has_tiles for group in (0, 16, 32, 48, 64, 96, 128)] == [
         *(True, True, True, False, True, False, True)
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in NAMES if "FP8" not in name and "row" not in name])
+def test_parity_of_one_row(name: str, dtype: torch.dtype) -> None:
+    out_size, in_size = 128, 768
+    matrix = matrix_of(make_weight([name], [out_size], in_size, dtype)[0])
+    assert can_multiply_one(matrix.format, dtype)
+    dense = untile_torch(matrix, torch.float32)
+    x, bias, residual = (random(*shape, dtype=dtype) / 4 for shape in ((1, in_size), (out_size,), (1, out_size)))
+    # Triton's interpreter does not round bfloat16 to the nearest, which sums that cancel out would show.
+    norm = (random(in_size, dtype=dtype), EPS) if dtype == torch.float16 or ON_GPU else None
+    if ON_GPU:
+        torch.cuda.synchronize()
+    for options, tile in (
+        ({"bias": bias}, OneRowTile(64, 8, 8)),
+        ({"residual": residual}, None),
+        ({"norm": norm, "is_gated": True}, OneRowTile(16, 4, 4)),
+    ):
+        expected = gemv_torch(x, dense, **options).float()
+        actual = tile_gemv(x, matrix, **options, tile=tile).float()
+        precision = 4e-3 if dtype == torch.float16 else 2e-2
+        torch.testing.assert_close(actual, expected, rtol=precision, atol=precision * float(expected.abs().max()))

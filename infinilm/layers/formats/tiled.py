@@ -157,9 +157,12 @@ class TiledWeight(nn.Module):
         return len(x) <= self._max_kernel_rows or (self._is_ordered and self._has_kernels)
 
     def _product(self, x: Tensor, run: TiledRows, norm: RMSNorm | None, **options: Any) -> Tensor:
+        from infinilm.kernels.tile_gemv import can_multiply_one, tile_gemv
         from infinilm.kernels.tile_product import tile_product
 
         fused = None if norm is None else (norm.weight, norm.eps)
+        if len(x) == 1 and not self._is_ordered and can_multiply_one(run.matrix.format, x.dtype):
+            return tile_gemv(x, run.matrix, norm=fused, **options)
         return tile_product(x, run.matrix, norm=fused, is_ordered=self._is_ordered, **options)
 
     def _multiply_tiles(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
