@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are first imported: most of them never are.
+INSTALL := install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip $(INSTALL)
 # Without an isolated environment for each build the tools have the versions of constraints.txt.
 EDITABLE := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable
 CMAKE := $(BIN)/cmake
@@ -136,11 +138,13 @@ aarch64:
 	build/aarch64/ours | diff - build/aarch64/theirs.txt
 	@echo "$$(wc -l <build/aarch64/theirs.txt) results have the same bits"
 
+# This Python's own pip, which puts a newer and faster one into the environment, is quicker than ensurepip.
+TOOLS := pip scikit-build-core nanobind cmake ninja
 $(VENV)/.tools: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
-	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
-	$(PIP) scikit-build-core nanobind cmake ninja
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python $(INSTALL) $(TOOLS) || { $(BIN)/python -m ensurepip && $(PIP) $(TOOLS); }
 	touch $@
 
 $(VENV)/.run: pyproject.toml $(VENV)/.tools
@@ -150,6 +154,7 @@ $(VENV)/.run: pyproject.toml $(VENV)/.tools
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing the test tools into $(VENV) …"
 	$(EDITABLE) '.[dev]'
+	-$(BIN)/python -m compileall -q -j 2 $(VENV)/lib
 	touch $@
 
 clean:
