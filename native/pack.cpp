@@ -27,7 +27,7 @@ void low_and_high_halves(const uint8_t* bytes, uint8_t* q) {
 // Eight at a time: a byte is repeated, each copy keeps its own bit, which a carry moves to the top and a shift to bit 4.
 void add_fifth_bits(const uint8_t* bytes, uint8_t* q) {
     for (int i = 0; i < kGroup / 8; ++i) {
-        const uint64_t own = bytes[i] * 0x0101010101010101 & 0x8040201008040201;
+        const uint64_t own = uint64_t(bytes[i]) * 0x0101010101010101 & 0x8040201008040201;
         uint64_t eight;
         std::memcpy(&eight, q + 8 * i, sizeof eight);
         eight |= ((own + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;
