@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Modules are compiled when they are first imported: most of them never are.
+INSTALL := install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := $(BIN)/python -m pip $(INSTALL)
 # Without an isolated environment for each build the tools have the versions of constraints.txt.
 EDITABLE := $(PIP) --no-build-isolation --config-settings=wheel.cmake=false --editable
 CMAKE := $(BIN)/cmake
@@ -125,7 +127,7 @@ wheels:
 
 # The kernels on an emulated aarch64, whose results must have the same bits as here. Needs Debian's g++-aarch64-linux-gnu and
 # qemu-user.
-CHECKSUMS := $(addprefix native/,checksums.cpp decoder.cpp dispatch.cpp experts.cpp memory.cpp pack.cpp threads.cpp kernels.cpp kernels_attention.cpp)
+CHECKSUMS := native/checksums.cpp $(filter-out native/checksums.cpp %module.cpp,$(wildcard native/*.cpp))
 CHECKSUM_FLAGS := -std=c++17 -O2 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wno-psabi -static -pthread \
 	-DINFINILM_ISA=generic -DINFINILM_HAS_GENERIC
 aarch64:
@@ -136,11 +138,13 @@ aarch64:
 	build/aarch64/ours | diff - build/aarch64/theirs.txt
 	@echo "$$(wc -l <build/aarch64/theirs.txt) results have the same bits"
 
+# This Python's own pip, which puts a newer and faster one into the environment, is quicker than ensurepip.
+TOOLS := pip scikit-build-core nanobind cmake ninja
 $(VENV)/.tools: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("InfiniLM needs Python 3.11 to 3.13; set PYTHON=…" if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
-	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) …"
-	$(PIP) scikit-build-core nanobind cmake ninja
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(BIN)/python $(INSTALL) $(TOOLS) || { $(BIN)/python -m ensurepip && $(PIP) $(TOOLS); }
 	touch $@
 
 $(VENV)/.run: pyproject.toml $(VENV)/.tools
@@ -150,6 +154,7 @@ $(VENV)/.run: pyproject.toml $(VENV)/.tools
 $(VENV)/.dev: $(VENV)/.run
 	@echo "Installing the test tools into $(VENV) …"
 	$(EDITABLE) '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # tests start many processes; some packages have files that are no Python
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-// Prints checksums of products and attention over made-up numbers, for one instruction set. They must be the same on every
+// Prints checksums of products, attention and delta rules over made-up numbers, for one instruction set. They must be the same on every
 // machine: `make aarch64` compares those of an emulated aarch64 with this machine's. Not a part of the module.
 #include <cstdio>
 #include <cstring>
@@ -77,6 +77,30 @@ void check_attention(int head_dim) {
     print("attention", head_dim, out);
 }
 
+void check_delta_rule(int dim) {
+    constexpr int kTokens = 9;
+    const int64_t stride = 4 * dim;  // query, key, value, decay and rate of each token
+    std::vector<float> tokens = random_floats(size_t(kTokens * stride)), state(size_t(dim) * dim);
+    float* first = tokens.data();
+    kernels().delta_rule({first, first + dim, first + 2 * dim, first + 3 * dim, first + 3 * dim + 1, stride, kTokens, dim, dim,
+                          nullptr, state.data()});
+    print("delta rule, results", dim, tokens);
+    print("delta rule, state", dim, state);
+}
+
+void check_latents(int rank) {
+    constexpr int kHeads = 2, kBlock = 16, kBlocks = 5, kTokens = 4, kPosition = 70;
+    const int width = rank + 16;
+    std::vector<float> cache = random_floats(size_t(kBlocks) * kBlock * width);
+    CacheView view{cache.data(), CacheType::kFloat32, kBlocks, kBlock, 1, width};
+    view.is_latent = true;
+    const std::vector<float> query = random_floats(size_t(kTokens) * kHeads * width);
+    const int64_t table[] = {4, 2, 0, 1, 3};
+    std::vector<float> out(size_t(kTokens) * kHeads * rank);
+    kernels().attend_latents({query.data(), out.data(), kTokens, kHeads, kHeads, rank, kPosition, table, 0.125f}, view);
+    print("latents", rank, out);
+}
+
 }  // namespace
 }  // namespace infinilm
 
@@ -84,4 +108,6 @@ int main() {
     infinilm::use_kernels("generic");
     for (const infinilm::Format& format : infinilm::kFormats) infinilm::check_products(format);
     for (int head_dim : {64, 80, 128}) infinilm::check_attention(head_dim);
+    for (int dim : {32, 128}) infinilm::check_delta_rule(dim);
+    for (int rank : {48, 512}) infinilm::check_latents(rank);
 }

@@ -664,6 +664,8 @@ void cap_logits_py(Array<float, 2> logits, float cap) {
 NB_MODULE(_native, module) {
     using namespace infinilm;
 
+    nb::set_leak_warnings(false);  // an interpreter may end while it holds objects, as the server's does its tokenizer
+
     // noconvert: an array of another type or order is refused; a silent copy would be slow, or never written back.
     module.def("instruction_set", [] { return kernels().name; });
     module.def("instruction_sets", [] {

@@ -27,7 +27,7 @@ void low_and_high_halves(const uint8_t* bytes, uint8_t* q) {
 // Eight at a time: a byte is repeated, each copy keeps its own bit, which a carry moves to the top and a shift to bit 4.
 void add_fifth_bits(const uint8_t* bytes, uint8_t* q) {
     for (int i = 0; i < kGroup / 8; ++i) {
-        const uint64_t own = bytes[i] * 0x0101010101010101 & 0x8040201008040201;
+        const uint64_t own = uint64_t(bytes[i]) * 0x0101010101010101 & 0x8040201008040201;
         uint64_t eight;
         std::memcpy(&eight, q + 8 * i, sizeof eight);
         eight |= ((own + 0x7f7f7f7f7f7f7f7f) & 0x8080808080808080) >> 3;
@@ -106,10 +106,6 @@ void read_q6_k(const uint8_t* block, int index, Group& group) {
     }
 }
 
-using ReadGroup = void (*)(const uint8_t* block, int index, Group& group);
-constexpr ReadGroup kReaders[] = {read_q4_0, read_q4_1, read_q5_0, read_q5_1, read_q8_0, read_q4_k, read_q5_k, read_q6_k};
-static_assert(sizeof kReaders / sizeof *kReaders == sizeof kFormats / sizeof *kFormats);
-
 // Where the bits of a number lie: vector `quad`, byte `place` in it.
 uint8_t get(const uint8_t* numbers, int bits, int quad, int place) {
     if (bits == 8) return numbers[quad * kVectorBytes + place];
@@ -124,7 +120,8 @@ uint8_t get(const uint8_t* numbers, int bits, int quad, int place) {
 using Tile = uint32_t[kQuads][kPanelRows];
 
 // Write the numbers of a tile with so many bits each. Words hold four numbers, whose bits do not touch.
-void write_tile(const Tile& tile, int bits, uint8_t* numbers) {
+template <int bits>
+void write_tile(const Tile& tile, uint8_t* numbers) {
     Tile out{};
     if (bits == 8) {
         std::memcpy(out, tile, sizeof out);
@@ -145,6 +142,39 @@ void write_tile(const Tile& tile, int bits, uint8_t* numbers) {
     std::memcpy(numbers, out, size_t(bits) * kVectorBytes);  // as many vectors as bits: 8 share 64 bytes each
 }
 
+using ReadGroup = void (*)(const uint8_t* block, int index, Group& group);
+using PackPanel = void (*)(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel);
+
+// A function for each format, so that the compiler knows how a group is read and how many bits its numbers have.
+template <ReadGroup read, int bits>
+void pack_panel_of(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel) {
+    const int groups = columns / kGroup, groups_per_block = format.block_columns / kGroup;
+    for (int g = 0; g < groups; ++g) {
+        uint8_t* numbers = panel + format.numbers_at(g);
+        auto* scales = reinterpret_cast<uint16_t*>(panel + format.scales_at(g, groups));
+        Tile tile;
+        for (int lane = 0; lane < kPanelRows; ++lane) {
+            Group group;
+            if (rows[lane] == nullptr) {
+                for (int i = 0; i < kGroup; ++i) group.q[i] = get(numbers, bits, i / 4, 4 * lane + i % 4);
+            } else {
+                read(rows[lane] + size_t(g / groups_per_block) * format.block_bytes, g % groups_per_block, group);
+                for (int i = 0; i < format.scales; ++i) scales[i * kPanelRows + lane] = group.scale[i];
+                if (format.has_minimum) scales[format.scales * kPanelRows + lane] = group.minimum;
+            }
+            uint32_t words[kQuads];
+            std::memcpy(words, group.q, sizeof words);
+            for (int quad = 0; quad < kQuads; ++quad) tile[quad][lane] = words[quad];
+        }
+        write_tile<bits>(tile, numbers);
+    }
+}
+
+constexpr PackPanel kPackers[] = {pack_panel_of<read_q4_0, 4>, pack_panel_of<read_q4_1, 4>, pack_panel_of<read_q5_0, 5>,
+                                  pack_panel_of<read_q5_1, 5>, pack_panel_of<read_q8_0, 8>, pack_panel_of<read_q4_k, 4>,
+                                  pack_panel_of<read_q5_k, 5>, pack_panel_of<read_q6_k, 6>};
+static_assert(sizeof kPackers / sizeof *kPackers == sizeof kFormats / sizeof *kFormats);
+
 }  // namespace
 
 const Format& find_format(const std::string& name) {
@@ -158,27 +188,7 @@ const Format& find_format(const std::string& name) {
 }
 
 void pack_panel(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel) {
-    const ReadGroup read = kReaders[&format - kFormats];
-    const int groups = columns / kGroup, groups_per_block = format.block_columns / kGroup;
-    for (int g = 0; g < groups; ++g) {
-        uint8_t* numbers = panel + format.numbers_at(g);
-        auto* scales = reinterpret_cast<uint16_t*>(panel + format.scales_at(g, groups));
-        Tile tile;
-        for (int lane = 0; lane < kPanelRows; ++lane) {
-            Group group;
-            if (rows[lane] == nullptr) {
-                for (int i = 0; i < kGroup; ++i) group.q[i] = get(numbers, format.bits, i / 4, 4 * lane + i % 4);
-            } else {
-                read(rows[lane] + size_t(g / groups_per_block) * format.block_bytes, g % groups_per_block, group);
-                for (int i = 0; i < format.scales; ++i) scales[i * kPanelRows + lane] = group.scale[i];
-                if (format.has_minimum) scales[format.scales * kPanelRows + lane] = group.minimum;
-            }
-            uint32_t words[kQuads];
-            std::memcpy(words, group.q, sizeof words);
-            for (int quad = 0; quad < kQuads; ++quad) tile[quad][lane] = words[quad];
-        }
-        write_tile(tile, format.bits, numbers);
-    }
+    kPackers[&format - kFormats](format, columns, rows, panel);
 }
 
 void unpack_row(const PackedMatrix& matrix, int row, float* out) {

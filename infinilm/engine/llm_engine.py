@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -40,10 +40,10 @@ from infinilm.garbage import gc_paused
 from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
-from infinilm.structured.compiler import GrammarCompiler
 
 if TYPE_CHECKING:  # they need torch, and nothing here does
     from infinilm.debug import HookRegistry, RequestRows
+    from infinilm.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,6 @@ class LLMEngine:
         self.eos_token_ids = loaded.eos_token_ids
         self.default_sampling_params = loaded.default_sampling_params
         """For requests without parameters: the checkpoint's defaults, or those of the model's card."""
-        self.grammars = GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
         self._turns = Turns()
         self.end_runs_if = [self._turns.is_awaited]
         """Called between the steps of a `DecodeRun`, which ends if one of them returns True."""
@@ -430,7 +429,8 @@ class LLMEngine:
         stop_ids = (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
         if params.stop and self.tokenizer is None:
             raise InvalidValueError("stop needs text, and the checkpoint has no tokenizer; use stop_token_ids")
-        grammar = self.grammars.grammar_of(params, stop_ids)
+        has_grammar = params.structured is not None or params.reasoning is not None
+        grammar = self.grammars.grammar_of(params, stop_ids) if has_grammar else None
         seqs: list[TokenSequence] = []
         arrival = next(self._arrivals)
         for sample in range(params.n):
@@ -545,6 +545,13 @@ class LLMEngine:
             num_cached_blocks=blocks.num_cached,
         )
 
+    @cached_property
+    def grammars(self) -> "GrammarCompiler":
+        """What compiles `structured`: not imported before a request has it."""
+        from infinilm.structured.compiler import GrammarCompiler
+
+        return GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
+
     @_in_turn
     def exit(self) -> None:
         """Abort what is running and give back the memory. Calling it again does nothing."""
@@ -558,7 +565,8 @@ class LLMEngine:
         for request in list(self._requests.values()):
             self._end(request)
         self._in_flight.clear()
-        self.grammars.close()
+        if "grammars" in vars(self):
+            self.grammars.close()
         self.executor.shutdown()
 
     def _check_open(self) -> None:

@@ -41,12 +41,14 @@ def hash_weights(path: Path) -> str:
 @cache
 def hash_kernels(*, uses_torch: bool = True) -> str:
     """A hash of the code that computes: the package's kernels, layers and native library, and torch's version."""
-    from importlib.metadata import version
+    digest = xxh3_64()
+    if uses_torch:
+        from importlib.metadata import version
 
+        digest.update(version("torch").encode())
     root = Path(__file__).parent.parent
     folders = ("kernels", "attention", "layers", "models", "sampling")
     files = [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
-    digest = xxh3_64(version("torch").encode() if uses_torch else b"")
     library = native.load()
     for file in [*files, *([Path(library.__file__)] if library is not None and library.__file__ else [])]:
         digest.update(file.read_bytes())

