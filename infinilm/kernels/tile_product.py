@@ -50,7 +50,9 @@ def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
 
 def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordered: bool) -> Tile:
     """The tile for so many rows, and lines of each matrix."""
-    rows = next((size for size in (16, 32, 64) if num_rows <= size), 64 if is_ordered else 128)
+    # Minimums take as many registers again.
+    largest = 64 if is_ordered or matrix.format.has_minimums else 128
+    rows = next((size for size in (16, 32, 64) if num_rows <= size), largest)
     inputs, unit = matrix.inputs, max(matrix.format.group, matrix.format.chunk, 128)
     # Inputs of a split: powers of 2, with which memory is read fastest, or half or a quarter of them.
     sizes = sorted(
