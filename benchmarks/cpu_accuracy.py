@@ -4,8 +4,9 @@
 
 The reference is `LLM(dtype="float32")`, which computes with the file's weights as they are, dequantised, and matches
 transformers (`infinilm verify`). Held against it, on the same token ids: this engine with its defaults, which
-multiplies packed weights, and llama.cpp. Both read the texts twice: as prompts, many tokens at a time, and as decoding
-would, one token at a time, because engines may compute the two in different ways. The columns:
+multiplies packed weights, the same with `activation_bits=8`, and llama.cpp. All read the texts twice: as prompts, many
+tokens at a time, and as decoding would, one token at a time, because engines may compute the two in different ways.
+The columns:
 
 - `mean KL`, with its standard error, and `max`: the Kullback-Leibler divergence of the whole vocabulary's distribution
   from the reference's, in nats, computed in float64.
@@ -80,10 +81,15 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     max_len = 64 if options.quick else options.max_len
     settings = {"device": "cpu", "max_model_len": max_len, "max_num_seqs": 1}
-    with LLM(path, dtype="float32", **settings) as exact, LLM(path, **settings) as packed:
+    with (
+        LLM(path, dtype="float32", **settings) as exact,
+        LLM(path, **settings) as packed,
+        LLM(path, activation_bits=8, **settings) as short,
+    ):
         texts = read_texts(exact, max_len)
         peer = LlamaCpp(path, num_threads=options.threads)
-        reference, found = compare(texts, Ours(exact), {OURS: Ours(packed), LLAMA_CPP: peer})
+        engines: dict[str, Engine] = {OURS: Ours(packed), f"{OURS}, 8 bits": Ours(short), LLAMA_CPP: peer}
+        reference, found = compare(texts, Ours(exact), engines)
     report = {
         "model": path.name,
         "machine": describe_machine(),

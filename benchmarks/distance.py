@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from infinilm import LLM
 from infinilm.attention import HostBatch
+from infinilm.executor.local import LocalExecutor
+from infinilm.executor.native_worker import NativeWorker
 from infinilm.executor.rank_worker import ForwardInput
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -37,9 +39,19 @@ class Ours:
                 query_lens=np.array([end - start]),
                 context_lens=np.array([end]),
             )
-            output = self.engine.executor.forward(ForwardInput(batch, np.arange(end - start)))
-            found.append(output.logits.numpy(force=True).copy())
+            found.append(self._compute(batch))
         return np.concatenate(found)
+
+    def _compute(self, batch: HostBatch) -> Floats:
+        executor = self.engine.executor
+        worker = executor.worker if isinstance(executor, LocalExecutor) else None
+        if isinstance(worker, NativeWorker):  # which has no forward passes of its own
+            assert worker.cache is not None
+            with worker.computing():
+                hidden = worker.model.forward(batch, batch.input_ids, worker.cache)
+                return worker.model.compute_logits(hidden)
+        output = executor.forward(ForwardInput(batch, np.arange(len(batch.input_ids))))
+        return np.asarray(output.logits.numpy(force=True).copy())
 
 
 @dataclass(slots=True)

@@ -33,8 +33,11 @@ def num_threads() -> int:
 class Matrix:
     """A quantised weight `[rows, columns]` in the kernels' own layout."""
 
-    def __init__(self, format: str, rows: int, columns: int) -> None:
-        """All zero; `format` is a GGML type's name, `columns` a multiple of its block."""
+    def __init__(self, format: str, rows: int, columns: int, activation_bits: int = 16) -> None:
+        """All zero; `format` is a GGML type's name, `columns` a multiple of its block.
+
+        Rows that are multiplied with it are rounded to `activation_bits`, 8 or 16.
+        """
 
     @property
     def format(self) -> str: ...
@@ -42,6 +45,8 @@ class Matrix:
     def rows(self) -> int: ...
     @property
     def columns(self) -> int: ...
+    @property
+    def activation_bits(self) -> int: ...
     @property
     def num_bytes(self) -> int: ...
     def load(self, blocks: Bytes, rows: Ints) -> None:

@@ -92,6 +92,13 @@ def check_flag(name: str, value: object) -> None:
         raise InvalidTypeError(f"{name}={value!r} must be True or False")
 
 
+def check_activation_bits(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(f"activation_bits={value!r} must be the integer 16 or 8")
+    if value not in (8, 16):
+        raise InvalidValueError(f"activation_bits={value!r} must be 16, or 8 for faster prompts")
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str):
         raise InvalidTypeError(f"{name}={value!r} must be one of {', '.join(choices)}")

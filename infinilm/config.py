@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from infinilm.cache.config import DTYPES, FP8, check_block_size
-from infinilm.checks import check_choice, check_flag, check_integer, check_real, make_numbers_plain
+from infinilm.checks import (
+    check_activation_bits,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_real,
+    make_numbers_plain,
+)
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidTypeError, InvalidValueError
 from infinilm.platforms import check_device
@@ -66,6 +73,9 @@ class Config:
     if `dtype` is auto. fp8 (on a GPU), int4, q8, q4: dense matrices are quantised while they are read. none: all are
     dense.
     """
+    activation_bits: int = 16
+    """Bits of what quantised matrices are multiplied with on a CPU, 16 or 8. 8: prompts are computed faster, and
+    answers are less accurate (`docs/performance.md`). The head has 16 always."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`; float16 on a CPU whose weights are quantised. fp8: 8-bit floats with a scale for each token and
     head, about half the memory of 16 bits, see `docs/quantization.md`."""
@@ -102,6 +112,7 @@ class Config:
         check_choice("dtype", self.dtype, ("auto", *DTYPES))
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_activation_bits(self.activation_bits)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, FP8))
         check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)

@@ -45,9 +45,9 @@ std::vector<uint8_t> random_blocks(const Format& format, int rows, int columns) 
     return bytes;
 }
 
-void check_products(const Format& format) {
+void check_products(const Format& format, int bits) {
     constexpr int kRows = 37, kColumns = 768;
-    auto matrix = std::make_shared<Matrix>(format.name, kRows, kColumns);
+    auto matrix = std::make_shared<Matrix>(format.name, kRows, kColumns, bits);
     std::vector<int64_t> rows(kRows);
     for (int i = 0; i < kRows; ++i) rows[i] = i;
     matrix->load(random_blocks(format, kRows, kColumns).data(), rows.data(), kRows);
@@ -56,10 +56,10 @@ void check_products(const Format& format) {
         const std::vector<float> x = random_floats(size_t(tokens) * kColumns);
         std::vector<float> out(size_t(tokens) * kRows);
         QuantizedRows quantized;
-        quantized.reserve(tokens, kColumns);
+        quantized.reserve(tokens, kColumns, linear.activation_bits());
         for (int t = 0; t < tokens; ++t) kernels().quantize(x.data(), kColumns, nullptr, 0.0f, t, quantized.view());
         linear.multiply(quantized.view(), tokens, out.data(), false);
-        print(format.name, tokens, out);
+        print(bits == 8 ? "8 bits" : format.name, tokens, out);
     }
 }
 
@@ -106,7 +106,9 @@ void check_latents(int rank) {
 
 int main() {
     infinilm::use_kernels("generic");
-    for (const infinilm::Format& format : infinilm::kFormats) infinilm::check_products(format);
+    for (int bits : {16, 8}) {
+        for (const infinilm::Format& format : infinilm::kFormats) infinilm::check_products(format, bits);
+    }
     for (int head_dim : {64, 80, 128}) infinilm::check_attention(head_dim);
     for (int dim : {32, 128}) infinilm::check_delta_rule(dim);
     for (int rank : {48, 512}) infinilm::check_latents(rank);

@@ -11,7 +11,11 @@
 
 namespace infinilm {
 
-Matrix::Matrix(const std::string& format, int rows, int columns) : view_{&find_format(format), rows, columns, nullptr} {
+Matrix::Matrix(const std::string& format, int rows, int columns, int activation_bits)
+    : view_{&find_format(format), rows, columns, nullptr, activation_bits} {
+    if (activation_bits != 8 && activation_bits != 16) {
+        throw std::invalid_argument("activation_bits=" + std::to_string(activation_bits) + " must be 8 or 16");
+    }
     if (rows < 1 || columns < 1 || columns % view_.format->block_columns != 0) {
         throw std::invalid_argument(format + " can't hold [" + std::to_string(rows) + ", " + std::to_string(columns) +
                                     "]: columns must be a multiple of " + std::to_string(view_.format->block_columns));
@@ -37,18 +41,21 @@ void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
     for (int64_t i = 0; i < count; ++i) unpack_row(view_, int(rows[i]), out + i * view_.columns);
 }
 
-const Activations& QuantizedRows::reserve(int64_t rows, int columns, int64_t fewest) {
+const Activations& QuantizedRows::reserve(int64_t rows, int columns, int bits, int64_t fewest) {
     const int blocks = (columns / kGroup + kBlockGroups - 1) / kBlockGroups;
     const size_t count = size_t(rows) * blocks, groups = count * kBlockGroups;
-    const bool has_bytes = fewest < kAlwaysMany, has_whole = rows >= kAlwaysFew;
+    const bool is_short = bits == 8, has_bytes = is_short || fewest < kAlwaysMany, has_whole = !is_short && rows >= kAlwaysFew;
     view_ = {rows,
              columns,
+             bits,
              has_bytes ? coarse_.reserve(groups * kGroup) : nullptr,
              has_bytes ? fine_.reserve(groups * kGroup) : nullptr,
              has_whole ? whole_.reserve(groups * kGroup) : nullptr,
-             scales_.reserve(count),
+             scales_.reserve(is_short ? groups : count),
              sums_.reserve(groups),
-             halves_.reserve(2 * groups)};
+             halves_.reserve(2 * groups),
+             is_short ? fine_halves_.reserve(2 * groups) : nullptr,
+             is_short ? fine_groups_.reserve(count) : nullptr};
     return view_;
 }
 
@@ -58,6 +65,9 @@ Linear::Linear(std::vector<std::shared_ptr<const Matrix>> matrices, const float*
     columns_ = matrices_.front()->view().columns;
     for (const auto& matrix : matrices_) {
         if (matrix->view().columns != columns_) throw std::invalid_argument("matrices must have as many columns");
+        if (matrix->view().activation_bits != activation_bits()) {
+            throw std::invalid_argument("matrices must have the same activation_bits");
+        }
         rows_ += matrix->view().rows;
     }
 }
@@ -70,7 +80,7 @@ void Linear::multiply(const Activations& x, int64_t rows, float* out, bool accum
 
 void Linear::multiply(const float* x, int64_t rows, float* out, bool accumulate) const {
     static thread_local QuantizedRows memory;
-    const Activations rounded = memory.reserve(rows, columns_);
+    const Activations rounded = memory.reserve(rows, columns_, activation_bits());
     parallel_for(rows, 4, [&](int64_t t) { kernels().quantize(x, columns_, nullptr, 0.0f, int(t), rounded); });
     multiply(rounded, rows, out, accumulate);
 }
@@ -297,14 +307,15 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
 
 static constexpr int64_t kRowsPerTask = 4;
 
-const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, int size, const float* norm, float eps) {
-    const Activations& rounded = workspace().rows.reserve(tokens, size);
+const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, const Linear& linear, const float* norm,
+                              float eps) {
+    const Activations& rounded = workspace().rows.reserve(tokens, linear.in_features(), linear.activation_bits());
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) { kernels().quantize(rows, stride, norm, eps, int(t), rounded); });
     return rounded;
 }
 
-const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, int size) {
-    return round_rows(hidden, size, tokens, size, around.norm_before, around.eps);
+const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, const Linear& linear) {
+    return round_rows(hidden, linear.in_features(), tokens, linear, around.norm_before, around.eps);
 }
 
 void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden) {
@@ -344,7 +355,7 @@ enum class Heads { kAll, kQueries, kKeysAndValues };
 float* make_heads(const Attention& own, const Surroundings& around, const Step& step, const CacheView& cache, Heads which,
                   const float* hidden, float* gates = nullptr) {
     const int size = own.qkv->out_features(), query_size = own.rope.num_heads * own.head_dim;
-    const Activations& normed = round_input(around, hidden, step.tokens, own.qkv->in_features());
+    const Activations& normed = round_input(around, hidden, step.tokens, *own.qkv);
     float* heads = workspace().qkv.reserve(step.tokens * size);
     RopeStore rope = own.rope;
     if (which == Heads::kQueries) rope.has_keys = false;
@@ -373,7 +384,7 @@ void run_attention(const Attention& own, const Surroundings& around, const Step&
             kernels().gate_heads(attended + place, gates + place, nullptr, 0.0f, 1, int(attended_size));
         });
     }
-    add_output(*own.out, round_rows(attended, attended_size, tokens, int(attended_size)), around, tokens, hidden);
+    add_output(*own.out, round_rows(attended, attended_size, tokens, *own.out), around, tokens, hidden);
 }
 
 // A layer after which only the last tokens of some requests have a use. The hidden states of these are gathered.
@@ -416,10 +427,10 @@ void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float*
 void MLP::run_some(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
     Workspace& space = workspace();
     const int64_t inner_size = gate_up_->out_features();
-    const Activations& normed = round_input(around, x, tokens, gate_up_->in_features());
+    const Activations& normed = round_input(around, x, tokens, *gate_up_);
     float* gate_up = space.gate_up.reserve(tokens * inner_size);
     gate_up_->multiply(normed, tokens, gate_up, false);
-    const Activations& inner = space.rows.reserve(tokens, int(inner_size / 2));
+    const Activations& inner = space.rows.reserve(tokens, int(inner_size / 2), down_->activation_bits());
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
         kernels().gate_quantize(gate_up, inner_size, gating_, int(t), inner);
     });
@@ -441,11 +452,11 @@ namespace {
 void add_own_input(const OwnInput& own, const float* input, int64_t stride, int64_t tokens, float* hidden) {
     Workspace& space = workspace();
     const int width = own.gate->out_features();
-    const Activations& rounded = round_input(own.around, hidden, tokens, own.gate->in_features());
+    const Activations& rounded = round_input(own.around, hidden, tokens, *own.gate);
     float* gates = space.gate_up.reserve(tokens * width);
     own.gate->multiply(rounded, tokens, gates, false);
     float* gated = space.gated.reserve(tokens * 2 * width);
-    const Activations& inner = space.rows.reserve(tokens, width);
+    const Activations& inner = space.rows.reserve(tokens, width, own.projection->activation_bits());
     parallel_for(tokens, kRowsPerTask, [&](int64_t t) {
         float* row = gated + t * 2 * width;
         std::copy(gates + t * width, gates + (t + 1) * width, row);

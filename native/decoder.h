@@ -15,7 +15,8 @@ namespace infinilm {
 // A weight that owns its memory.
 class Matrix {
 public:
-    Matrix(const std::string& format, int rows, int columns);  // all zero
+    // All zero. Rows that are multiplied with it are rounded to so many bits, 8 or 16.
+    Matrix(const std::string& format, int rows, int columns, int activation_bits = 16);
 
     const PackedMatrix& view() const { return view_; }
     size_t num_bytes() const;
@@ -30,16 +31,17 @@ private:
 // Rounded rows, with the memory they are in.
 class QuantizedRows {
 public:
-    const Activations& reserve(int64_t rows, int columns) { return reserve(rows, columns, rows); }
+    const Activations& reserve(int64_t rows, int columns, int bits) { return reserve(rows, columns, bits, rows); }
     // The same for products of some of the rows, at least `fewest`.
-    const Activations& reserve(int64_t rows, int columns, int64_t fewest);
+    const Activations& reserve(int64_t rows, int columns, int bits, int64_t fewest);
     const Activations& view() const { return view_; }
 
 private:
     Buffer<int8_t> coarse_, fine_;
     Buffer<int16_t> whole_;
     Buffer<float> scales_, sums_;
-    Buffer<int32_t> halves_;
+    Buffer<int32_t> halves_, fine_halves_;
+    Buffer<uint8_t> fine_groups_;
     Activations view_{};
 };
 
@@ -62,6 +64,7 @@ public:
 
     int in_features() const { return columns_; }
     int out_features() const { return rows_; }
+    int activation_bits() const { return matrices_.front()->view().activation_bits; }
     // out [rows, out] = or += x W^T + b.
     void multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const;
     // The same for rows that are not rounded yet.
@@ -159,11 +162,11 @@ struct Attention : TokenMixer {
     void run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const override;
 };
 
-// Round the hidden states of a step, after the norm before a mixer; valid until the next rounding.
-const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, int size);
+// Round the hidden states of a step for a layer, after the norm before a mixer; valid until the next rounding.
+const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, const Linear& linear);
 // The same for what a mixer has in rows `stride` apart, after a norm if there is a weight.
-const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, int size, const float* norm = nullptr,
-                              float eps = 0.0f);
+const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, const Linear& linear,
+                              const float* norm = nullptr, float eps = 0.0f);
 // hidden += what becomes of x W^T, a mixer's last product.
 void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden);
 

@@ -92,7 +92,7 @@ void DeltaNet::run(const Surroundings& around, const Step& step, const LayerCach
     const int64_t tokens = step.tokens, width = in->out_features();
     const int keys = key_heads * key_dim, values = value_heads * value_dim, group = value_heads / key_heads;
     float* rows = space.projected.reserve(tokens * width);
-    in->multiply(round_input(around, hidden, tokens, in->in_features()), tokens, rows, false);
+    in->multiply(round_input(around, hidden, tokens, *in), tokens, rows, false);
     list_segments(step, states.block_size, space);
 
     constexpr int kPiece = 256;  // channels
@@ -147,7 +147,7 @@ void DeltaNet::run(const Surroundings& around, const Step& step, const LayerCach
     parallel_for(tokens, 4, [&](int64_t t) {
         k.gate_heads(mixed + t * width, mixed + t * width + values, norm, eps, value_heads, value_dim);
     });
-    add_output(*out, round_rows(mixed, width, tokens, values), around, tokens, hidden);
+    add_output(*out, round_rows(mixed, width, tokens, *out), around, tokens, hidden);
 }
 
 }  // namespace infinilm

@@ -47,6 +47,11 @@ void score(const float* x, const float* weight, int columns, int count, float* o
     }
 }
 
+// The sums of a block's halves of groups.
+inline void add_halves(Floats (&sums)[2 * kBlockGroups / kLanes][kLanes], float (&halves)[2 * kBlockGroups]) {
+    for (int i = 0; i < 2 * kBlockGroups / kLanes; ++i) store(halves + i * kLanes, sums_of(sums[i]));
+}
+
 // Round a block of up to kBlockGroups groups. What is no number becomes 0, but then the scale is none either, which shows
 // in the results.
 inline void quantize_block(const float* x, int groups, int row, int block, const Activations& out) {
@@ -69,10 +74,91 @@ inline void quantize_block(const float* x, int groups, int row, int block, const
         }
     }
     float halves[2 * kBlockGroups];
-    for (int i = 0; i < 2 * kBlockGroups / kLanes; ++i) store(halves + i * kLanes, sums_of(sums[i]));
+    add_halves(sums, halves);
     out.scales[place / kBlockGroups] = scale;
     for (int g = 0; g < kBlockGroups; ++g) out.sums[place + g] = halves[2 * g] + halves[2 * g + 1];
     for (int i = 0; i < 2 * kBlockGroups; ++i) out.halves[2 * place + i] = int32_t(halves[i]);
+}
+
+// The sums of the halves of kGroups groups of bytes.
+template <int kGroups>
+inline void add_bytes(const int8_t* numbers, int32_t* halves) {
+    constexpr int kVectors = 4;  // that make one of sums
+    Ints order{};
+    for (int i = 0; i < kLanes; ++i) order[i] = 4 * (i % (kLanes / 4)) + i / (kLanes / 4);
+    for (int first = 0; first < kGroups * kGroup; first += kVectors * 4 * kLanes) {
+        Floats sums[kVectors];
+        for (int v = 0; v < kVectors; ++v) {
+            const int at = first + v * 4 * kLanes;
+            sums[v] = (Floats)(at < kGroups * kGroup ? add_quads(numbers + at) : Ints{});
+        }
+        const Floats found = combine_each<2>(sums, [](Floats a, Floats b) { return (Floats)((Ints)a + (Ints)b); });
+        const Floats ordered = pick(found, found, order);
+        std::memcpy(halves + first / (kGroup / 2), &ordered, std::min<size_t>(sizeof ordered, kGroups * 2 * sizeof *halves));
+    }
+}
+
+// Round kGroups groups to 8 bits. One without a scale, whose numbers are all zero or not all finite, has zeros.
+template <int kGroups>
+inline void quantize_bytes(const float* x, int64_t place, const Activations& out) {
+    constexpr int kSet = std::min(kGroups, kLanes);  // groups with one number each in a vector
+    const auto larger_bits = [](Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); };
+    float scales[kGroups + kLanes], inverses[kGroups + kLanes], largest[kGroups + kLanes];
+    Floats squares = all(0.0f);
+    for (int first = 0; first < kGroups; first += kSet) {
+        Floats each[kSet] = {};
+#pragma GCC unroll 8
+        for (int g = 0; g < kSet; ++g) {
+            for (int i = 0; i < kGroup; i += kLanes) {
+                const Floats numbers = load(x + (first + g) * kGroup + i);
+                each[g] = larger_bits(absolute(numbers), each[g]);
+                squares = multiply_add(numbers, numbers, squares);
+            }
+        }
+        const Floats own = combine_each<kLanes / 2>(each, larger_bits), scale = own / float(kLargestByte);
+        const Ints is_normal = (scale >= std::numeric_limits<float>::min()) & (scale < kNoLimit);
+        store(largest + first, own);
+        store(scales + first, scale);
+        store(inverses + first, is_normal ? 1.0f / scale : all(0.0f));
+    }
+    int8_t *coarse = out.coarse + place * kGroup, *fine = out.fine + place * kGroup;
+    std::memset(fine, 0, kGroups * kGroup);
+#pragma GCC unroll 8
+    for (int g = 0; g < kGroups; ++g) {
+        for (int i = 0; i < kGroup; i += kLanes) {
+            const Floats numbers = load(x + g * kGroup + i) * inverses[g];
+            store_bytes(coarse + g * kGroup + i, round_to_even(numbers == numbers ? numbers : all(0.0f)));
+        }
+    }
+    add_bytes<kGroups>(coarse, out.halves + 2 * place);
+    for (int g = 0; g < kGroups; ++g) {
+        const int32_t* halves = out.halves + 2 * (place + g);
+        out.scales[place + g] = scales[g];
+        out.sums[place + g] = scales[g] * float(halves[0] + halves[1]);
+    }
+    std::memset(out.fine_halves + 2 * place, 0, 2 * kGroups * sizeof(int32_t));
+    int fine_groups = 0;
+    const float outlier = kOutlierShare * sum_of(squares);
+    for (int g = 0; g < kGroups; ++g) {
+        if (!(largest[g] * largest[g] > outlier)) continue;
+        fine_groups |= 1 << g;
+        for (int i = 0; i < kGroup; i += kLanes) {
+            const Floats numbers = load(x + g * kGroup + i) * inverses[g];
+            store_bytes(fine + g * kGroup + i, round_to_even((numbers - round_to_even(numbers)) * float(kFineSteps)));
+        }
+        int32_t* halves = out.fine_halves + 2 * (place + g);
+        for (int i = 0; i < kGroup; ++i) halves[i / (kGroup / 2)] += fine[g * kGroup + i];
+        out.sums[place + g] += scales[g] * (float(halves[0] + halves[1]) / float(kFineSteps));
+    }
+    out.fine_groups[place / kBlockGroups] = uint8_t(fine_groups);
+}
+
+// The same for a block, to which zeros are added up to a number of groups that is known to the compiler.
+inline void quantize_bytes(float* x, int groups, int row, int block, const Activations& out) {
+    const int padded = groups <= 2 ? 2 : groups <= 4 ? 4 : kBlockGroups;
+    const auto round = padded == 2 ? quantize_bytes<2> : padded == 4 ? quantize_bytes<4> : quantize_bytes<kBlockGroups>;
+    std::fill(x + groups * kGroup, x + padded * kGroup, 0.0f);
+    round(x, out.place(row, block), out);
 }
 
 // Round a row of which `numbers(column)` gives a vector.
@@ -83,7 +169,11 @@ inline void quantize_row(int row, const Activations& out, const Numbers& numbers
     for (int first = 0; first < out.columns; first += kBlock) {
         const int count = std::min(kBlock, out.columns - first);
         for (int i = 0; i < count; i += kLanes) store(x + i, numbers(first + i));
-        quantize_block(x, count / kGroup, row, first / kBlock, out);
+        if (out.bits == 8) {
+            quantize_bytes(x, count / kGroup, row, first / kBlock, out);
+        } else {
+            quantize_block(x, count / kGroup, row, first / kBlock, out);
+        }
     }
 }
 

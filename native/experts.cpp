@@ -69,13 +69,13 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
         multiply_all(space.products, from);
     };
 
-    const Activations rounded = space.rows.reserve(pairs, int(size), 1);
+    const Activations rounded = space.rows.reserve(pairs, int(size), gate_up_.front()->activation_bits(), 1);
     parallel_for(pairs, kRowsPerTask, [&](int64_t place) {
         k.quantize(x + order[place] / top_k * size, 0, nullptr, 0.0f, int(place), rounded);
     });
     float* gate_up = space.gate_up.reserve(pairs * 2 * inner);
     multiply(gate_up_, rounded, gate_up);
-    const Activations activated = space.rows.reserve(pairs, int(inner), 1);
+    const Activations activated = space.rows.reserve(pairs, int(inner), down_.front()->activation_bits(), 1);
     parallel_for(pairs, kRowsPerTask, [&](int64_t place) {
         k.gate_quantize(gate_up, 2 * inner, gating_, int(place), activated);
     });

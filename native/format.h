@@ -66,6 +66,7 @@ struct PackedMatrix {
     int rows;
     int columns;
     const uint8_t* data;
+    int activation_bits;  // of the rows that it is multiplied with
 
     int panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
     int groups() const { return columns / kGroup; }

@@ -7,20 +7,25 @@
 
 namespace infinilm {
 
-// Rows of floats, rounded to 16 bits by blocks of 256 columns: x = scale * whole, with whole = 255 * coarse + fine, both
-// from -127 to 127.
+// Rows of floats, rounded to 16 bits or to 8, with coarse and fine from -127 to 127.
+//
+// 16 bits by blocks of 256 columns: x = scale * whole, with whole = 255 * coarse + fine.
+// 8 bits by groups of 32 columns: x = scale * (coarse + fine / 254), with fine numbers in groups with outliers only.
 //
 // A block is kBlockGroups groups of columns; the last may have fewer. A block of all rows lies together, so that from a
 // row to the next it is a fixed distance, whatever the matrix.
 struct Activations {
     int64_t rows;
     int columns;
-    int8_t* coarse;   // [blocks, rows, kBlockGroups, 32], like fine and whole; null where all products are of many rows
+    int bits;
+    int8_t* coarse;   // [blocks, rows, kBlockGroups, 32], like fine and whole; null where 16 bits are for many rows only
     int8_t* fine;
-    int16_t* whole;   // null where all products are of few rows
-    float* scales;    // [blocks, rows]
-    float* sums;      // [blocks, rows, kBlockGroups], sums of whole
-    int32_t* halves;  // [blocks, rows, kBlockGroups, 2], those of a group's halves
+    int16_t* whole;   // null where all products are of few rows, or bits are 8
+    float* scales;    // [blocks, rows], or of 8 bits [blocks, rows, kBlockGroups]
+    float* sums;      // [blocks, rows, kBlockGroups], sums of whole, or of 8 bits of x as it is rounded
+    int32_t* halves;  // [blocks, rows, kBlockGroups, 2], sums of halves of groups: of whole, or of 8 bits of coarse
+    int32_t* fine_halves;  // likewise of fine, for 8 bits, like the rest
+    uint8_t* fine_groups;  // [blocks, rows], a bit for each group that has fine numbers
 
     // The first group of a row in a block.
     int64_t place(int64_t row, int block) const { return (block * rows + row) * kBlockGroups; }
@@ -33,6 +38,12 @@ constexpr int kAlwaysMany = 48;
 
 constexpr int kCoarseStep = 255;
 constexpr int kLargest = 127 * kCoarseStep + 127;  // what a block's largest number becomes
+
+constexpr int kLargestByte = 127;
+constexpr int kFineSteps = 2 * kLargestByte;  // of fine in one of coarse
+// A group has fine numbers if its largest number has more than this share of its block's sum of squares: that number would
+// leave few bits to the others. Of SmolLM2's groups 2 % do, and the KL divergence is half of what it were without.
+constexpr float kOutlierShare = 0.4f;
 
 enum class CacheType { kFloat32, kFloat16, kBFloat16, kFloat8 };
 

@@ -72,10 +72,10 @@ void LatentAttention::run(const Surroundings& around, const Step& step, const La
     Workspace& space = workspace();
     const int heads = rope.num_heads, query_dim = plain_dim + rope.rotary_dim, kept = kept_size();
     const int64_t tokens = step.tokens, width = latents->out_features(), head_size = int64_t(plain_dim + value_dim) * rank;
-    const Activations* from = &round_input(around, hidden, tokens, latents->in_features());
+    const Activations* from = &round_input(around, hidden, tokens, *latents);
     float* made = space.latents.reserve(tokens * width);
     latents->multiply(*from, tokens, made, false);
-    if (query_rank) from = &round_rows(made, width, tokens, query_rank, rope.q_norm, rope.eps);
+    if (query_rank) from = &round_rows(made, width, tokens, *query, rope.q_norm, rope.eps);
     // Queries are replaced by the heads' results, which may be longer.
     const int64_t row = std::max(query->out_features(), heads * value_dim);
     float* queries = space.queries.reserve(tokens * row);
@@ -98,7 +98,7 @@ void LatentAttention::run(const Surroundings& around, const Step& step, const La
         k.dots(attended + (t * heads + head) * rank, values, rank, value_dim, queries + (t * heads + head) * value_dim);
     });
     const int size = heads * value_dim;
-    add_output(*out, round_rows(queries, size, tokens, size), around, tokens, hidden);
+    add_output(*out, round_rows(queries, size, tokens, *out), around, tokens, hidden);
 }
 
 }  // namespace infinilm

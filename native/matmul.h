@@ -1,49 +1,18 @@
-// Products of rounded rows with packed weights.
+// Products of rows that are rounded to 16 bits with packed weights.
 //
 // A row's numbers have 16 bits, in two bytes: 255 * coarse + fine. So a weight is multiplied twice, which costs little
 // next to reading it when there are few rows, and the results are those of floats but for the fifth digit.
-//
-// A panel's 16 rows are the lanes of the sums: nothing is added up across a vector, and a result's order of additions
-// does not depend on how many rows are computed at a time.
 #pragma once
 
-#include <algorithm>
+#include <type_traits>
 
-#include "kernels.h"
-#include "simd.h"
+#include "tiles.h"
 
 namespace infinilm::INFINILM_ISA {
 
-// So many rows at a time share the unpacking of a weight; three sums each have to stay in registers.
-constexpr int kMaxRows = kLanes / 2;
-// Weights are asked for so many bytes before they are needed. They lie in the order in which they are read, over panels
-// and matrices, but the processor's own guesses end with every page.
-constexpr size_t kAhead = 8192;
-constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
 // Rows from which on it pays to unpack weights once for all, by measurement.
 template <int kFormat>
 constexpr int kMany = kLanes == 16 && kFormats[kFormat].scales == 1 ? kAlwaysMany : kAlwaysFew;
-
-// Vector `quad` of a group: four columns of kLanes rows, one number a byte.
-template <int kBits>
-inline Bytes unpack(const uint8_t* group, int quad, int part) {
-    const uint8_t* place = group + part * sizeof(Bytes);
-    if constexpr (kBits == 8) {
-        return load(place + quad * kVectorBytes);
-    } else {
-        // A shift moves 32 bits, so bits of the next byte come in. The mask removes them.
-        const auto shifted = [&](const uint8_t* from, int right) { return (Bytes)((Ints)load(from) >> right); };
-        Bytes q = shifted(place + quad / 2 * kVectorBytes, 4 * (quad % 2)) & 0x0f;
-        const uint8_t* high = place + 4 * kVectorBytes;
-        if constexpr (kBits == 5) {
-            q |= (Bytes)((Ints)shifted(high, quad) << 4) & 0x10;
-        }
-        if constexpr (kBits == 6) {
-            q |= (Bytes)((Ints)shifted(high + quad / 4 * kVectorBytes, 2 * (quad % 4)) << 4) & 0x30;
-        }
-        return q;
-    }
-}
 
 // Multiplies up to kMaxRows rows of x with the kLanes rows of a panel. With is_first it prefetches weights ahead.
 template <int kFormat, int kRows>
@@ -116,22 +85,6 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
     }
 }
 
-// Write a row's results; the last panel may have fewer than 16 rows.
-inline void write_tile(Floats sums, const float* bias, float* out, int lanes, bool accumulate) {
-    float values[kLanes];
-    if (lanes < kLanes) {
-        store(values, sums);
-        for (int i = 0; i < lanes; ++i) {
-            const float value = bias ? values[i] + bias[i] : values[i];
-            out[i] = accumulate ? out[i] + value : value;
-        }
-        return;
-    }
-    if (bias) sums += load(bias);
-    if (accumulate) sums += load(out);
-    store(out, sums);
-}
-
 template <int kFormat, int kRows>
 void multiply_rows(const PackedMatrix& w, const Activations& x, int row, int panel, bool is_first, const float* bias,
                    float* out, int64_t out_stride, bool accumulate) {
@@ -178,14 +131,6 @@ void multiply_few(const PackedMatrix& w, const Activations& x, int first_row, in
 // are the same integers, so a row's results are the same bits as among few. ----
 
 constexpr int kPairs = kGroup / 2;  // vectors of a group
-constexpr int kManyPanels = 4;
-// A tile is so many rows times so many vectors of weights: its sums, and those of a group, stay in registers, and what is
-// read of a row serves all vectors.
-constexpr int kTileRows = kLanes == 16 ? 6 : 3;
-constexpr int kTileVectors = 2;
-constexpr int kManyVectors = kManyPanels * kParts;
-static_assert(kTaskUnit % kTileRows == 0 && kManyVectors % kTileVectors == 0);
-
 // Some groups of kLanes rows of a panel.
 struct UnpackedBlock {
     Ints numbers[kBlockGroups][kPairs];  // a lane has two columns of a row, as int16
@@ -209,21 +154,6 @@ inline void unpack_block(const PackedMatrix& w, int panel, int part, int first_g
         if (format.has_minimum) block.minimums[g] = load_half(scales + format.scales * kPanelRows);
     }
 }
-
-// Where some rows' results go: sums of the blocks so far, and then `out`.
-struct Results {
-    float* sums;        // a row's are kTileVectors * kLanes
-    const float* bias;  // or null
-    float* out;
-    int64_t stride;  // of out
-    int columns;     // from `out` on
-    bool accumulate;
-
-    // Those of the row that comes so many rows later.
-    Results after(int rows) const {
-        return {sums + rows * kTileVectors * kLanes, bias, out + rows * stride, stride, columns, accumulate};
-    }
-};
 
 // Add the products of kRows rows with kVectors blocks to their sums, which begin with the first block.
 template <int kScales, bool kHasMinimum, int kRows, int kVectors>
@@ -350,15 +280,13 @@ void multiply_format(const PackedMatrix& w, const Activations& x, int first_row,
     }
 }
 
+// In kernels_bytes.cpp.
+std::remove_pointer_t<decltype(Kernels::multiply)> multiply_bytes;
+
 void multiply(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel, int end_panel,
               const float* bias, float* out, int64_t out_stride, bool accumulate) {
-    using Function = decltype(&multiply_format<0>);
-    constexpr Function functions[] = {
-        multiply_format<0>, multiply_format<1>, multiply_format<2>, multiply_format<3>,
-        multiply_format<4>, multiply_format<5>, multiply_format<6>, multiply_format<7>,
-    };
-    static_assert(sizeof functions / sizeof *functions == sizeof kFormats / sizeof *kFormats);
-    functions[w.format - kFormats](w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
+    const auto function = x.bits == 8 ? multiply_bytes : INFINILM_CHOOSE_FORMAT(multiply_format);
+    function(w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
 }
 
 }  // namespace infinilm::INFINILM_ISA

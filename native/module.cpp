@@ -685,10 +685,11 @@ NB_MODULE(_native, module) {
         "count"_a);
 
     nb::class_<Matrix>(module, "Matrix")
-        .def(nb::init<const std::string&, int, int>(), "format"_a, "rows"_a, "columns"_a)
+        .def(nb::init<const std::string&, int, int, int>(), "format"_a, "rows"_a, "columns"_a, "activation_bits"_a = 16)
         .def_prop_ro("format", [](const Matrix& matrix) { return matrix.view().format->name; })
         .def_prop_ro("rows", [](const Matrix& matrix) { return matrix.view().rows; })
         .def_prop_ro("columns", [](const Matrix& matrix) { return matrix.view().columns; })
+        .def_prop_ro("activation_bits", [](const Matrix& matrix) { return matrix.view().activation_bits; })
         .def_prop_ro("num_bytes", &Matrix::num_bytes)
         .def(
             "load",

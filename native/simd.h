@@ -165,6 +165,20 @@ inline Ints add_products(Ints sum, Bytes w, const int8_t* x) {
 #endif
 }
 
+// The sums of four numbers each.
+inline Ints add_quads(const int8_t* x) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(x));
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)x));
+    return (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+    Ints sums{};
+    for (int i = 0; i < 4 * kLanes; ++i) sums[i / 4] += x[i];
+    return sums;
+#endif
+}
+
 inline Ints widen(Ints sum) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
     return (Ints)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
@@ -239,29 +253,38 @@ inline Floats pick(Floats a, Floats b, Ints lanes) {
 #endif
 }
 
-// One step of adding up vectors: pieces of `kWidth` lanes are added to their neighbours, a's sums next to b's.
-template <int kWidth>
-inline Floats add_neighbours(Floats a, Floats b) {
+// One step of combining vectors: pieces of `kWidth` lanes with their neighbours, a's results next to b's.
+template <int kWidth, typename Combine>
+inline Floats combine_neighbours(Floats a, Floats b, const Combine& combine) {
     Ints first{};
     for (int i = 0; i < kLanes; ++i) {
         const bool is_b = i / kWidth % 2;
         first[i] = i / (2 * kWidth) * 2 * kWidth + i % kWidth + (is_b ? kLanes : 0);
     }
-    return pick(a, b, first) + pick(a, b, first + kWidth);
+    return combine(pick(a, b, first), pick(a, b, first + kWidth));
 }
 
-// The sums of kLanes vectors, side by side. The vectors are used up.
-inline Floats sums_of(Floats (&vectors)[kLanes]) {
+// Some vectors, a power of 2, with their lanes combined: neighbours first, then neighbouring pieces of 2, and so on up to
+// pieces of kLast lanes. With all lanes combined, lane i is vector i's, and of fewer vectors they are repeated. With kLast = 2
+// lane 4 k + i is that of the lanes 4 k to 4 k + 3 of vector i of four. The vectors are used up.
+template <int kLast, int kWidth = 1, int kCount, typename Combine>
+inline Floats combine_each(Floats (&vectors)[kCount], const Combine& combine, int count = kCount) {
+    if constexpr (kWidth > kLast) {
+        return vectors[0];
+    } else {
+        const int half = count > 1 ? count / 2 : 1;
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes / 2; ++i) vectors[i] = add_neighbours<1>(vectors[2 * i], vectors[2 * i + 1]);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes / 4; ++i) vectors[i] = add_neighbours<2>(vectors[2 * i], vectors[2 * i + 1]);
-    if constexpr (kLanes >= 8) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes / 8; ++i) vectors[i] = add_neighbours<4>(vectors[2 * i], vectors[2 * i + 1]);
+        for (int i = 0; i < half; ++i) {
+            const Floats other = count > 1 ? vectors[2 * i + 1] : vectors[0];
+            vectors[i] = combine_neighbours<kWidth>(vectors[2 * i], other, combine);
+        }
+        return combine_each<kLast, 2 * kWidth>(vectors, combine, half);
     }
-    if constexpr (kLanes >= 16) vectors[0] = add_neighbours<8>(vectors[0], vectors[1]);
-    return vectors[0];
+}
+
+// The sums of kLanes vectors, side by side.
+inline Floats sums_of(Floats (&vectors)[kLanes]) {
+    return combine_each<kLanes / 2>(vectors, [](Floats a, Floats b) { return a + b; });
 }
 
 // Rows become columns: of two rows `kWidth` apart, pieces of `kWidth` lanes are exchanged; then twice as wide ones.

@@ -117,7 +117,7 @@ def test_only_the_loader_imports_the_library() -> None:
     assert [str(path) for path in files if direct.search(path.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("part", ["kernels", "kernels_attention"])
+@pytest.mark.parametrize("part", ["kernels", "kernels_attention", "kernels_bytes"])
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_kernels_share_no_code_between_instruction_sets(name: str, part: str) -> None:
     """An inline function outside of its own namespace would be shared, and fail on a machine with less."""

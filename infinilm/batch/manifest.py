@@ -13,7 +13,7 @@ from infinilm.config import Config
 from infinilm.errors import InvalidValueError
 from infinilm.server.service import Service
 
-ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "max_model_len", "seed")
+ENGINE_SETTINGS = ("dtype", "quantization", "activation_bits", "kv_cache_dtype", "max_model_len", "seed")
 """Those that change answers. The others may change when a job is resumed."""
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 OTHER_FILES = (".json", ".jinja", ".model", ".txt")

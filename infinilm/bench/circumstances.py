@@ -144,6 +144,7 @@ def _low_level(session: Session) -> Answers | str:
         PagedKVCacheConfig(num_blocks, dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
         dtype=config.dtype,
         quantization=config.quantization,
+        activation_bits=config.activation_bits,
         deterministic=config.deterministic,
     ) as engine:
         for index in indices:

@@ -14,10 +14,14 @@ HEADER_BYTES = 1 << 20
 DIGITS = 8
 
 
-def make_fingerprint(path: Path, guarantee: Guarantee, *, uses_torch: bool = True) -> str:
-    """Such as `qwen3-0.6b:w1f0c6a2b:k9d3e0a71:deterministic`: model, weights, kernels, guarantee."""
+def make_fingerprint(path: Path, guarantee: Guarantee, *, uses_torch: bool = True, activation_bits: int = 16) -> str:
+    """Such as `qwen3-0.6b:w1f0c6a2b:k9d3e0a71:deterministic`: model, weights, kernels, guarantee.
+
+    8-bit activations make it `…:k9d3e0a71:a8:deterministic`.
+    """
     kind = "deterministic" if guarantee.holds else "unguaranteed"
-    return f"{path.name}:w{hash_weights(path)}:k{hash_kernels(uses_torch=uses_torch)}:{kind}"
+    bits = "" if activation_bits == 16 else f":a{activation_bits}"
+    return f"{path.name}:w{hash_weights(path)}:k{hash_kernels(uses_torch=uses_torch)}{bits}:{kind}"
 
 
 def hash_weights(path: Path) -> str:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MODEL_SETTINGS = ("dtype", "quantization", "attention_backend", "kv_cache_dtype", "deterministic")
+MODEL_SETTINGS = ("dtype", "quantization", "activation_bits", "attention_backend", "kv_cache_dtype", "deterministic")
 """Those that decide how the model is kept and computed."""
 
 
@@ -142,7 +142,12 @@ def _choose_run(checkpoint: Checkpoint, config: Config, model_config: ModelConfi
     reason, formats = _why_torch(config, distributed), None
     if reason is None:
         formats = choose_formats(
-            checkpoint, model_config.model_type, quantization=config.quantization, dtype=config.dtype, device=HOST
+            checkpoint,
+            model_config.model_type,
+            quantization=config.quantization,
+            dtype=config.dtype,
+            device=HOST,
+            activation_bits=config.activation_bits,
         )
         reason = why_not_alone(model_config, formats)
     if reason is not None:
@@ -249,7 +254,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         find_default_sampling(checkpoint),
         tuple(more_memory),
         guarantee,
-        make_fingerprint(checkpoint.path, guarantee, uses_torch=run.uses_torch),
+        make_fingerprint(checkpoint.path, guarantee, uses_torch=run.uses_torch, activation_bits=config.activation_bits),
         laps.seconds,
     )
 

@@ -55,7 +55,12 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
                 ModelConfig.from_dict(values["config"]),
                 values["max_len"],
                 source if isinstance(source, int) else Path(source),
-                WeightFormats(values["formats"], is_ordered=values["is_ordered"], is_native=values["is_native"]),
+                WeightFormats(
+                    values["formats"],
+                    is_ordered=values["is_ordered"],
+                    is_native=values["is_native"],
+                    activation_bits=values["activation_bits"],
+                ),
             )
         case Command.LOAD_SHARDS:
             worker.load_shards({worker.rank: message.tensors})
@@ -92,6 +97,7 @@ def _write_load(config: ModelConfig, max_len: int, source: Path | int, formats: 
             "formats": dict(formats.by_name),
             "is_ordered": formats.is_ordered,
             "is_native": formats.is_native,
+            "activation_bits": formats.activation_bits,
             "registration": describe_registration(config.model_type),
         }
     )

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256  # columns of the activations that share a scale; the last block may have fewer
+GROUP = 32  # those of 8-bit activations
+OUTLIER_SHARE = 0.4
 MAX_QUANT = 32512
 """The largest quant of a block: 255 * 127 + 127, which is stored in two bytes of -127 to 127."""
 
@@ -21,12 +23,31 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return quants.flatten(-2)[..., : x.shape[-1]], scales
 
 
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def round_to_bytes(x: Tensor) -> Tensor:
+    """`x` `[T, columns]` float32 as `activation_bits=8` has it, float64: 127 steps each way of a scale for 32 columns.
+
+    A group whose largest number has more than `OUTLIER_SHARE` of its block's sum of squares has steps of a 254th.
+    """
+    groups = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK // GROUP, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scales = largest / 127
+    numbers = groups * torch.where(scales == 0, 0.0, 1 / scales)
+    coarse = numbers.round()
+    has_outlier = largest.square() > OUTLIER_SHARE * groups.square().sum((-1, -2), keepdim=True)
+    fine = torch.where(has_outlier, ((numbers - coarse) * 254).round(), 0.0)
+    rounded: Tensor = (coarse.double() + fine.double() / 254) * scales.double()
+    return rounded.flatten(-3)[..., : x.shape[-1]]
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation_bits: int = 16) -> Tensor:
     """`x` `[T, columns]`, quantised, times the dequantised `weight` `[rows, columns]`: `[T, rows]` float32.
 
     Sums are float64, so that another order of additions differs by its own rounding only.
     """
-    quants, scales = quantize_activations(x)
-    rounded = quants.double() * scales.double().repeat_interleave(BLOCK, dim=-1)[..., : x.shape[-1]]
+    if activation_bits == 8:
+        rounded = round_to_bytes(x)
+    else:
+        quants, scales = quantize_activations(x)
+        rounded = quants.double() * scales.double().repeat_interleave(BLOCK, dim=-1)[..., : x.shape[-1]]
     product = torch.mm(rounded, weight.double().T)
     return (product if bias is None else product + bias.double()).float()

@@ -51,7 +51,7 @@ class Experts(nn.Module):
         if is_native:
             packed = [[each for part in own for each in part or ()] for own in found]
             matrices = [formats.find_matrices(names) for names in self._tensor_names()]
-            self.matrix = PackedExperts(packed, matrices, *sizes, **how)
+            self.matrix = PackedExperts(packed, matrices, *sizes, **how, activation_bits=formats.activation_bits)
         elif kinds := self._device_formats(formats):
             self.matrix = UnpackedExperts(kinds, *sizes, **how)
         else:

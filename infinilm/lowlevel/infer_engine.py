@@ -16,7 +16,7 @@ from torch import Tensor
 from infinilm.cache import CacheConfig, CacheLayout, CacheLimits, PagedKVCacheConfig, StaticKVCacheConfig, layout_of
 from infinilm.cache.config import FP8
 from infinilm.cache.paged import Cache
-from infinilm.checks import check_choice, check_flag
+from infinilm.checks import check_activation_bits, check_choice, check_flag
 from infinilm.config import EXECUTORS
 from infinilm.debug import HookRegistry, RequestRows
 from infinilm.debug.hooks import attach
@@ -79,8 +79,9 @@ class InferEngine(GenerationMixin):
     of a checkpoint. `cache_config` None: no cache; each forward pass attends to its own input alone.
 
     `dtype` None: a configuration is computed in its own, a checkpoint in its own on a GPU and in float32 on a CPU.
-    `dtype` and `quantization` mean what they mean in `Config`: a GGUF file's matrices stay quantised on a CPU unless a
-    `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while they are read.
+    `dtype`, `quantization` and `activation_bits` mean what they mean in `Config`: a GGUF file's matrices stay quantised
+    on a CPU unless a `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while
+    they are read.
 
     `deterministic` means what it means in `Config`, and `executor` says where the ranks run, as there.
 
@@ -102,18 +103,25 @@ class InferEngine(GenerationMixin):
         *,
         dtype: str | torch.dtype | None = None,
         quantization: str | None = None,
+        activation_bits: int = 16,
         deterministic: bool = False,
         executor: str = "auto",
     ) -> None:
         check_choice("executor", executor, EXECUTORS)
         check_flag("deterministic", deterministic)
+        check_activation_bits(activation_bits)
         self._dist_config = _check_dist_config(distributed_config)
         if cache_config is not None:
             _check_cache_config(cache_config)
         kind = _device_kind(device_type, self._dist_config)
         devices = select_devices(kind, self._dist_config, "device_type", executor=executor)
         source, choices = self._open(
-            config, devices, dtype=dtype, quantization=quantization, deterministic=deterministic
+            config,
+            devices,
+            dtype=dtype,
+            quantization=quantization,
+            activation_bits=activation_bits,
+            deterministic=deterministic,
         )
         tp_size, num_stages = self._dist_config.tp_size, self._dist_config.pp_size
         outlines = [

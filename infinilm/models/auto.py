@@ -18,7 +18,7 @@ from infinilm.loading.weights import check_shapes
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.native_model import weight_shapes
-from infinilm.models.quantization import choose_formats, note_dense
+from infinilm.models.quantization import check_has_short, choose_formats, note_dense
 from infinilm.models.registry import FAMILIES, create_model
 from infinilm.platforms import has_bfloat16, require_device, require_torch, select_indices, split_device
 from infinilm.sampling_params import MODEL_DEFAULTS, SamplingParams
@@ -99,6 +99,7 @@ def make_choices(
     *,
     dtype: str | torch.dtype | None = None,
     quantization: str | None = None,
+    activation_bits: int = 16,
     attention_backend: str = "auto",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
@@ -118,6 +119,7 @@ def make_choices(
             quantization=quantization,
             dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
             device=device,
+            activation_bits=activation_bits,
         )
         outline = check_fits(checkpoint, config, chosen, num_ranks, formats)
         note_dense(outline.weight_targets(), formats)
@@ -127,6 +129,7 @@ def make_choices(
             "alone has none; give the path of a checkpoint, or quantization='none'"
         )
     else:
+        check_has_short(DENSE, activation_bits, device)
         formats, outline = DENSE, outline_model(config, chosen, num_ranks)
     if kv_cache_dtype == FP8:
         check_fp8_cache("kv_cache_dtype", config, device)

@@ -310,7 +310,7 @@ class NativeModel:
         self.config, self.formats, self.max_len = config, formats, max_len
         make: Any = MatrixOutline if is_outline else load_library().Matrix
         self.weights: dict[str, Any] = {
-            name: make(formats.by_name[name], *shape)
+            name: make(formats.by_name[name], *shape, formats.bits_of(name))
             if len(shape) == 2 and not _stays_dense(name)
             else np.zeros(shape, dtype=np.float32)
             for name, shape in weight_shapes(config).items()

@@ -46,8 +46,27 @@ def choose_formats(
     quantization: str | None,
     dtype: str,
     device: "torch.device | HostDevice",
+    activation_bits: int = 16,
 ) -> WeightFormats:
     """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
+    formats = _find_formats(checkpoint, model_type, quantization, dtype, device)
+    check_has_short(formats, activation_bits, device)
+    return replace(formats, activation_bits=activation_bits) if formats.by_name else formats
+
+
+def check_has_short(formats: WeightFormats, activation_bits: int, device: "torch.device | HostDevice") -> None:
+    """Refuse 8-bit activations where nothing would have them."""
+    if activation_bits != 16 and not (formats.is_native and formats.by_name):
+        here = "the matrices are dense" if device.type == "cpu" else f"the model runs on {device}"
+        raise InvalidValueError(
+            f"activation_bits={activation_bits} is for quantised matrices on a CPU, where the native library "
+            f"multiplies them, and here {here}; use a GGUF file or quantization='q8' with device='cpu', or activation_bits=16"
+        )
+
+
+def _find_formats(
+    checkpoint: Checkpoint, model_type: str, quantization: str | None, dtype: str, device: "torch.device | HostDevice"
+) -> WeightFormats:
     is_native = device.type == "cpu"
     if quantization is not None:
         check_choice("quantization", quantization, ("none", *{**_DEVICE_FORMATS, **QUANTIZED_TO}))

@@ -12,10 +12,18 @@ from infinilm.kernels.packed import packed_linear
 ROWS = [1, 2, 3, 5, 8, 9, 16, 17, 64, 200]
 
 
-def assert_close(ours: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+@pytest.fixture(params=[16, 8])
+def bits(request: pytest.FixtureRequest) -> int:
+    """Of activations."""
+    return int(request.param)
+
+
+def assert_close(
+    ours: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, bits: int = 16
+) -> None:
     """Ours adds up in float32, group by group, the twin in float64: they differ by the rounding of what is added."""
     added = x.double().abs() @ weight.double().abs().T + 1e-30
-    assert ((ours - packed_linear(x, weight, bias)).abs() / added).max() < 1e-6
+    assert ((ours - packed_linear(x, weight, bias, activation_bits=bits)).abs() / added).max() < 1e-6
 
 
 def activations(rows: int, columns: int) -> torch.Tensor:
@@ -29,22 +37,22 @@ def activations(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("out_features", "columns"), [(1, 256), (16, 512), (37, 768)])
-def test_products_equal_the_twin(native: Any, format: str, out_features: int, columns: int) -> None:
-    matrix, weight = make_matrix(native, format, out_features, columns)
+def test_products_equal_the_twin(native: Any, format: str, out_features: int, columns: int, bits: int) -> None:
+    matrix, weight = make_matrix(native, format, out_features, columns, bits=bits)
     linear = native.Linear([matrix], None)
     for rows in ROWS:
         x, out = activations(rows, columns), torch.full((rows, out_features), torch.nan)
         linear.multiply(x, out, False)
-        assert_close(out, x, weight)
+        assert_close(out, x, weight, bits=bits)
 
 
-@pytest.mark.parametrize("columns", [32, 288])
-def test_columns_need_not_fill_a_block(native: Any, columns: int) -> None:
-    matrix, weight = make_matrix(native, "Q5_0", 90, columns)
-    for rows in (3, 40):
+@pytest.mark.parametrize("columns", [32, 288, 608, 672])
+def test_columns_need_not_fill_a_block(native: Any, columns: int, bits: int) -> None:
+    matrix, weight = make_matrix(native, "Q5_0", 90, columns, bits=bits)
+    for rows in (3, 40, 60):
         x, out = torch.randn(rows, columns), torch.ones(rows, 90)
         native.Linear([matrix], None).multiply(x, out, True)
-        assert_close(out - 1, x, weight)
+        assert_close(out - 1, x, weight, bits=bits)
 
 
 def test_matrices_of_different_formats_lie_side_by_side(native: Any) -> None:
@@ -58,10 +66,12 @@ def test_matrices_of_different_formats_lie_side_by_side(native: Any) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_depends_on_nothing_else(native: Any, format: str) -> None:
-    matrix, _ = make_matrix(native, format, 200, 256)
+def test_a_row_depends_on_nothing_else(native: Any, format: str, bits: int) -> None:
+    matrix, _ = make_matrix(native, format, 200, 512, bits=bits)
     linear = native.Linear([matrix], None)
-    x, together = torch.randn(210, 256), torch.empty(210, 200)
+    x, together = torch.randn(210, 512), torch.empty(210, 200)
+    x[::5, 70] *= 50  # an outlier, which 8 bits keep a second byte for
+    x[1::7, 400] *= 50
     linear.multiply(x, together, False)
     for first, count in ((0, 1), (3, 2), (11, 7), (64, 6), (190, 20)):
         out = torch.empty(count, 200)
@@ -83,20 +93,34 @@ def test_results_are_nearly_those_of_floats(native: Any, format: str) -> None:
     assert (out - exact).norm() < 5e-5 * exact.norm()
 
 
-def test_extreme_numbers_do_no_harm(native: Any) -> None:
-    matrix, weight = make_matrix(native, "Q8_0", 16, 64)
+def test_outliers_cost_the_rest_of_a_group_little(native: Any) -> None:
+    """Beside a number a thousand times as large, 8 bits alone would leave zeros."""
+    matrix, weight = make_matrix(native, "Q8_0", 50, 512, bits=8)
+    x, out = torch.randn(9, 512), torch.empty(9, 50)
+    x[:, 40] = 1000
+    native.Linear([matrix], None).multiply(x, out, False)
+    x[:, 40] = 0
+    outlier = torch.zeros(9, 512)
+    outlier[:, 40] = 1000
+    rest = out - outlier.double() @ weight.double().T
+    exact = x.double() @ weight.double().T
+    assert (rest - exact).norm() < 1e-2 * exact.norm()
+
+
+def test_extreme_numbers_do_no_harm(native: Any, bits: int) -> None:
+    matrix, weight = make_matrix(native, "Q8_0", 16, 64, bits=bits)
     linear, out = native.Linear([matrix], None), torch.empty(3, 16)
     x = torch.full((3, 64), 1e-42)  # below the normal range
     x[1], x[2] = 1e37, torch.inf
     linear.multiply(x, out, False)
     assert out[0].abs().max() < 1e-38
-    assert_close(out[1:2], x[1:2], weight)
+    assert_close(out[1:2], x[1:2], weight, bits=bits)
     assert not out[2].isfinite().any()
 
 
 @pytest.mark.parametrize("rows", [3, 60])
-def test_what_is_no_number_shows_in_its_row_alone(native: Any, rows: int) -> None:
-    matrix, _ = make_matrix(native, "Q4_1", 16, 512)
+def test_what_is_no_number_shows_in_its_row_alone(native: Any, rows: int, bits: int) -> None:
+    matrix, _ = make_matrix(native, "Q4_1", 16, 512, bits=bits)
     linear, x = native.Linear([matrix], None), torch.randn(rows, 512)
     sound, out = torch.empty(rows, 16), torch.empty(rows, 16)
     linear.multiply(x, sound, False)
@@ -109,14 +133,14 @@ def test_what_is_no_number_shows_in_its_row_alone(native: Any, rows: int) -> Non
         assert torch.equal(out[2:], sound[2:])
 
 
-def test_rows_of_many_tasks(native: Any) -> None:
+def test_rows_of_many_tasks(native: Any, bits: int) -> None:
     """More rows than a task has, in numbers that do not divide evenly."""
-    matrix, weight = make_matrix(native, "Q4_K", 40, 256)
+    matrix, weight = make_matrix(native, "Q4_K", 40, 256, bits=bits)
     linear = native.Linear([matrix], None)
     for rows in (265, 529, 1000):
         x, out = torch.randn(rows, 256), torch.full((rows, 40), torch.nan)
         linear.multiply(x, out, False)
-        assert_close(out, x, weight)
+        assert_close(out, x, weight, bits=bits)
 
 
 def test_what_does_not_fit_is_refused(native: Any) -> None:
@@ -124,6 +148,12 @@ def test_what_does_not_fit_is_refused(native: Any) -> None:
     other, _ = make_matrix(native, "Q4_0", 16, 96)
     with pytest.raises(ValueError, match="as many columns"):
         native.Linear([matrix, other], None)
+    short, _ = make_matrix(native, "Q4_0", 16, 64, bits=8)
+    assert (matrix.activation_bits, short.activation_bits) == (16, 8)
+    with pytest.raises(ValueError, match="the same activation_bits"):
+        native.Linear([matrix, short], None)
+    with pytest.raises(ValueError, match="activation_bits=4 must be 8 or 16"):
+        native.Matrix("Q4_0", 16, 64, 4)
     with pytest.raises(ValueError, match="needs a matrix"):
         native.Linear([], None)
     with pytest.raises(ValueError, match="bias must have 16 numbers"):

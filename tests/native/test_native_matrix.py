@@ -9,10 +9,12 @@ from packing import FORMATS, make_blocks
 SHAPES = [(1, 256), (16, 512), (37, 768), (100, 256)]
 
 
-def make_matrix(native: Any, format: str, rows: int, columns: int, seed: int = 0) -> tuple[Any, torch.Tensor]:
+def make_matrix(
+    native: Any, format: str, rows: int, columns: int, seed: int = 0, *, bits: int = 16
+) -> tuple[Any, torch.Tensor]:
     """A loaded matrix and its values, as the native library has them."""
     blocks, _ = make_blocks(format, rows, columns, seed)
-    matrix = native.Matrix(format, rows, columns)
+    matrix = native.Matrix(format, rows, columns, bits)
     matrix.load(blocks, torch.arange(rows))
     values = torch.empty(rows, columns)
     matrix.dequantize(torch.arange(rows), values)

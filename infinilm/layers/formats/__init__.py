@@ -66,6 +66,12 @@ class WeightFormats:
     """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
     is_native: bool = True
     """Whether the native library keeps matrices in `FORMATS`, or a device does."""
+    activation_bits: int = 16
+    """Of what the native library multiplies matrices with; see `bits_of`."""
+
+    def bits_of(self, name: str) -> int:
+        """`activation_bits` of a matrix: the head's, which may be the embedding, are 16. Rounding costs most there."""
+        return 16 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else self.activation_bits
 
     def below(self, prefix: str) -> "WeightFormats":
         """The same for a part of the model, whose names go on after `prefix`."""
@@ -125,7 +131,8 @@ class WeightFormats:
 
         found, grouped = self.find(names, columns), self.find_grouped(names, columns)
         if found and self.is_native:
-            return GGUFWeight(found, rows, columns.length, device, self.find_matrices(names))
+            bits = self.bits_of(self.prefix + names[0])
+            return GGUFWeight(found, rows, columns.length, device, self.find_matrices(names), activation_bits=bits)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "is_ordered": self.is_ordered}
         if grouped and not is_table and not self.is_ordered and can_round(grouped, rows, columns.length, dtype, device):
             return RoundedWeight(grouped, rows, columns.length, dtype=dtype, device=device)

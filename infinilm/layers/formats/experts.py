@@ -194,6 +194,7 @@ class PackedExperts:
         has_biases: bool = False,
         adds_last_bias: bool = True,
         gate: Gate = None,
+        activation_bits: int = 16,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
@@ -204,10 +205,11 @@ class PackedExperts:
         self._gate, self._adds_last_bias, self.biases = gate, adds_last_bias, None
         if has_biases:
             self.biases = list(_biases(num_experts, expert_size, hidden_size, {"dtype": dtype, "device": device}))
+        bits = {"activation_bits": activation_bits}
         self._experts = [
             (
-                GGUFWeight(own[:2], [expert_size, expert_size], hidden_size, device, made and made[:2]),
-                GGUFWeight(own[2:], [hidden_size], expert_size, device, made and made[2:]),
+                GGUFWeight(own[:2], [expert_size, expert_size], hidden_size, device, made and made[:2], **bits),
+                GGUFWeight(own[2:], [hidden_size], expert_size, device, made and made[2:], **bits),
             )
             for own, made in zip(formats, matrices, strict=True)
         ]

@@ -24,11 +24,15 @@ class GGUFWeight:
         columns: int,
         device: torch.device | str,
         matrices: list[Any] | None = None,
+        *,
+        activation_bits: int = 16,
     ) -> None:
         if matrices is None:
             is_outline = torch.device(device).type == "meta"
             make: Any = MatrixOutline if is_outline else load_library().Matrix
-            matrices = [make(format, count, columns) for format, count in zip(formats, rows, strict=True)]
+            matrices = [
+                make(format, count, columns, activation_bits) for format, count in zip(formats, rows, strict=True)
+            ]
         self.matrices = matrices
         self._num_rows, self._num_columns = sum(rows), columns
 

@@ -40,6 +40,7 @@ class MatrixOutline:
     format: str
     rows: int
     columns: int
+    activation_bits: int = 16
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,12 @@
+// Compiled like kernels.cpp, and beside it.
+#include "byte_products.h"
+
+namespace infinilm::INFINILM_ISA {
+
+void multiply_bytes(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel, int end_panel,
+                    const float* bias, float* out, int64_t out_stride, bool accumulate) {
+    INFINILM_CHOOSE_FORMAT(bytes::multiply_format)
+    (w, x, first_row, end_row, first_panel, end_panel, bias, out, out_stride, accumulate);
+}
+
+}  // namespace infinilm::INFINILM_ISA
