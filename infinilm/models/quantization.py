@@ -59,8 +59,9 @@ def check_has_short(formats: WeightFormats, activation_bits: int, device: "torch
     if activation_bits != 16 and not (formats.is_native and formats.by_name):
         here = "the matrices are dense" if device.type == "cpu" else f"the model runs on {device}"
         raise InvalidValueError(
-            f"activation_bits={activation_bits} is for quantised matrices on a CPU, where the native library "
-            f"multiplies them, and here {here}; use a GGUF file or quantization='q8' with device='cpu', or activation_bits=16"
+            f"activation_bits={activation_bits} is for quantised matrices on a CPU, which the native library "
+            f"multiplies, and here {here}; use a GGUF file or quantization='q8' with device='cpu', or "
+            "activation_bits=16"
         )
 
 
