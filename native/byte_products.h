@@ -12,6 +12,9 @@ namespace infinilm::INFINILM_ISA::bytes {
 // Rows from which on it pays to unpack weights once for all, by measurement.
 constexpr int kMany = kAlwaysMany;
 
+// Quads in a row without a loop. With few registers the compiler would read too far ahead.
+constexpr int kUnrolled = kLanes == 16 ? 8 : 4;
+
 template <int kFormat>
 constexpr int kZero = kHasShortSums && kFormats[kFormat].bits == 8 ? 0 : kFormats[kFormat].zero;
 
@@ -36,7 +39,7 @@ inline __attribute__((always_inline)) void add_up(int s, const int8_t* numbers, 
         for (int r = 0; r < kRows; ++r) {
             for (int v = 0; v < kVectors; ++v) sums[r][v] = kHasShortSums ? Ints{} : totals[r][v];
         }
-#pragma GCC unroll 8
+#pragma GCC unroll kUnrolled
         for (int i = 0; i < kRun; ++i) {
             const int quad = s * kQuadsPerScale + run * kRun + i;
             Bytes w[kVectors];

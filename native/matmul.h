@@ -155,6 +155,9 @@ inline void unpack_block(const PackedMatrix& w, int panel, int part, int first_g
     }
 }
 
+// Pairs of columns in a row without a loop. With few registers the compiler would read too far ahead.
+constexpr int kUnrolled = kLanes == 16 ? 16 : 8;
+
 // Add the products of kRows rows with kVectors blocks to their sums, which begin with the first block.
 template <int kScales, bool kHasMinimum, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int groups, const Activations& x, int64_t place,
@@ -177,7 +180,7 @@ __attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int g
             for (int r = 0; r < kRows; ++r) {
                 for (int v = 0; v < kVectors; ++v) totals[r][v] = Ints{};
             }
-#pragma GCC unroll 16
+#pragma GCC unroll kUnrolled
             for (int pair = s * kPairs / kScales; pair < (s + 1) * kPairs / kScales; ++pair) {
                 Ints w[kVectors];
                 for (int v = 0; v < kVectors; ++v) w[v] = blocks[v].numbers[g][pair];

@@ -216,6 +216,7 @@ def report(config: Config, num_threads: int | None, repeat: int, peer: str) -> t
         "machine": describe_machine() | {"num_threads": setup.num_threads},
         "versions": found.versions,
         "repeat": repeat,
+        "settings": {name: value for name, value in setup.settings.items() if name not in ("model", "device")},
         "figures": [asdict(figure) | {"ratio": figure.ratio} for figure in found.figures()],
         "workloads": [
             {**asdict(work), "engines": {name: asdict(found.summary(work, name)) for name in found.versions}}

@@ -236,7 +236,8 @@ def _title(report: dict[str, Any]) -> str:
     versions = " · ".join(f"{name} {version}" for name, version in report["versions"].items())
     threads = "1 thread" if machine["num_threads"] == 1 else f"{machine['num_threads']} threads"
     where = machine["gpu"] if report["device"] != "cpu" else machine["cpu"]
-    what = " · ".join(report[name] for name in ("model", "dtype") if name in report)
+    given = [f"{name}={value}" for name, value in report.get("settings", {}).items()]
+    what = " · ".join([*(report[name] for name in ("model", "dtype") if name in report), *given])
     return (
         f"{what} · {where}, {threads}\n"
         f"{versions} · torch {machine['torch']} · Python {machine['python']} · median of {report['repeat']}"
