@@ -150,7 +150,8 @@ inline void multiply_few(const PackedMatrix& w, const Activations& x, int row, i
         for (; row + kRows <= end_row; row += kRows, is_first = false) {
             multiply_rows<kFormat, kRows>(w, x, row, panel, is_first, bias, out, out_stride, accumulate);
         }
-        multiply_few<kFormat, kRows - 1>(w, x, row, end_row, panel, is_first, bias, out, out_stride, accumulate);
+        constexpr int kFewer = kRows > 4 ? kRows - 2 : kRows - 1;  // not all numbers: each takes time to compile
+        multiply_few<kFormat, kFewer>(w, x, row, end_row, panel, is_first, bias, out, out_stride, accumulate);
     }
 }
 
@@ -230,7 +231,7 @@ inline void multiply_span_rows(const UnpackedSpan* spans, int groups, const Acti
             ahead += 128;
             multiply_span<kFormat, kRows>(spans, groups, x, place, is_first, is_last, results);
         }
-        multiply_span_rows<kFormat, (kRows > 3 ? 3 : kRows - 1)>(spans, groups, x, place, rows, is_first, is_last, results,
+        multiply_span_rows<kFormat, (kRows > 3 ? 2 : kRows - 1)>(spans, groups, x, place, rows, is_first, is_last, results,
                                                                  ahead, panel_bytes);
     }
 }
