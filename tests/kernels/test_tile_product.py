@@ -215,8 +215,13 @@ def test_formats_know_their_tiles() -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name in NAMES if "FP8" not in name and "row" not in name])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float16) for name in NAMES if "FP8" not in name and "row" not in name),
+        *((name, torch.bfloat16) for name in (NAMES[3], "Q4_K", "Q6_K")),
+    ],
+)
 def test_parity_of_one_row(name: str, dtype: torch.dtype) -> None:
     out_size, in_size = 128, 768
     matrix = matrix_of(make_weight([name], [out_size], in_size, dtype)[0])
