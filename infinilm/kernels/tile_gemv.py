@@ -4,8 +4,9 @@ What `tile_product` computes, in another order. One row leaves matrix instructio
 other. Here codes become float32 and are multiplied and added on the CUDA cores, as in `gemv`. A program has all
 inputs of some lines. It loads the first codes while the kernel before it still runs (`early_launch`).
 
-Codes are the lowest bits of 2^23, or, of 4 bits, bits further up: then they count 2^4, 2^8 or 2^12 times as much, which
-saves moving them, and which the scales make up for. All of that is exact.
+A code is not converted: its bits are put into those of 2^23, two instructions at most. The sum of the inputs, which
+groups with a minimum need anyway, makes up for what that adds. Sums lose up to 9 of 24 bits by it, and the 16-bit outputs
+have 8 or 11.
 """
 
 from typing import NamedTuple
