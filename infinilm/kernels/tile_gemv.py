@@ -5,8 +5,8 @@ other. Here codes become float32 and are multiplied and added on the CUDA cores,
 inputs of some lines. It loads the first codes while the kernel before it still runs (`early_launch`).
 
 A code is not converted: its bits are put into those of 2^23, two instructions at most. The sum of the inputs, which
-groups with a minimum need anyway, makes up for what that adds. Sums lose up to 9 of 24 bits by it, and the 16-bit outputs
-have 8 or 11.
+groups with a minimum need anyway, makes up for what that adds. Sums lose up to 9 of 24 bits by it; 16-bit outputs have
+8 or 11.
 """
 
 from typing import NamedTuple
