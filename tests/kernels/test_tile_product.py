@@ -90,7 +90,7 @@ def test_values_are_those_of_the_format(name: str) -> None:
     [(NAMES[0], 0), (NAMES[0], 130), (NAMES[4], 30), (NAMES[3], 70), ("Q4_K", 70), *((name, 3) for name in NAMES)],
 )
 def test_parity(name: str, rows: int) -> None:
-    out_size, in_size, dtype = 128, 512, torch.float16
+    out_size, in_size, dtype = 128, 512 if rows < 64 else 256, torch.float16
     weight, _ = make_weight([name], [out_size], in_size, dtype)
     matrix = matrix_of(weight)
     dense = untile_torch(matrix, torch.float32)
@@ -233,9 +233,8 @@ def test_parity_of_one_row(name: str, dtype: torch.dtype) -> None:
     if ON_GPU:
         torch.cuda.synchronize()
     for options, tile in (
-        ({"bias": bias}, OneRowTile(64, 8, 8)),
-        ({"residual": residual}, None),
-        ({"norm": norm, "is_gated": True}, OneRowTile(16, 4, 4)),
+        ({"bias": bias, "residual": residual}, OneRowTile(64, 8, 8)),
+        ({"norm": norm, "is_gated": True}, None),
     ):
         expected = gemv_torch(x, dense, **options).float()
         actual = tile_gemv(x, matrix, **options, tile=tile).float()
