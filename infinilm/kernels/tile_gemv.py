@@ -133,7 +133,7 @@ def _gemv_kernel(
     low = tl.zeros([SIZE], tl.float32)
     high, up_low, up_high = low, low, low
     for chunk in range(0, TOTAL, CHUNKS):
-        # What comes next is loaded before this is used.
+        # Software pipelining: the next chunks' loads are in flight while these are multiplied.
         later = chunk + CHUNKS
         ahead = _load(tables, first, later, num_lines, GROUP, CHUNK, TOTAL, HAS_MINIMUMS, LINES, SIZE)
         up_ahead = ahead
