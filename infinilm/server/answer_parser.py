@@ -219,9 +219,10 @@ class AnswerParser(TextReader):
         if name is None or not (yield from self._is_next("{")):
             return False
         self._start_call(name)
-        if (yield from self._read_value(self._add_arguments)):
+        tail = syntax.tail.strip()
+        if (yield from self._read_value(self._add_arguments)) and tail:
             yield from self._skip_space()
-            if (yield from self._accept_all(syntax.tail.strip())):
+            if (yield from self._accept_all(tail)):
                 self._source.mark()
         self._source.rewind()
         return True

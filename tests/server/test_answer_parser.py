@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinilm.errors import InvalidValueError
@@ -194,6 +194,7 @@ def test_answers_cut_short_or_damaged(
 @pytest.mark.parametrize("tool_format", WITH_JSON, ids=lambda each: each.name)
 @settings(max_examples=20, deadline=None)
 @given(found=st.lists(calls(), min_size=1, max_size=3), before=st.text(max_size=5), after=st.text(max_size=5))
+@example(found=[("f", "{}")], before="a\n", after="\nb")
 def test_calls_come_out_as_they_were_written(
     tool_format: ToolFormat, found: list[tuple[str, str]], before: str, after: str
 ) -> None:
