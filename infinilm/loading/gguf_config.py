@@ -15,6 +15,7 @@ from infinilm.loading.gguf_families import (
     read_rotary_part,
     read_sizes,
 )
+from infinilm.loading.quantize import PLAIN_TYPES
 
 _ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -372,6 +373,11 @@ def _read_factors(metadata: GGUFMetadata, name: str, num_pairs: int, file: GGUFF
 
 
 def _stored_dtype_name(file: GGUFFile) -> str:
-    """The type that all matrices share if it is a half-precision one, else float32."""
+    """The type that dense matrices share, float32 if it is not one; bfloat16 if any is quantised.
+
+    Quantised matrices have no type of their own. A GPU's kernels multiply them with 16-bit numbers.
+    """
     types = {tensor.ggml_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    return {"F16": "float16", "BF16": "bfloat16"}.get(types.pop(), "float32") if len(types) == 1 else "float32"
+    if not types <= PLAIN_TYPES.keys():
+        return "bfloat16"
+    return PLAIN_TYPES[types.pop()] if len(types) == 1 else "float32"

@@ -222,6 +222,13 @@ def test_config_from_metadata(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q8_0", "bfloat16")])
+def test_the_type_that_a_gpu_computes_in(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Its kernels multiply quantised matrices with 16-bit numbers, and not with float32."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_weights(), kind=kind)
+    assert GGUFCheckpoint(path).config["torch_dtype"] == dtype
+
+
 def test_a_sliding_window_makes_it_a_mistral(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_weights(), change=lambda writer: writer.add_sliding_window(32))
     config = GGUFCheckpoint(path).config
