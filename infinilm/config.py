@@ -82,10 +82,10 @@ class Config:
     seed: int = 0
     """Requests without a seed derive theirs from this and their order of arrival."""
     enable_prefix_caching: bool = True
-    deterministic: bool = False
+    deterministic: bool | None = None
     """Give a request the same tokens and log-probabilities, bit for bit, whatever else the engine computes and however
-    it divides the work. Quantised weights on a CPU are computed so anyway. On a GPU, and with dense weights on a CPU,
-    it costs speed (`docs/determinism.md`). What is met: `LLM.stats().guarantee`."""
+    it divides the work. None: where that costs little, which is a dense model of about 7 billion parameters or more on
+    a Hopper GPU, and quantised weights on a CPU (`docs/determinism.md`). What is met: `LLM.stats().guarantee`."""
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
     executor: str = "auto"
@@ -116,7 +116,8 @@ class Config:
         check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, FP8))
         check_integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
-        check_flag("deterministic", self.deterministic)
+        if self.deterministic is not None:
+            check_flag("deterministic", self.deterministic)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("executor", self.executor, EXECUTORS)
         self._check_distributed()

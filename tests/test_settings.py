@@ -14,7 +14,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.max_num_batched_tokens, config.max_num_seqs, config.kvcache_block_size) == (16384, 512, 16)
     assert (config.gpu_memory_utilization, config.seed, config.enable_prefix_caching) == (0.9, 0, True)
     assert (config.model, config.max_model_len, config.num_kvcache_blocks, config.distributed) == (None,) * 4
-    assert not config.deterministic
+    assert config.deterministic is None
     assert Config(kvcache_block_size=256).kvcache_block_size == 256
 
 

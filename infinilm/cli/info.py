@@ -145,7 +145,7 @@ def _why_torch(checkpoint: "Checkpoint", config: "ModelConfig") -> str | None:
 def _describe_guarantee(
     checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int, num_stages: int
 ) -> str:
-    """Whether results would depend on the request alone with `deterministic=True`, as far as it is known beforehand."""
+    """Whether results would depend on the request alone, as far as it is known beforehand."""
     from infinilm.executor.guarantee import Guarantee, known_reasons
     from infinilm.models.auto import select_attention
 
@@ -154,7 +154,20 @@ def _describe_guarantee(
     is_native = device == "cpu" and tp_size * num_stages == 1 and _why_torch(checkpoint, config) is None
     backend = "torch" if attention == "auto" else attention
     found = Guarantee(tuple(known_reasons(config, device, backend, tp_size, is_native=is_native)))
-    return "yes, with deterministic=True" if found.holds else str(found)
+    if not found.holds:
+        return str(found)
+    return "yes" if is_native or _is_ordered(checkpoint, config, device, tp_size) else "yes, with deterministic=True"
+
+
+def _is_ordered(checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int) -> bool:
+    """Whether sums have one order on a GPU by default."""
+    if not device.startswith("cuda"):
+        return False
+    import torch
+
+    from infinilm.models.auto import make_choices
+
+    return make_choices(config, checkpoint, torch.device(device), tp_size).formats.is_ordered
 
 
 def size_on_disk(path: Path) -> int:

@@ -62,8 +62,8 @@ _ENGINE_OPTIONS = {
     "attention_backend": _engine_option(str, f"What computes attention: {', '.join(ATTENTION_BACKENDS)}."),
     "deterministic": _engine_option(
         bool,
-        "Give a request the same answer, bit for bit, whatever else is computed. Costs speed, but for quantised "
-        "weights on a CPU, which are computed so anyway. Default: --no-deterministic.",
+        "Give a request the same answer, bit for bit, whatever else is computed. Default: where that costs little: "
+        "dense models of 7 billion parameters or more on a Hopper GPU, and quantised weights on a CPU.",
         "--deterministic/--no-deterministic",
     ),
     "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),

@@ -34,14 +34,15 @@ class Guarantee:
         return "yes" if self.holds else f"no, because {'; '.join(self.reasons)}"
 
 
-def find_guarantee(config: Config, model_config: "ModelConfig", executor: Executor) -> Guarantee:
-    """What holds for a loaded model. Products of matrices are tried on its device."""
+def find_guarantee(config: Config, model_config: "ModelConfig", executor: Executor, *, is_ordered: bool) -> Guarantee:
+    """What holds for a loaded model, whose sums may have one order. Products of matrices are tried on its device."""
     info = executor.info
     num_ranks = info.num_ranks // info.num_stages
     reasons = known_reasons(model_config, info.device, info.attention, num_ranks, is_native=info.is_native)
     if config.kv_cache_dtype == "fp8" and info.device.startswith("cuda"):
         reasons.append("on a GPU results with a cache of 8-bit floats were seen to differ in their last bits")
-    if not config.deterministic and (reasons or not info.device.startswith("cpu")):
+    is_ordered = is_ordered or bool(config.deterministic)
+    if not is_ordered and (reasons or not info.device.startswith("cpu")):
         return Guarantee(("deterministic=True is not set", *reasons))
     if failing := executor.failing_products():
         listed = ", ".join(failing[:MAX_LISTED]) + (", …" if len(failing) > MAX_LISTED else "")

@@ -242,7 +242,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             raise
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
-    guarantee = find_guarantee(config, model_config, executor)
+    guarantee = find_guarantee(config, model_config, executor, is_ordered=run.formats.is_ordered)
     laps.note("self-check")
     return LoadedModel(
         executor,

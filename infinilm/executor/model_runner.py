@@ -1,8 +1,10 @@
 """Runs the steps of one rank: keeps the rows, builds the batch, runs the forward pass and samples."""
 
+import math
 from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
-from weakref import proxy
+from weakref import proxy, ref
 
 import numpy as np
 import torch
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 LONG_STEP = 8192
 """A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
+LONG_SUBMIT = 0.1
+"""To submit a step takes so many seconds if the device already has as many launches to do as a stream takes."""
 
 
 class SubmittedStep:
@@ -94,7 +98,10 @@ class ModelRunner:
         self._rows = Rows(len(self._cache.groups), max_num_rows, max_blocks, self._block_size)
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
-        self._latest: StepInput | None = None  # the step submitted last
+        # The step submitted last, and how long that took.
+        self._latest: StepInput | None = None
+        self._submitted: ref[SubmittedStep] | None = None
+        self._submit_seconds = 0.0
         # The inputs of graphs hold the tables of one group of attention layers. Models with more run eagerly, and so do
         # pipeline stages.
         attention = [group for index, group in enumerate(self._cache.groups) if index not in self._cache.state_ends]
@@ -152,15 +159,22 @@ class ModelRunner:
                 _ = [torch.empty_like(logits) for _ in range(LOGIT_COPIES)]
 
     def capture_while(self, waited_for: SubmittedStep) -> None:
-        """Capture graphs for coming rows while a step is waited for and a long one follows it.
+        """Capture graphs for coming rows while a step is waited for and a long one follows it."""
+        if self._latest is not None:
+            self._capture(waited_for, self._latest)
+
+    def _capture(self, under_way: SubmittedStep, long_step: StepInput, seconds: float = math.inf) -> None:
+        """Capture graphs for the rows that follow a long step, while another is under way, for so many seconds at most.
 
         A capture takes some 30 ms, perhaps longer than the step: the device must have more to do than that. Several
         ranks would have to capture the same graphs at the same time, so they capture only what a step needs.
         """
-        latest = self._latest
-        if self._graphs is None or latest is None or latest.num_chunk_tokens < LONG_STEP or self._worker.group.size > 1:
+        if self._graphs is None or long_step.num_chunk_tokens < LONG_STEP or self._worker.group.size > 1:
             return
-        while not waited_for.is_ready and self._graphs.capture_next(latest.num_expected_rows):
+        end = perf_counter() + seconds
+        while (
+            not under_way.is_ready and perf_counter() < end and self._graphs.capture_next(long_step.num_expected_rows)
+        ):
             pass
 
     # --- a step -----------------------------------------------------------------------------------------
@@ -168,6 +182,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput, hook_patterns: Sequence[str] = ()) -> SubmittedStep:
         """Start a step. On a GPU this returns while the device still computes."""
+        if self._submitted is not None and (before := self._submitted()) and self._submit_seconds > LONG_SUBMIT:
+            self._capture(before, step, self._submit_seconds / 2)
+        start_time = perf_counter()
         self._update_rows(step)
         batch = self._rows.gather(step)
         submitted = SubmittedStep(self, step)
@@ -177,7 +194,7 @@ class ModelRunner:
             self._run_graph(submitted, step, batch)
         if self._device.type == "cuda":
             submitted.mark_end()
-        self._latest = step
+        self._latest, self._submitted, self._submit_seconds = step, ref(submitted), perf_counter() - start_time
         return submitted
 
     def _update_rows(self, step: StepInput) -> None:

@@ -220,9 +220,8 @@ class StepGraphs:
     # --- capturing --------------------------------------------------------------------------------------
 
     def _first_shapes(self) -> list[Shape]:
-        """The smallest step, the smallest by the kernels for many rows, and the smallest with a prompt."""
-        large = [size for size in self._sizes if size >= MIN_SHARED_ROWS]
-        decoding = [Shape(size, 0, True) for size in (1, *large[:1])]
+        """Steps of few rows, for which no larger graph will do, and the smallest with a prompt."""
+        decoding = [Shape(size, 0, True) for size in self._sizes if size <= MIN_SHARED_ROWS]
         return [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
 
     @torch.inference_mode()
@@ -239,7 +238,7 @@ class StepGraphs:
             step()
 
     def capture_first(self) -> None:
-        """Capture a step of each kind."""
+        """Capture the steps that come first, and those that would be waited for when a few streams begin or end."""
         for shape in self._first_shapes():
             self._capture(shape)
 

@@ -20,6 +20,8 @@ _RESULTS: int = MAX_CHUNKS.value
 # fast; float32 does not use them, and would run out of registers.
 _SHARED_QUERIES = 64
 _SHARED_QUERIES_FLOAT32 = 16
+# Programs that share the chunks of a shared prefix. They are launched also when nothing is shared, and then take time.
+_SHARED_PARTS = 4
 # Half of a tensor core's rows, which then computes them twice: fewer registers than with rows of zeros.
 _MIN_QUERIES = 8
 # Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
@@ -152,7 +154,7 @@ def _attend_shared(
     pad_group = triton.next_power_of_2(heads // kv_heads)
     queries = _SHARED_QUERIES_FLOAT32 if query.dtype == torch.float32 else _SHARED_QUERIES
     queries = min(queries, _MAX_SHARED_OUTPUT // options["PAD_DIM"])
-    shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _RESULTS](
+    shared_kernel[kv_heads, triton.cdiv(rows * pad_group, queries), _SHARED_PARTS](
         query,
         cache,
         scales,

@@ -334,13 +334,15 @@ def shared_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (head, i, chunk): one chunk of the prefix for `QUERIES` query heads of consecutive rows and a kv head."""
+    """Program (head, i, j): chunk j of the prefix, and each that follows after as many as there are such programs.
+
+    It attends `QUERIES` query heads of consecutive rows and a kv head.
+    """
     head = tl.program_id(0)
-    index = tl.program_id(2)
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     tokens = tl.load(num_tokens)
-    if (index + 1) << MIN_SHIFT > tokens:
+    if (tl.program_id(2) + 1) << MIN_SHIFT > tokens:
         return
     packed = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     row = (packed // PAD_GROUP).to(tl.int64)
@@ -352,34 +354,36 @@ def shared_kernel(
     shift = chunk_shift(context_len, NO_WINDOW)
     longest = tl.max(tl.where(is_query, shift, 0), 0)
     shortest = tl.min(tl.where(is_query, shift, 31), 0)
-    # Rows of different lengths may have chunks of different sizes; mostly they are all of one.
-    for size in range(shortest, longest + 1):
-        if index < (tokens >> size):
-            is_member = is_query & (shift == size)
-            mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
-            places = row * query_stride + (head * GROUP + member) * HEAD_DIM
-            queries = tl.load(query + places[:, None] + dims[None, :], mask=mask, other=0.0)
-            slots = ((row * KV_HEADS + head) * GROUP + member) * MAX_CHUNKS + index
-            _, output, total, largest = _attend(
-                queries,
-                cache,
-                scales,
-                table,
-                head,
-                index << size,
-                tl.zeros([], tl.uint32),
-                (index + 1) << size,
-                scale,
-                cap,
-                None,
-                results,
-                sums,
-                slots,
-                is_member,
-                KV_HEADS,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                TILE,
-                PRECISION,
-            )
-            _store(results, sums, slots, is_member, output, total, largest, HEAD_DIM)
+    for turn in range(0, tokens >> MIN_SHIFT, tl.num_programs(2)):
+        index = tl.program_id(2) + turn
+        # Rows of different lengths may have chunks of different sizes; mostly they are all of one.
+        for size in range(shortest, longest + 1):
+            if index < (tokens >> size):
+                is_member = is_query & (shift == size)
+                mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
+                places = row * query_stride + (head * GROUP + member) * HEAD_DIM
+                queries = tl.load(query + places[:, None] + dims[None, :], mask=mask, other=0.0)
+                slots = ((row * KV_HEADS + head) * GROUP + member) * MAX_CHUNKS + index
+                _, output, total, largest = _attend(
+                    queries,
+                    cache,
+                    scales,
+                    table,
+                    head,
+                    index << size,
+                    tl.zeros([], tl.uint32),
+                    (index + 1) << size,
+                    scale,
+                    cap,
+                    None,
+                    results,
+                    sums,
+                    slots,
+                    is_member,
+                    KV_HEADS,
+                    HEAD_DIM,
+                    BLOCK_SIZE,
+                    TILE,
+                    PRECISION,
+                )
+                _store(results, sums, slots, is_member, output, total, largest, HEAD_DIM)

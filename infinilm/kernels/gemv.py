@@ -36,6 +36,8 @@ _MIN_LINES = 4
 # Two programs for almost each of 132 multiprocessors. Matrices with few rows get smaller tiles.
 _MIN_PROGRAMS = 256
 _MAX_WARPS = 16
+# Programs of a larger matrix are so many that each one's norm takes longer than a kernel of its own.
+_NORMED_BYTES = 16 << 20
 # Lines that the tensor cores take at least.
 _DOT_LINES = 16
 
@@ -72,8 +74,8 @@ def gemv(
     tile = tile or choose_tile(num_rows, out_size, in_size, weight.element_size(), num_matrices)
     if num_rows > tile.padded_rows:
         raise InvalidValueError(f"x has {num_rows} rows; multiply more than {tile.padded_rows} with torch.mm")
-    if norm is not None and scales is not None:  # unpacking is enough to do for every program
-        x, norm = rms_norm(x, *norm), None
+    if norm is not None and (scales is not None or weight.nbytes > _NORMED_BYTES):
+        x, norm = rms_norm(x, *norm), None  # 8-bit floats: unpacking is enough to do for every program
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     if num_rows == 0:

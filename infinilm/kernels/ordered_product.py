@@ -1,4 +1,4 @@
-"""Products of up to 32 rows with a matrix, whose bits are those of the libraries' products of more rows.
+"""Products of few rows with a matrix, whose bits are those of the libraries' products of more rows.
 
 A product of bfloat16 matrices has the same bits for every shape of tile and every number of rows, if it is summed over
 the inputs in order by matrix instructions (measured on Hopper; `check_products` finds out). The libraries keep to that
@@ -20,7 +20,10 @@ from infinilm.kernels.activation import gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 from infinilm.kernels.norm import Norm, rms_norm
 
+# Up to so many rows the libraries have no fast kernel that sums in order, …
 MAX_ROWS = 32
+# … and with a matrix of few lines sometimes none for more.
+FEW_LINES, MAX_ROWS_OF_FEW = 2048, 127
 # Inputs of a line that are fetched ahead: of large matrices the L2 cache could not hold all.
 FETCHED = tl.constexpr(2048)
 # Columns of the smallest matrix instruction.
@@ -28,12 +31,13 @@ FEW_ROWS = 8
 
 
 class Tile(NamedTuple):
-    """A program computes `outputs` from `inputs` at a time."""
+    """A program computes `outputs` of `rows` from `inputs` at a time."""
 
     outputs: int
     inputs: int
     num_warps: int
     num_stages: int
+    rows: int = 32
 
 
 def ordered_product(
@@ -48,7 +52,7 @@ def ordered_product(
 ) -> Tensor:
     """`x` `[M, in]`, normed, times `weight` `[out, in]`, plus `bias` `[out]`, plus `residual` `[M, out]`: `[M, out]`.
 
-    M is at most `MAX_ROWS`. If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
+    If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
     `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each rounded.
     `tile` is for measuring others than `choose_tile`'s.
     """
@@ -63,7 +67,7 @@ def ordered_product(
         return out
     tile = tile or choose_tile(num_rows, len(weight), weight.element_size())
     early = launches_early(x.device)
-    _product_kernel[(triton.cdiv(out_size, tile.outputs // num_matrices),)](
+    _product_kernel[(triton.cdiv(out_size, tile.outputs // num_matrices), triton.cdiv(num_rows, tile.rows))](
         x,
         weight,
         bias,
@@ -76,7 +80,7 @@ def ordered_product(
         IN=in_size,
         WEIGHT_STRIDE=weight.stride(0),
         MATRICES=num_matrices,
-        ROWS=FEW_ROWS if num_rows <= FEW_ROWS else MAX_ROWS,
+        ROWS=tile.rows,
         IS_ONE=num_rows == 1,
         LINES=tile.outputs,
         BLOCK_IN=min(tile.inputs, triton.next_power_of_2(max(16, in_size))),
@@ -90,6 +94,11 @@ def ordered_product(
     return out
 
 
+def max_rows(num_lines: int) -> int:
+    """Up to so many rows the product with a matrix of so many lines is faster here than by a library in order."""
+    return MAX_ROWS_OF_FEW if num_lines <= FEW_LINES else MAX_ROWS
+
+
 def keep_order() -> None:
     """Keep torch's products, in this process, from splitting the inputs, which they do for some numbers of rows."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -101,10 +110,14 @@ def choose_tile(num_rows: int, num_lines: int, itemsize: int) -> Tile:
     """The tile for a number of rows and a matrix of so many lines.
 
     Narrow, so that there are programs for most of the 132 multiprocessors of an H200, and with many bytes in flight.
+    Two programs of six stages fit on a multiprocessor, three with fewer bytes: all run at once.
     """
     if num_rows <= FEW_ROWS:
-        tile = Tile(16, 512, 1, 6)
-    elif num_lines <= 2048:
+        fits_three = 2 * 132 < triton.cdiv(num_lines, 16) <= 3 * 132
+        tile = Tile(16, 256, 1, 8, FEW_ROWS) if fits_three else Tile(16, 512, 1, 6, FEW_ROWS)
+    elif num_rows > MAX_ROWS:
+        tile = Tile(64, 128, 4, 4)
+    elif num_lines <= FEW_LINES:
         tile = Tile(16, 512, 2, 4)
     else:
         tile = Tile(64, 128, 4, 6)
@@ -133,7 +146,7 @@ def _product_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program i: outputs i · `LINES` / `MATRICES` and on.
+    """Program (i, j): outputs i · `LINES` / `MATRICES` and on, of rows j · `ROWS` and on.
 
     An output takes one line of the tile, or two next to each other, its gate's and its up's.
     """
@@ -148,7 +161,7 @@ def _product_kernel(
         _fetch_lines(weight, has_line, FETCHED if IN > FETCHED else IN, LINES)
     wait_for_inputs(EARLY)
     inputs = tl.arange(0, BLOCK_IN)
-    rows = tl.arange(0, ROWS)[None, :]
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[None, :]
     is_row = rows < num_rows
     outputs = (first + tl.arange(0, OUTPUTS))[:, None]
     inside = is_row & (outputs < out_size)

@@ -7,6 +7,7 @@ depend on the number of splits alone, not on other rows.
 """
 
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,10 @@ MAX_ROWS = 256
 # Programs that keep a device busy, by the rows of each; the most splits of the order that is kept; and the rows from
 # which on a program computes all of those, one after the other.
 _PROGRAMS, _ORDERED_SPLITS, _MANY_ROWS = {16: 500, 32: 300, 64: 200, 128: 180}, 8, 128
+# For more than 64 rows and 4-bit codes: rows and stages of a program, and how many such fit on an H200 at once.
+_FITTING = ((64, 4, 2 * 132), (64, 3, 3 * 132), (128, 3, 2 * 132))
+# The least share of them that there should be, and what will do.
+_SHARES = 0.9, 0.7
 _UNPACKED_INPUTS = 128
 # What unpacking a word gives: bits of 16-bit floats.
 FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
@@ -62,9 +67,25 @@ def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordere
     if is_ordered:
         splits = next((inputs // size for size in sizes if inputs // size <= _ORDERED_SPLITS), 1)
         return Tile(rows, TILE_LINES, 128, splits, num_rows > _MANY_ROWS, 4, 3)
+    if rows == 128 and matrix.format.bits == 4:
+        return _fill(num_rows, num_lines, [inputs // size for size in sizes])
     programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
     enough = [inputs // size for size in sizes if programs * inputs // size >= _PROGRAMS[rows]]
     return Tile(rows, TILE_LINES, 128, enough[-1] if enough else inputs // sizes[0], False, 4, 4 if rows <= 16 else 3)
+
+
+def _fill(num_rows: int, num_lines: int, splits: list[int]) -> Tile:
+    """A tile of which there are nearly as many as run at once; or, if there are more anyway, the largest.
+
+    For up to three times 64 rows small tiles are best; 128 rows unpack the matrix half as often.
+    """
+    fitting = _FITTING if num_rows <= 3 * 64 else _FITTING[::-1]
+    for share, (rows, stages, most) in product(_SHARES, fitting):
+        programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
+        for count in splits:  # the most come first
+            if share * most <= programs * count <= most:
+                return Tile(rows, TILE_LINES, 128, count, False, 4, stages)
+    return Tile(128, TILE_LINES, 128, 1, False, 4, 3)
 
 
 def tile_product(

@@ -104,11 +104,12 @@ class InferEngine(GenerationMixin):
         dtype: str | torch.dtype | None = None,
         quantization: str | None = None,
         activation_bits: int = 16,
-        deterministic: bool = False,
+        deterministic: bool | None = None,
         executor: str = "auto",
     ) -> None:
         check_choice("executor", executor, EXECUTORS)
-        check_flag("deterministic", deterministic)
+        if deterministic is not None:
+            check_flag("deterministic", deterministic)
         check_activation_bits(activation_bits)
         self._dist_config = _check_dist_config(distributed_config)
         if cache_config is not None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from infinilm.attention import why_not_native
 from infinilm.cache.config import DTYPES, FP8
-from infinilm.cache.specs import LatentSpec
+from infinilm.cache.specs import LatentSpec, StateSpec
 from infinilm.checks import check_choice
+from infinilm.distributed.shard import WeightShard
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, WeightFormats, is_native
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
     from infinilm.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+HOPPER = 9
+"""Its compute capability."""
+ORDERED_BYTES = 256 << 20
+"""From so many bytes of weights in a layer on, products whose sums have one order take about as long as others."""
 
 
 class AutoConfig:
@@ -102,7 +108,7 @@ def make_choices(
     activation_bits: int = 16,
     attention_backend: str = "auto",
     kv_cache_dtype: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     formats: WeightFormats | None = None,
 ) -> ModelChoices:
     """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
@@ -110,7 +116,6 @@ def make_choices(
     `formats` are those of matrices, if they were chosen before. Without a checkpoint weights are random, and dense.
     """
     chosen = choose_dtype(dtype, config, device)
-    is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
     if checkpoint is not None:
         checkpoint.check_values()
         formats = formats or choose_formats(
@@ -134,10 +139,36 @@ def make_choices(
     if kv_cache_dtype == FP8:
         check_fp8_cache("kv_cache_dtype", config, device)
     is_quantized = any(map(is_native, outline.weight_targets().values()))
-    prefers_native = is_quantized or (deterministic and device.type == "cpu")
+    if deterministic is None:
+        is_usual = num_ranks <= 2 and kv_cache_dtype != FP8
+        is_ordered = is_usual and _orders_cheaply(config, outline, chosen, device)
+    else:
+        is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
+    prefers_native = is_quantized or (is_ordered and device.type == "cpu")
     attention = select_attention(attention_backend, config, device, prefers_native=prefers_native)
     kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")
     return ModelChoices(chosen, replace(formats, is_ordered=is_ordered), outline, attention, kv_dtype)
+
+
+def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether sums in one order are known to have equal bits for a model on a GPU, and to cost little.
+
+    A stream of a small model would wait for chains of matrix instructions; a large one waits for its weights anyway.
+    """
+    import torch
+
+    is_known = (
+        has_kernels(device)
+        and torch.cuda.get_device_capability(device)[0] == HOPPER
+        and dtype in (torch.bfloat16, torch.float16)
+        and config.count_experts() is None
+        and not any(isinstance(spec, LatentSpec | StateSpec) for spec in config.cache_specs())
+    )
+    layers = [shard for name, shard in outline.weight_targets().items() if "layers." in name]
+    is_dense = all(isinstance(shard, WeightShard) for shard in layers)
+    return (
+        is_known and is_dense and sum(shard.num_bytes for shard in layers) >= ORDERED_BYTES * config.num_hidden_layers
+    )
 
 
 def select_attention(asked: str, config: ModelConfig, device: torch.device, *, prefers_native: bool) -> str:

@@ -26,6 +26,7 @@ from infinilm.config import Config
 from infinilm.executor.guarantee import failing_products
 from infinilm.executor.local import LocalExecutor
 from infinilm.layers.formats import DenseWeight
+from infinilm.models import ModelConfig, auto
 
 pytestmark = needs_native
 
@@ -168,3 +169,45 @@ def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
         matrix.weight.data.normal_()
     assert failing_products(torch.nn.ModuleList([good])) == []
     assert failing_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
+
+
+SIZES = {
+    "vocab_size": 1000,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+}
+LARGE = {**SIZES, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
+SMALL = {**LARGE, "hidden_size": 1024, "intermediate_size": 3072}
+SPARSE = {**LARGE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capability", "settings", "is_ordered"),
+    [
+        (LARGE, (9, 0), {}, True),
+        (LARGE, (9, 0), {"deterministic": False}, False),
+        (LARGE, (9, 0), {"kv_cache_dtype": "fp8"}, False),
+        (LARGE, (9, 0), {"dtype": "float32"}, False),
+        (LARGE, (8, 0), {}, False),
+        (SPARSE, (9, 0), {}, False),
+        (SMALL, (9, 0), {}, False),
+        (SMALL, (9, 0), {"deterministic": True}, True),
+    ],
+)
+def test_what_a_gpu_does_unasked(
+    sizes: dict[str, Any],
+    capability: tuple[int, int],
+    settings: dict[str, Any],
+    is_ordered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large dense models are computed in order, where that costs little, unless it is forbidden."""
+    monkeypatch.setattr(auto, "has_kernels", lambda device: True)
+    monkeypatch.setattr(auto, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(auto, "check_fp8_cache", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config = ModelConfig.from_dict(sizes)
+    choices = auto.make_choices(config, None, torch.device("cuda", 0), **{"dtype": "bfloat16", **settings})
+    assert choices.formats.is_ordered == is_ordered

@@ -53,9 +53,9 @@ class DenseWeight(nn.Module):
         if has_kernels(device):
             self._max_kernel_rows = MAX_KERNEL_ROWS if self.weight.nbytes <= SMALL_MATRIX_BYTES else 1
             if is_ordered:
-                from infinilm.kernels.ordered_product import MAX_ROWS, keep_order
+                from infinilm.kernels.ordered_product import keep_order, max_rows
 
-                self._max_kernel_rows = MAX_ROWS
+                self._max_kernel_rows = max_rows(num_rows)
                 keep_order()
 
     @property
