@@ -1,7 +1,7 @@
 """Four workloads that engines are compared on, run with the engine's defaults and held against the device's limits.
 
     python benchmarks/gpu_workloads.py MODEL [single nano prefix long] [--scale 0.1] [--json FILE]
-        [--deterministic] [--kv-cache-dtype fp8]
+        [--deterministic | --no-deterministic] [--kv-cache-dtype fp8]
 
 MODEL is a checkpoint's directory. Each workload is run once, in the order given, `single` twice, of which the better
 counts. The columns:
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction)
     parser.add_argument("--kv-cache-dtype", default="auto")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.workloads) - set(WORKLOADS):
