@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_profile.py MODEL [--rows 256] [--context 900] [--shared] [--steps 20] [--json FILE]
     python benchmarks/gpu_profile.py MODEL --workload nano [--scale 0.1] [--json FILE]
+    … [--deterministic | --no-deterministic] [--kv-cache-dtype fp8]
 
 MODEL is a checkpoint's directory. The first form decodes so many rows of that context and tells the time by kernel, for
 one step; with `--shared` the prompts have all but their last 16 tokens in common. The second form runs one of the
@@ -247,17 +248,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workload", choices=list(WORKLOADS))
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     arguments = parser.parse_args(argv)
     if arguments.context <= NUM_OWN or arguments.rows < 1 or arguments.steps < 1:
         parser.error(f"rows and steps must be at least 1, and context more than {NUM_OWN}")
-    with LLM(arguments.model) as llm:
+    settings = {"deterministic": arguments.deterministic, "kv_cache_dtype": arguments.kv_cache_dtype}
+    with LLM(arguments.model, **settings) as llm:
         if arguments.workload:
             report = profile_workload(llm, arguments.workload, arguments.scale)
         else:
             report = profile_step(
                 llm, rows=arguments.rows, context=arguments.context, is_shared=arguments.shared, steps=arguments.steps
             )
-    write_json(arguments.json, {"model": arguments.model, "machine": describe_machine(), **report})
+    write_json(arguments.json, {"model": arguments.model, "machine": describe_machine(), **settings, **report})
 
 
 if __name__ == "__main__":
