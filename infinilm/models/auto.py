@@ -68,13 +68,18 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's."""
+    """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's.
+
+    If hidden states exceed float16, a type that holds them.
+    """
     import torch
 
     if dtype is None or dtype == "auto":
         name = "float32" if device.type == "cpu" else config.dtype or "bfloat16"
+        if name == "float16" and config.exceeds_float16:
+            name = "bfloat16"
         if name == "bfloat16" and not has_bfloat16(device):
-            name = "float16"
+            name = "float32" if config.exceeds_float16 else "float16"
     else:
         name = str(dtype).removeprefix("torch.")
         check_choice("dtype", name, DTYPES)

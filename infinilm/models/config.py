@@ -120,6 +120,8 @@ class ModelConfig:
 
     aliases: ClassVar[Mapping[str, str]] = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
     """Other names of settings."""
+    exceeds_float16: ClassVar[bool] = False
+    """Whether hidden states grow larger than float16 can hold."""
     default_theta: ClassVar[float] = DEFAULT_THETA
     sliding_theta: ClassVar[float | None] = None
     """If sliding layers have a rotary embedding of their own, its default. `rope_parameters` are then by layer type."""

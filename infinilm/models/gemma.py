@@ -44,6 +44,7 @@ class Gemma2Config(LlamaConfig):
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     )
     has_zero_centred_norms = True
+    exceeds_float16 = True
 
     @staticmethod
     def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from infinilm.errors import EngineError, InvalidValueError
 from infinilm.executor.loader import select_devices
 from infinilm.executor.memory import free_memory_bytes
 from infinilm.kernels.support import has_kernels
-from infinilm.models import LlamaConfig, LlamaForCausalLM
+from infinilm.models import LlamaConfig, LlamaForCausalLM, ModelConfig
 from infinilm.models.auto import choose_dtype
 from infinilm.platforms import PLATFORMS, collectives_of, is_nvidia, sampling_device
 
@@ -85,6 +85,14 @@ def fake_module(**changes: Any) -> SimpleNamespace:
         "is_bf16_supported": lambda: False,
     }
     return SimpleNamespace(**{**functions, **changes})
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float16), ("gemma3_text", torch.bfloat16)])
+def test_gemma_is_not_computed_in_float16_unasked(family: str, dtype: torch.dtype) -> None:
+    """Its hidden states are larger than that can hold."""
+    config = ModelConfig.from_dict({"model_type": family, "torch_dtype": "float16"})
+    assert choose_dtype("auto", config, torch.device("cuda")) == dtype
+    assert choose_dtype("float16", config, torch.device("cuda")) == torch.float16
 
 
 def test_any_plug_in_of_torch_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
