@@ -152,7 +152,8 @@ def _describe_guarantee(
     # Only a device's kind matters here.
     attention = select_attention("auto", config, cast(Any, HostDevice(device)), prefers_native=device == "cpu")
     is_native = device == "cpu" and tp_size * num_stages == 1 and _why_torch(checkpoint, config) is None
-    backend = "torch" if attention == "auto" else attention
+    default = "triton" if device.startswith("cuda") else "torch"
+    backend = default if attention == "auto" else attention
     found = Guarantee(tuple(known_reasons(config, device, backend, tp_size, is_native=is_native)))
     if not found.holds:
         return str(found)

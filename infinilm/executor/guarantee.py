@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MAX_LISTED = 4
 ROW_COUNTS = {"cpu": (1, 3, 5, 17), "cuda": (1, 2, 5, 16, 17, 32, 33, 65, 130)}
 """By kind of device: numbers of rows whose products are compared with those of three times the last."""
+ORDERED_ATTENTION = {"cpu": "native", "cuda": "triton"}
+"""By kind of device: the backend whose sums have an order of their own."""
 LARGE_MATRIX = 32_000_000
 """From so many elements on, fewer rows are compared, so that a start is not delayed."""
 
@@ -70,7 +72,7 @@ def known_reasons(
         reasons.append("recurrent layers compute a prompt in chunks, and single tokens in another order")
     if any(isinstance(spec, LatentSpec) for spec in specs):
         reasons.append("latent attention sums in an order that may depend on the chunk")
-    elif kind == "cpu" and attention != "native":
+    elif kind in ORDERED_ATTENTION and attention != ORDERED_ATTENTION[kind]:
         reasons.append(f"attention by {attention} sums in an order that depends on the chunk")
     return reasons
 

@@ -145,7 +145,7 @@ def make_choices(
         check_fp8_cache("kv_cache_dtype", config, device)
     is_quantized = any(map(is_native, outline.weight_targets().values()))
     if deterministic is None:
-        is_usual = num_ranks <= 2 and kv_cache_dtype != FP8
+        is_usual = num_ranks <= 2 and attention_backend in ("auto", "triton") and kv_cache_dtype != FP8
         is_ordered = is_usual and _orders_cheaply(config, outline, chosen, device)
     else:
         is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))

@@ -23,12 +23,23 @@ from infinilm.bench.determinism import (
 )
 from infinilm.bench.hidden_states import first_difference
 from infinilm.config import Config
-from infinilm.executor.guarantee import failing_products
+from infinilm.executor.guarantee import failing_products, known_reasons
 from infinilm.executor.local import LocalExecutor
 from infinilm.layers.formats import DenseWeight
 from infinilm.models import ModelConfig, auto
 
 pytestmark = needs_native
+
+SIZES = {
+    "vocab_size": 1000,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+}
+LARGE = {**SIZES, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
+SMALL = {**LARGE, "hidden_size": 1024, "intermediate_size": 3072}
+SPARSE = {**LARGE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 NOT_HELD = ("deepseek", "qwen3.5", "qwen3-next")
 """Beginnings of the kinds for which nothing is promised if their matrices are dense."""
@@ -156,6 +167,15 @@ def test_what_is_promised(kind: str, settings: dict, reason: str | None, tmp_pat
         assert stats.system_fingerprint.endswith(":unguaranteed")
 
 
+@pytest.mark.parametrize(
+    ("device", "attention", "promises"),
+    [("cpu", "native", True), ("cpu", "torch", False), ("cuda:0", "triton", True), ("cuda:0", "torch", False)],
+)
+def test_what_attention_is_promised_for(device: str, attention: str, promises: bool) -> None:
+    reasons = known_reasons(ModelConfig.from_dict(LARGE), device, attention, 1, is_native=False)
+    assert (reasons == []) == promises
+
+
 def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
     """Without whole tiles of rows MKL's do, and so would any library's whose results this one imitates."""
 
@@ -171,18 +191,6 @@ def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
     assert failing_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
 
 
-SIZES = {
-    "vocab_size": 1000,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-}
-LARGE = {**SIZES, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
-SMALL = {**LARGE, "hidden_size": 1024, "intermediate_size": 3072}
-SPARSE = {**LARGE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-
-
 @pytest.mark.parametrize(
     ("sizes", "capability", "settings", "is_ordered"),
     [
@@ -190,6 +198,7 @@ SPARSE = {**LARGE, "model_type": "mixtral", "num_local_experts": 8, "num_experts
         (LARGE, (9, 0), {"deterministic": False}, False),
         (LARGE, (9, 0), {"kv_cache_dtype": "fp8"}, False),
         (LARGE, (9, 0), {"dtype": "float32"}, False),
+        (LARGE, (9, 0), {"attention_backend": "torch"}, False),
         (LARGE, (8, 0), {}, False),
         (SPARSE, (9, 0), {}, False),
         (SMALL, (9, 0), {}, False),
