@@ -116,7 +116,7 @@ __attribute__((noinline)) void multiply_rows(const PackedMatrix& w, const Activa
         const int first_lane = panel * kPanelRows + part * kLanes;
         const int lanes = std::min(kLanes, w.rows - first_lane);
         if (lanes <= 0) return;
-        const uint8_t* ahead = w.panel(panel) + kAhead;
+        const uint8_t* ahead = w.panel(panel) + kAhead<format.bits, kRows>;
         Floats sums[kRows][1];
         for (auto& sum : sums) sum[0] = all(0.0f);
         for (int first = 0; first < w.groups(); first += kBlockGroups) {
@@ -126,7 +126,7 @@ __attribute__((noinline)) void multiply_rows(const PackedMatrix& w, const Activa
             const int fine = fine_groups<kRows>(x, place), groups = std::min(kBlockGroups, w.groups() - first);
             for (int g = 0; g < groups; ++g, group += format.group_bytes(), scales += format.scale_values()) {
                 if (is_first && part == 0) {
-                    for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
+                    fetch_ahead<kBytes>(ahead);
                     ahead += kBytes;
                 }
                 add_group<kFormat>(

@@ -25,7 +25,7 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
     constexpr int kZero = kHasShortSums && format.bits == 8 ? 0 : format.zero;
     constexpr int kStride = kBlockGroups;  // from row to row, in groups
 
-    const uint8_t* ahead = w.panel(panel) + kAhead;
+    const uint8_t* ahead = w.panel(panel) + kAhead<format.bits, kRows>;
     for (Floats& sum : sums) sum = all(0.0f);
     for (int first = 0; first < w.groups(); first += kBlockGroups) {
         const uint8_t* group = w.numbers(panel, first);
@@ -39,7 +39,7 @@ inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, 
             const int8_t* coarse = x.coarse + place * kGroup;
             const int8_t* fine = x.fine + place * kGroup;
             if (is_first) {
-                for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + line);
+                fetch_ahead<kBytes>(ahead);
                 ahead += kBytes;
             }
             for (int s = 0; s < format.scales; ++s) {

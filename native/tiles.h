@@ -14,8 +14,11 @@ namespace infinilm::INFINILM_ISA {
 // So many rows at a time share the unpacking of a weight; three sums each have to stay in registers.
 constexpr int kMaxRows = kLanes / 2;
 // Weights are asked for so many bytes before they are needed. They lie in the order in which they are read, over panels
-// and matrices, but the processor's own guesses end with every page.
-constexpr size_t kAhead = 8192;
+// and matrices, but the processor's own guesses end with every page. Of bytes that one row is multiplied with they are
+// good: there are so few instructions for each line that reads run far ahead by themselves, and asking for distant
+// lines would be in their way.
+template <int kBits, int kRows>
+constexpr size_t kAhead = kLanes == 16 && kBits == 8 && kRows == 1 ? 1024 : 8192;
 constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
 constexpr int kManyPanels = 4;
 // A tile is so many rows times so many vectors of weights: its sums, and those of a group, stay in registers, and what is
@@ -24,6 +27,12 @@ constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 constexpr int kTileVectors = 2;
 constexpr int kManyVectors = kManyPanels * kParts;
 static_assert(kTaskUnit % kTileRows == 0 && kManyVectors % kTileVectors == 0);
+
+// Into the second cache: a core can wait for few lines of the first, and drops requests beyond that.
+template <size_t kBytes>
+inline void fetch_ahead(const uint8_t* from) {
+    for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
 
 // Vector `quad` of a group: four columns of kLanes rows, one number a byte.
 template <int kBits>

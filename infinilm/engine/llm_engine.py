@@ -164,7 +164,7 @@ class LLMEngine:
         num_done = 0
         try:
             while num_done < len(requests):
-                self._advance()
+                self._advance(is_watched=False)
                 while num_done < len(requests) and requests[num_done].is_finished:
                     num_done += 1
                 with interrupts_allowed():
@@ -281,23 +281,35 @@ class LLMEngine:
         return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
     @_in_turn
-    def _advance(self, *, may_run: bool = True) -> None:
-        """Schedule and submit steps, as many as may be in flight, and commit the oldest, or a `DecodeRun`."""
+    def _advance(self, *, may_run: bool = True, is_watched: bool = True) -> None:
+        """Schedule and submit steps, as many as may be in flight, and commit the oldest, or a `DecodeRun`.
+
+        `is_watched`: the caller reads tokens after each of them.
+        """
         if self._is_stepping:
             raise EngineError("the engine is in the middle of a step; don't call it from a hook or from on_token")
         self._is_stepping = True
         try:
-            self._compute_step(may_run=may_run)
+            self._compute_step(may_run=may_run, is_watched=is_watched or self._has_watched_requests())
         finally:
             try:
                 self._emit_updates()
             finally:
                 self._is_stepping = False
 
-    def _compute_step(self, *, may_run: bool) -> None:
+    def _has_watched_requests(self) -> bool:
+        """Whether somebody reads a request's tokens as they come, or a stop string may end it at any of them."""
+        if self.executor.info.max_run_steps == 1 or self.scheduler.waiting:
+            return True  # there is no run that could be longer
+        return any(request.is_reported or not request.is_plain for request in self._requests.values())
+
+    def _compute_step(self, *, may_run: bool, is_watched: bool) -> None:
         try:
             self.executor.check_health()
-            while len(self._in_flight) < self._max_in_flight and (step := self.scheduler.schedule(may_run=may_run)):
+            while len(self._in_flight) < self._max_in_flight:
+                step = self.scheduler.schedule(may_run=may_run, is_watched=is_watched)
+                if step is None:
+                    break
                 self._in_flight.append(step)
                 self._submit(step)
             if self._in_flight:

@@ -134,8 +134,11 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------------------
 
-    def schedule(self, *, may_run: bool = True) -> Step | None:
-        """Plan the next step, or None if there is nothing to compute right now. `may_run`: it may become several."""
+    def schedule(self, *, may_run: bool = True, is_watched: bool = True) -> Step | None:
+        """Plan the next step, or None if there is nothing to compute right now.
+
+        `may_run`: it may become a `DecodeRun`, which is as `is_watched` says.
+        """
         builder = StepBuilder(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(builder)
         num_decoding = len(builder.seqs)
@@ -147,7 +150,7 @@ class Scheduler:
             if not builder.lacks_blocks or self._num_in_flight:
                 return None
             self._preempt(self.running[-1])  # all wait for blocks that the others hold
-            return self.schedule(may_run=may_run)
+            return self.schedule(may_run=may_run, is_watched=is_watched)
         rows = builder.decoding.rows
         if builder.chunks:
             rows = np.concatenate((rows, [chunk.row for chunk in builder.chunks]))
@@ -162,7 +165,7 @@ class Scheduler:
                 self._samples_on_host[builder.decoding.rows].any() or self._samples_on_host[sampling].any()
             ),
             num_expected_rows=len(self.running) + len(self.waiting),
-            run=self._plan_run(builder) if may_run else ONE_STEP,
+            run=self._plan_run(builder, is_watched=is_watched) if may_run else ONE_STEP,
         )
         self._ended_rows = []
         self._num_in_flight += 1
@@ -209,7 +212,7 @@ class Scheduler:
         builder.budget -= decoding.num_tokens
         return has_preempted
 
-    def _plan_run(self, builder: StepBuilder) -> DecodeRun:
+    def _plan_run(self, builder: StepBuilder, *, is_watched: bool) -> DecodeRun:
         """Let the rows go on as far as their blocks and limits reach, if no prompt waits and no token is pending."""
         is_busy = bool(self.waiting or self._prefilling or self._num_in_flight or self._waits_for_commits)
         if self._max_run_steps == 1 or is_busy or builder.chunks:
@@ -219,7 +222,7 @@ class Scheduler:
         if room < 2:
             return ONE_STEP
         self._awaits_commit[rows] = True
-        return DecodeRun(min(room, self._max_run_steps), self._is_stop, self._is_awaited)
+        return DecodeRun(min(room, self._max_run_steps), self._is_stop, self._is_awaited, is_watched)
 
     @property
     def _waits_for_commits(self) -> bool:

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 
-MAX_RUN_STEPS = 8
-RUN_SECONDS = 0.02
-"""Limits of the decode steps that are computed in one call, so that streams stay smooth."""
+MAX_RUN_STEPS = 16
+RUN_SECONDS, UNWATCHED_RUN_SECONDS = 0.02, 0.25
+"""Limits of the decode steps that are computed in one call, so that streams and progress bars stay smooth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class _Runner:
             is_stop=run.is_stop,
             drawn=drawn,
             are_sound=is_finite,
-            seconds=RUN_SECONDS,
+            seconds=RUN_SECONDS if run.is_watched else UNWATCHED_RUN_SECONDS,
             is_awaited=run.is_awaited,
         )
         self._last_token[rows] = drawn[num_steps - 1]

@@ -97,6 +97,8 @@ class DecodeRun:
     """By token id, as far as it goes: whether it ends an answer."""
     is_awaited: Callable[[], bool] = lambda: False
     """Whether there is something else to do, so that the run has to end."""
+    is_watched: bool = True
+    """Whether somebody reads the tokens as they come, so that the run has to be short."""
 
 
 ONE_STEP = DecodeRun()

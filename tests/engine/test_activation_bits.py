@@ -56,11 +56,11 @@ def test_company_chunks_and_cached_beginnings_change_nothing(tiny: Path) -> None
 
 
 def test_runs_of_steps_change_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_worker, "RUN_SECONDS", 1000.0)
+    monkeypatch.setattr(native_worker, "UNWATCHED_RUN_SECONDS", 1000.0)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
     with LLM(tiny, **SHORT) as llm:
         in_runs = results(llm.generate(PROMPTS, params, use_tqdm=False))
-        monkeypatch.setattr(native_worker, "RUN_SECONDS", 0.0)
+        monkeypatch.setattr(native_worker, "UNWATCHED_RUN_SECONDS", 0.0)
         assert results(llm.generate(PROMPTS, params, use_tqdm=False)) == in_runs
 
 

@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "quantization": "q8", "num_kvcache_
 SIZES = {"intermediate_size": 128, "vocab_size": 300}
 PROMPTS = [[3, 1, 4, 1, 5], list(range(2, 40)), [9, 2, 6]]
 LENGTH = 40  # tokens, over several blocks
+BLOCK_SIZE = 16
 RANDOM: dict[str, Any] = {"temperature": 1.3, "seed": 2, "max_tokens": LENGTH, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True),
@@ -42,6 +43,7 @@ PARAMS = [
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs have all the steps that they may, however busy the machine is."""
     monkeypatch.setattr(native_worker, "RUN_SECONDS", 1000.0)
+    monkeypatch.setattr(native_worker, "UNWATCHED_RUN_SECONDS", 1000.0)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def test_tokens_are_those_of_single_steps(llm: LLM, monkeypatch: pytest.MonkeyPa
     lengths = run_lengths(llm, monkeypatch)
     num_steps = llm.stats().num_steps
     together = generate(llm, PROMPTS, PARAMS, MAX_RUN_STEPS)
-    assert max(lengths) == MAX_RUN_STEPS
+    assert 1 < max(lengths) <= MAX_RUN_STEPS
     assert sum(lengths) <= llm.stats().num_steps - num_steps <= sum(lengths) + 3  # which have prompts
     lengths.clear()
     assert generate(llm, PROMPTS, PARAMS, 1) == together
@@ -157,6 +159,43 @@ def test_a_stop_token_ends_the_run_and_the_answer(llm: LLM, monkeypatch: pytest.
     assert reasons == ["stop", stop]
     assert sum(lengths) == len(found) - 1  # nothing was computed beyond it
     assert max(lengths) > 1
+
+
+def stream_all(llm: LLM) -> None:
+    list(llm.stream(PROMPTS[0], PARAMS[0]))
+
+
+def generate_beside_a_listener(llm: LLM) -> None:
+    llm.add_request(PROMPTS[2], PARAMS[0], on_token=lambda _: None)
+    llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False)
+
+
+def generate_with_a_stop_string(llm: LLM) -> None:
+    llm.generate(PROMPTS[:1], SamplingParams(**RANDOM, stop=["no such text"]), use_tqdm=False)
+
+
+def step_by_deltas(llm: LLM) -> None:
+    llm.add_request(PROMPTS[0], PARAMS[0])
+    while llm.scheduler.has_work:
+        llm.step_deltas()
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [stream_all, generate_beside_a_listener, generate_with_a_stop_string, step_by_deltas],
+    ids=lambda each: each.__name__,
+)
+def test_runs_are_short_only_where_tokens_are_read_as_they_come(
+    llm: LLM, watch: Callable[[LLM], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_worker, "RUN_SECONDS", 0.0)
+    monkeypatch.setattr(native_worker, "UNWATCHED_RUN_SECONDS", 1000.0)
+    lengths = run_lengths(llm, monkeypatch)
+    llm.generate(PROMPTS[:1], PARAMS[:1], use_tqdm=False)
+    assert max(lengths) == MAX_RUN_STEPS
+    lengths.clear()
+    watch(llm)
+    assert set(lengths) == {1}
 
 
 def test_runs_end_at_block_boundaries_and_under_preemption(tiny: Path) -> None:
@@ -285,7 +324,7 @@ def test_a_run_ends_between_any_two_steps(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_time_ends_a_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(llm, PROMPTS[:1], PARAMS[:1], 1)
     lengths = run_lengths(llm, monkeypatch)
-    monkeypatch.setattr(native_worker, "RUN_SECONDS", 0.0)
+    monkeypatch.setattr(native_worker, "UNWATCHED_RUN_SECONDS", 0.0)
     assert generate(llm, PROMPTS[:1], PARAMS[:1], MAX_RUN_STEPS) == expected
     assert set(lengths) == {1}
 
@@ -324,7 +363,7 @@ def test_a_command_to_the_engines_process_ends_the_run(tiny: Path, monkeypatch: 
         first = messages.Submit("first", PROMPTS[0], messages.params_to_wire(PARAMS[0]), "")
         sender.send_frame(messages.encode_message(first))
         loop.run()
-        assert lengths[0] == MAX_RUN_STEPS
+        assert lengths[0] == BLOCK_SIZE - len(PROMPTS[0])
         assert set(lengths[1:]) == {1}
         assert not commands
 
