@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LONG_STEP = 8192
 """A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
 LONG_SUBMIT = 0.1
-"""To submit a step takes so many seconds if the device already has as many launches to do as a stream takes."""
+"""Submitting a step takes longer than so many seconds only if it waits: a stream's queue of launches is full."""
 
 
 class SubmittedStep:

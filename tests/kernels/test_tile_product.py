@@ -14,7 +14,7 @@ from infinilm.kernels.gemv import gemv_torch
 from infinilm.kernels.rounded_product import round_rows, round_rows_torch
 from infinilm.kernels.tile_gemv import Tile as OneRowTile
 from infinilm.kernels.tile_gemv import can_multiply_one, tile_gemv
-from infinilm.kernels.tile_product import Tile, tile_product, untile
+from infinilm.kernels.tile_product import Tile, choose_tile, tile_product, untile
 from infinilm.kernels.tiles import TiledMatrix, TileFormat, untile_torch
 from infinilm.layers.formats import RoundedWeight, TiledWeight
 from infinilm.layers.norm import RMSNorm
@@ -240,3 +240,15 @@ def test_parity_of_one_row(name: str, dtype: torch.dtype) -> None:
         actual = tile_gemv(x, matrix, **options, tile=tile).float()
         precision = 4e-3 if dtype == torch.float16 else 2e-2
         torch.testing.assert_close(actual, expected, rtol=precision, atol=precision * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("num_rows", [65, 96, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (6144, 4096), (1024, 2048)], ids=str)
+def test_programs_for_many_rows_run_at_once(shape: tuple[int, int], num_rows: int) -> None:
+    """On an H200, 4-bit codes: two of 128 rows or of four stages fit on each of 132 multiprocessors, else three."""
+    lines, inputs = shape
+    matrix = TiledMatrix.empty(TileFormat(4, 128, zero=8), lines, inputs, "meta")
+    tile = choose_tile(num_rows, lines, matrix, is_ordered=False)
+    num_programs = -(-lines // tile.lines) * -(-num_rows // tile.rows) * tile.splits
+    assert inputs % tile.splits == 0
+    assert num_programs <= 132 * (3 if (tile.rows, tile.num_stages) == (64, 3) else 2)
