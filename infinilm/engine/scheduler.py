@@ -164,7 +164,6 @@ class Scheduler:
             samples_on_host=bool(
                 self._samples_on_host[builder.decoding.rows].any() or self._samples_on_host[sampling].any()
             ),
-            num_expected_rows=len(self.running) + len(self.waiting),
             run=self._plan_run(builder, is_watched=is_watched) if may_run else ONE_STEP,
         )
         self._ended_rows = []

@@ -1,10 +1,8 @@
 """Runs the steps of one rank: keeps the rows, builds the batch, runs the forward pass and samples."""
 
-import math
 from collections.abc import Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING
-from weakref import proxy, ref
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -34,17 +32,11 @@ if TYPE_CHECKING:
     from infinilm.executor.rank_worker import RankWorker
     from infinilm.executor.step_graphs import StepGraphs
 
-LONG_STEP = 8192
-"""A step of so many tokens keeps a GPU busy for about as long as it takes to capture a graph."""
-LONG_SUBMIT = 0.1
-"""Submitting a step takes longer than so many seconds only if it waits: a stream's queue of launches is full."""
-
 
 class SubmittedStep:
     """A step that the device computes, or has computed."""
 
-    def __init__(self, runner: "ModelRunner", step: StepInput) -> None:
-        self._runner = runner
+    def __init__(self, step: StepInput) -> None:
         self._step = step
         self._samples: Samples | None = None
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -61,15 +53,9 @@ class SubmittedStep:
         """Record that this is all that a GPU has to do for the step."""
         self._event = torch.cuda.current_stream().record_event()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `result` would not have to wait."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
     def result(self) -> StepOutput:
         """The step's output. Waits for the device."""
         if self._event is not None:
-            self._runner.capture_while(self)
             self._event.synchronize()
         if self._samples is None:
             return make_output(self._step, [], {}, {}, self._prompt_logprobs)
@@ -98,21 +84,22 @@ class ModelRunner:
         self._rows = Rows(len(self._cache.groups), max_num_rows, max_blocks, self._block_size)
         # One more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
-        # The step submitted last, and how long that took.
-        self._latest: StepInput | None = None
-        self._submitted: ref[SubmittedStep] | None = None
-        self._submit_seconds = 0.0
         # The inputs of graphs hold the tables of one group of attention layers. Models with more run eagerly, and so do
         # pipeline stages.
         attention = [group for index, group in enumerate(self._cache.groups) if index not in self._cache.state_ends]
         use_graphs = settings.use_graphs and len(attention) == 1 and worker.stages.size == 1
-        self._graphs = self._make_graphs(max_num_rows, max_blocks) if use_graphs else None
+        self._graphs = self._make_graphs(settings, max_blocks) if use_graphs else None
 
-    def _make_graphs(self, max_num_rows: int, max_blocks: int) -> "StepGraphs":
+    def _make_graphs(self, settings: RunnerSettings, max_blocks: int) -> "StepGraphs":
         from infinilm.executor.step_graphs import StepGraphs  # which needs Triton
 
         return StepGraphs(
-            self._worker, self._sampler, self._last_token, max_num_rows=max_num_rows, max_blocks=max_blocks
+            self._worker,
+            self._sampler,
+            self._last_token,
+            max_num_rows=settings.max_num_rows,
+            max_num_tokens=settings.max_num_batched_tokens,
+            max_blocks=max_blocks,
         )
 
     # --- warm-up ----------------------------------------------------------------------------------------
@@ -130,16 +117,16 @@ class ModelRunner:
             self._compute_all_kinds()
         reserve_pinned(8 * self._max_num_tokens * 8)  # a few numbers per token, and usual tables
 
-    def capture_first(self) -> None:
-        """Capture a graph of each kind of step, if steps are graphs."""
+    def capture_all(self) -> None:
+        """Capture the graphs of usual steps, if steps are graphs."""
         if self._graphs is not None:
-            self._graphs.capture_first()
+            self._graphs.capture_all()
 
     @torch.inference_mode()
     def _compute_all_kinds(self) -> None:
         """Compute steps of all kinds that leave nothing in the cache, quick ones first: kernels compile meanwhile."""
         if self._graphs is not None:
-            self._graphs.compute_first()
+            self._graphs.compute_all()
         # Decoding, a mixture, one long prompt; between them, numbers of tokens for which kernels have other tiles.
         for query_lens in ([1, 1], [24], [48], [96], [64, 64, 1, 1], [256], [1024], [self._max_num_tokens]):
             lengths = np.minimum(query_lens, self._max_num_tokens)
@@ -158,43 +145,20 @@ class ModelRunner:
                 del hidden
                 _ = [torch.empty_like(logits) for _ in range(LOGIT_COPIES)]
 
-    def capture_while(self, waited_for: SubmittedStep) -> None:
-        """Capture graphs for coming rows while a step is waited for and a long one follows it."""
-        if self._latest is not None:
-            self._capture(waited_for, self._latest)
-
-    def _capture(self, under_way: SubmittedStep, long_step: StepInput, seconds: float = math.inf) -> None:
-        """Capture graphs for the rows that follow a long step, while another is under way, for so many seconds at most.
-
-        A capture takes some 30 ms, perhaps longer than the step: the device must have more to do than that. Several
-        ranks would have to capture the same graphs at the same time, so they capture only what a step needs.
-        """
-        if self._graphs is None or long_step.num_chunk_tokens < LONG_STEP or self._worker.group.size > 1:
-            return
-        end = perf_counter() + seconds
-        while (
-            not under_way.is_ready and perf_counter() < end and self._graphs.capture_next(long_step.num_expected_rows)
-        ):
-            pass
-
     # --- a step -----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def execute(self, step: StepInput, hook_patterns: Sequence[str] = ()) -> SubmittedStep:
         """Start a step. On a GPU this returns while the device still computes."""
-        if self._submitted is not None and (before := self._submitted()) and self._submit_seconds > LONG_SUBMIT:
-            self._capture(before, step, self._submit_seconds / 2)
-        start_time = perf_counter()
         self._update_rows(step)
         batch = self._rows.gather(step)
-        submitted = SubmittedStep(self, step)
+        submitted = SubmittedStep(step)
         if self._graphs is None or hook_patterns or not self._graphs.can_run(batch) or wants_prompt_logprobs(step):
             self._run_eagerly(submitted, step, batch, hook_patterns)
         else:
             self._run_graph(submitted, step, batch)
         if self._device.type == "cuda":
             submitted.mark_end()
-        self._latest, self._submitted, self._submit_seconds = step, ref(submitted), perf_counter() - start_time
         return submitted
 
     def _update_rows(self, step: StepInput) -> None:

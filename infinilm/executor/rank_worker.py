@@ -241,7 +241,7 @@ class RankWorker:
     def start_rows(self, settings: RunnerSettings) -> None:
         """Make a runner for steps of requests in rows."""
         self._runner = ModelRunner(self, settings)
-        self._runner.capture_first()
+        self._runner.capture_all()
 
     def execute(self, step: StepInput, hook_patterns: Sequence[str] = ()) -> SubmittedStep:
         """Compute a step of requests in rows: forward pass and sampling."""

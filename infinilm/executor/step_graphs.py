@@ -1,12 +1,12 @@
 """Steps as CUDA graphs: the whole step, sampling included, launched as one.
 
 There are graphs of steps in which every row decodes, for several numbers of rows, and of small steps with prompts in
-them, for several numbers of tokens. Each is captured when it is first needed, or while the device is busy with
-something long, and replayed for every step of its size or less: what is missing is padding, which reads and writes
-nothing. All of a step's input is one small copy to the device (`kernels/step_inputs.py`).
+them, for several numbers of tokens. A graph is replayed for every step of its size or less: what is missing is padding,
+which reads and writes nothing. All of a step's input is one small copy to the device (`kernels/step_inputs.py`).
 
-A graph ends with the tokens drawn or, where drawing needs more than the sampling kernel, with the logits. With
-several ranks, each captures its own graphs, with the collectives in them; rank 0's alone hold the sampling.
+A graph ends with the tokens drawn or, where drawing needs more than the sampling kernel, with the logits. The first
+kind is captured at the start, where no request waits for it; the second when it is needed. With several ranks, each
+captures its own graphs, with the collectives in them; rank 0's alone hold the sampling.
 """
 
 import logging
@@ -43,10 +43,10 @@ NUM_STAGING = 4
 """Copies to the device that can be under way at once; more than there are steps in flight."""
 MIN_SHARED_ROWS, MIN_SHARED_TOKENS = 16, 256
 """From here on reading a common beginning once for all rows is worth a kernel of its own."""
-USUAL_ROWS = 256
-"""Decode steps of up to so many rows are computed once at the start."""
 MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
 """Tokens of captured steps with prompts. Larger ones take the device longer than the host to launch them."""
+MIXED_TOKEN_BYTES = 5 << 40
+"""So do steps of a large model from fewer tokens on: if tokens times bytes of weights exceed this."""
 MIXED_ROWS = (16, 256)
 NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
@@ -73,6 +73,12 @@ def decode_sizes(max_num_rows: int) -> list[int]:
     return [size for size in sizes if size < max_num_rows] + [min(max_num_rows, 1024)]
 
 
+def mixed_sizes(max_num_tokens: int, weight_bytes: int) -> tuple[int, ...]:
+    """Numbers of tokens to capture steps with prompts for, at least the smallest."""
+    needed = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, max_num_tokens) + 1]
+    return needed[:1] + tuple(size for size in needed[1:] if size * weight_bytes <= MIXED_TOKEN_BYTES)
+
+
 class StepGraphs:
     """Captures and replays steps of one rank's worker and the sampler."""
 
@@ -83,6 +89,7 @@ class StepGraphs:
         last_token: Tensor,
         *,
         max_num_rows: int,
+        max_num_tokens: int,
         max_blocks: int,
     ) -> None:
         assert isinstance(worker.backend, TritonAttention)
@@ -96,6 +103,7 @@ class StepGraphs:
         self._block_size = worker.cache.block_size
         self._sizes = decode_sizes(max_num_rows)
         self._mixed_rows = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
+        self._mixed_tokens = mixed_sizes(max_num_tokens, worker.model.num_bytes())
         self._graphs: dict[Shape, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream = _untyped.Stream(worker.device)
@@ -103,7 +111,7 @@ class StepGraphs:
         self._mixed_inputs: dict[tuple[int, int], MixedInputs] = {}
         num_values = max(
             DecodeInputs.num_values(self._sizes[-1], max_blocks),
-            MixedInputs.num_values(MIXED_TOKENS[-1], self._mixed_rows[-1], max_blocks),
+            MixedInputs.num_values(self._mixed_tokens[-1], self._mixed_rows[-1], max_blocks),
         )
         self._staging = [torch.empty(num_values, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
         self._num_steps = 0
@@ -129,7 +137,7 @@ class StepGraphs:
             return num_rows <= self._sizes[-1]
         return (
             max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
-            and len(tokens.input_ids) <= MIXED_TOKENS[-1]
+            and len(tokens.input_ids) <= self._mixed_tokens[-1]
             and not self._backend.has_long(tokens.query_lens, tokens.context_lens)
         )
 
@@ -165,7 +173,7 @@ class StepGraphs:
         else:
             largest = max(num_rows, len(batch.sample_places))
             num_rows = self._mixed_rows[bisect_left(self._mixed_rows, largest)]
-            num_tokens = MIXED_TOKENS[bisect_left(MIXED_TOKENS, len(tokens.input_ids))]
+            num_tokens = self._mixed_tokens[bisect_left(self._mixed_tokens, len(tokens.input_ids))]
             shape = Shape(num_rows, num_tokens, samples)
             mixed = self._mixed(num_tokens, num_rows)
             used = mixed.pack(
@@ -219,51 +227,31 @@ class StepGraphs:
 
     # --- capturing --------------------------------------------------------------------------------------
 
-    def _first_shapes(self) -> list[Shape]:
-        """Steps of few rows, for which no larger graph will do, and the smallest with a prompt."""
-        decoding = [Shape(size, 0, True) for size in self._sizes if size <= MIN_SHARED_ROWS]
-        return [*decoding, Shape(self._mixed_rows[0], MIXED_TOKENS[0], True)]
+    def _usual_shapes(self) -> list[Shape]:
+        """All steps that end with the tokens drawn. The largest come first: the others find enough memory then."""
+        mixed = [Shape(size, tokens, True) for tokens in self._mixed_tokens for size in self._mixed_rows]
+        return [*reversed(mixed), *(Shape(size, 0, True) for size in reversed(self._sizes))]
 
     @torch.inference_mode()
-    def compute_first(self) -> None:
-        """Compute the steps of `capture_first`, and of all usual sizes, without capturing them.
+    def compute_all(self) -> None:
+        """Compute the steps of `capture_all` without capturing them, which compiles and loads their kernels."""
+        for shape in self._usual_shapes():
+            self._empty_step(shape)()
 
-        Some need kernels of their own. When a library loads one of its kernels, it waits for the device: while that is
-        busy, captures would take long.
-        """
-        usual = [Shape(size, 0, True) for size in self._sizes if size <= USUAL_ROWS]
-        for shape in [*self._first_shapes(), *usual]:
-            inputs, step = self._step_of(shape)
-            inputs.clear()
-            step()
-
-    def capture_first(self) -> None:
-        """Capture the steps that come first, and those that would be waited for when a few streams begin or end."""
-        for shape in self._first_shapes():
-            self._capture(shape)
-
-    def capture_next(self, num_rows: int) -> bool:
-        """Capture one of the decode steps of up to `num_rows` that are missing, the largest; False if none is."""
-        num_sizes = bisect_left(self._sizes, min(num_rows, self._sizes[-1])) + 1
-        for size in reversed(self._sizes[:num_sizes]):
-            if Shape(size, 0, True) not in self._graphs:
-                self._capture(Shape(size, 0, True))
-                return True
-        return False
+    def capture_all(self) -> None:
+        """Capture all usual steps, which `compute_all` has computed in this process."""
+        for index, shape in enumerate(self._usual_shapes()):
+            self._capture(shape, is_new=index == 0)  # libraries have yet to set themselves up for the stream
 
     @torch.inference_mode()
-    def _capture(self, shape: Shape) -> _Graph:
+    def _capture(self, shape: Shape, *, is_new: bool = True) -> _Graph:
         start_time = perf_counter()
-        inputs, step = self._step_of(shape)
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            inputs.clear()
-            for group, states in self._states.items():
-                states.clear()
-                if shape.num_tokens > 0:
-                    self._prompts(shape, group).clear()
-            step()  # compiles what is new and lets libraries set themselves up
+            step = self._empty_step(shape)
+            if is_new:
+                step()  # compiles what is new and lets libraries set themselves up
             # Not by torch's context manager, which first empties the allocator's cache and collects garbage.
             graph.capture_begin(pool=self._pool)
             try:
@@ -278,12 +266,19 @@ class StepGraphs:
         logger.debug("captured %s in %.3f s", shape, perf_counter() - start_time)
         return self._graphs[shape]
 
-    def _step_of(self, shape: Shape) -> "tuple[DecodeInputs | MixedInputs, Callable[[], StepOutputs]]":
+    def _empty_step(self, shape: Shape) -> "Callable[[], StepOutputs]":
+        """The computation of a step of that shape, whose inputs are all padding so far."""
+        for states in self._states.values():
+            states.clear()
         if shape.num_tokens == 0:
             decoding = self._decode_inputs.first(shape.num_rows)
-            return decoding, partial(self._decode_step, decoding, shape)
+            decoding.clear()
+            return partial(self._decode_step, decoding, shape)
+        for group in self._states:
+            self._prompts(shape, group).clear()
         mixed = self._mixed(shape.num_tokens, shape.num_rows)
-        return mixed, partial(self._mixed_step, mixed, shape)
+        mixed.clear()
+        return partial(self._mixed_step, mixed, shape)
 
     def _decode_step(self, inputs: DecodeInputs, shape: Shape) -> "StepOutputs":
         inputs.unpack(self._last_token, self._block_size)

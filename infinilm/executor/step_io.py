@@ -118,8 +118,6 @@ class StepInput:
     chunks: Sequence[RowChunk]
     samples_on_host: bool = False
     """Whether a row that draws needs more than the sampling kernel: log-probabilities, penalties, masks, …"""
-    num_expected_rows: int = 0
-    """Sequences running or waiting: the rows that later steps may have. A hint for capturing graphs."""
     run: DecodeRun = ONE_STEP
     """How far workers that can may go on. Others compute one step."""
 

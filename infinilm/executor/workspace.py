@@ -7,7 +7,6 @@ The estimates are for the largest steps that the settings allow, and rather too 
 with torch in pieces that don't join, so a layer's tensors are counted as if all were there at once.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -158,11 +157,10 @@ def decode_attention_bytes(num_rows: int, heads: int, head_dim: int) -> int:
 
 def graph_shapes(num_rows: int, num_tokens: int) -> list["Shape"]:
     """All graphs that may be captured for steps of up to so many rows and tokens."""
-    from infinilm.executor.step_graphs import MIXED_ROWS, MIXED_TOKENS, Shape, decode_sizes  # which needs Triton
+    from infinilm.executor.step_graphs import MIXED_ROWS, Shape, decode_sizes, mixed_sizes  # which needs Triton
 
     sizes = [(size, 0) for size in decode_sizes(num_rows)]
-    needed_tokens = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, num_tokens) + 1]
-    sizes += product(sorted({min(size, num_rows) for size in MIXED_ROWS}), needed_tokens)
+    sizes += product(sorted({min(size, num_rows) for size in MIXED_ROWS}), mixed_sizes(num_tokens, 0))
     return [Shape(*size, samples) for size in sizes for samples in (True, False)]
 
 
