@@ -2,7 +2,7 @@
 
 A product of bfloat16 matrices has the same bits for every shape of tile and every number of rows, if it is summed over
 the inputs in order by matrix instructions (measured on Hopper; `check_products` finds out). The libraries keep to that
-for more rows if they are kept from splitting the inputs (`keep_order`). For few rows they have no fast way to; here
+for more rows if they are kept from splitting the inputs (`keep_order`). For few rows they often have no fast way to;
 narrow tiles make up for it: a program computes a few outputs for all rows, and reads their lines of the matrix
 once. Its lines are fetched into the L2 cache before it waits for the previous kernel (`early_launch`).
 
@@ -21,9 +21,11 @@ from infinilm.kernels.early_launch import launches_early, let_next_start, wait_f
 from infinilm.kernels.norm import Norm, rms_norm
 
 # Up to so many rows the libraries have no fast kernel that sums in order, …
-MAX_ROWS = 32
-# … and with a matrix of few lines sometimes none for more.
+MAX_ROWS = 31
+# … with a matrix of few lines sometimes none for more, …
 FEW_LINES, MAX_ROWS_OF_FEW = 2048, 127
+# … and with a large matrix of many lines only for a single row.
+MANY_LINES, MANY_NUMBERS = 6144, 16 << 20
 # Inputs of a line that are fetched ahead: of large matrices the L2 cache could not hold all.
 FETCHED = tl.constexpr(2048)
 # Columns of the smallest matrix instruction.
@@ -94,8 +96,10 @@ def ordered_product(
     return out
 
 
-def max_rows(num_lines: int) -> int:
-    """Up to so many rows the product with a matrix of so many lines is faster here than by a library in order."""
+def max_rows(num_lines: int, num_inputs: int) -> int:
+    """Up to so many rows the product with a matrix of that shape is faster here than by a library in order."""
+    if num_lines >= MANY_LINES and num_lines * num_inputs >= MANY_NUMBERS:
+        return 1
     return MAX_ROWS_OF_FEW if num_lines <= FEW_LINES else MAX_ROWS
 
 
@@ -112,7 +116,9 @@ def choose_tile(num_rows: int, num_lines: int, itemsize: int) -> Tile:
     Narrow, so that there are programs for most of the 132 multiprocessors of an H200, and with many bytes in flight.
     Two programs of six stages fit on a multiprocessor, three with fewer bytes: all run at once.
     """
-    if num_rows <= FEW_ROWS:
+    if num_lines > FEW_LINES and 1 < num_rows <= 16:  # wider tiles: all programs read all rows
+        tile = Tile(32, 512, 2, 3, FEW_ROWS) if num_rows <= FEW_ROWS else Tile(64, 256, 4, 4, 16)
+    elif num_rows <= FEW_ROWS:
         fits_three = 2 * 132 < triton.cdiv(num_lines, 16) <= 3 * 132
         tile = Tile(16, 256, 1, 8, FEW_ROWS) if fits_three else Tile(16, 512, 1, 6, FEW_ROWS)
     elif num_rows > MAX_ROWS:

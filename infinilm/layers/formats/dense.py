@@ -55,7 +55,7 @@ class DenseWeight(nn.Module):
             if is_ordered:
                 from infinilm.kernels.ordered_product import keep_order, max_rows
 
-                self._max_kernel_rows = max_rows(num_rows)
+                self._max_kernel_rows = max_rows(num_rows, columns)
                 keep_order()
 
     @property
