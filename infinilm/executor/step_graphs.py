@@ -241,7 +241,9 @@ class StepGraphs:
     def capture_all(self) -> None:
         """Capture all usual steps, which `compute_all` has computed in this process."""
         for index, shape in enumerate(self._usual_shapes()):
-            self._capture(shape, is_new=index == 0)  # libraries have yet to set themselves up for the stream
+            # Libraries have yet to set themselves up for the stream when they meet the first.
+            graph = self._capture(shape, is_new=index == 0)
+            graph.graph.replay()  # the first launch takes longest
 
     @torch.inference_mode()
     def _capture(self, shape: Shape, *, is_new: bool = True) -> _Graph:

@@ -26,6 +26,8 @@ _SHARED_PARTS = 4
 _MIN_QUERIES = 8
 # Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
 _COMBINED = 512
+# With a cache of 8-bit floats programs wait for instructions rather than memory: smaller ones, more of which fit.
+_OF_CODES = {"num_warps": 2, "maxnreg": 168}
 # Numbers of the output that a program has for a shared prefix: with 4 warps, 128 in each thread.
 _MAX_SHARED_OUTPUT = 64 * 256
 
@@ -131,8 +133,8 @@ def decode_attention(
         tables.stride(0),
         PAD_GROUP=max(_MIN_QUERIES, pad_group),
         COMBINED_HEADS=min(pad_group, max(1, _COMBINED // options["PAD_DIM"])),
-        num_stages=3 if scales is None else 4,  # 8-bit floats: half the bytes are in flight
-        **options,
+        num_stages=3,
+        **(options if scales is None else options | _OF_CODES),
     )
     return output
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from infinilm.errors import InvalidValueError
+from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 
 NUM_SETTINGS = 5  # columns of the settings that `draw` takes
 
@@ -109,17 +110,30 @@ def _scores(logits, token_ids, upper, lower, row_max, temperature):
 
 @triton.jit(do_not_specialize=["num_rows", "rows_each"], do_not_specialize_on_alignment=["rows", "positions"])
 def _scan(
-    logits, logits_stride, vocab_size, settings, rows, positions, num_rows, rows_each, num_blocks, maxima, bounds
+    logits,
+    logits_stride,
+    vocab_size,
+    settings,
+    rows,
+    positions,
+    num_rows,
+    rows_each,
+    num_blocks,
+    maxima,
+    bounds,
+    EARLY: tl.constexpr,
 ):
     """Program (span, group of rows): the maxima and bounds of `_SCAN_BLOCKS` blocks of `rows_each` rows.
 
     A maximum is +inf if there is NaN in the block. The bounds of a greedy row are its maxima.
     """
+    let_next_start(EARLY)
     blocks = tl.program_id(0) * _SCAN_BLOCKS + tl.arange(0, _SCAN_BLOCKS)
     first = blocks[:, None] * _BLOCK + tl.arange(0, _SCAN_WIDTH)[None, :]
     token_ids = (first, first + _SCAN_WIDTH, first + 2 * _SCAN_WIDTH, first + 3 * _SCAN_WIDTH)
     # The same for all rows, so it is done once.
     parts = (_token_part(token_ids[0]), _token_part(token_ids[1]), _token_part(token_ids[2]), _token_part(token_ids[3]))
+    wait_for_inputs(EARLY)
     for member in range(rows_each):
         index = tl.program_id(1) * rows_each + member
         row = tl.load(rows + index, mask=index < num_rows, other=-1)
@@ -261,8 +275,11 @@ def _settle(
     are_finite,
     cutoffs,
     PADDED_BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (row): the row's token, from the maxima and bounds of its blocks."""
+    let_next_start(EARLY)
+    wait_for_inputs(EARLY)
     index = tl.program_id(0)
     row = tl.load(rows + index)
     maxima += index * num_blocks
@@ -355,8 +372,17 @@ def draw(
     # Few rows need many programs; with many, a program reuses token hashes for several rows.
     rows_each = min(4, max(1, num_rows // 32))
     inputs = (logits, logits.stride(0), vocab_size, settings, rows, positions)
+    early = launches_early(device)
     _scan[spans, triton.cdiv(num_rows, rows_each)](
-        *inputs, num_rows, rows_each, num_blocks, maxima, bounds, num_warps=_SCAN_BLOCKS.value
+        *inputs,
+        num_rows,
+        rows_each,
+        num_blocks,
+        maxima,
+        bounds,
+        EARLY=early,
+        num_warps=_SCAN_BLOCKS.value,
+        launch_pdl=early,
     )
     _settle[(num_rows,)](
         *inputs,
@@ -368,6 +394,8 @@ def draw(
         are_finite,
         cutoffs,
         PADDED_BLOCKS=triton.next_power_of_2(num_blocks),
+        EARLY=early,
+        launch_pdl=early,
         **_SETTLE_LAUNCH,
         enable_fp_fusion=False,  # `row_max + temperature · log min_p` is rounded twice, as in the reference
     )

@@ -14,11 +14,11 @@ from infinilm.structured_output import Reasoning, StructuredOutput
 
 
 class Timing(msgspec.Struct, array_like=True, frozen=True):
-    """How long steps should take, and the longest time between two reports of the engine. Seconds."""
+    """How long steps should take, by default what suits the device, and the longest time between two reports of the
+    engine. Seconds."""
 
-    mixed_step: float
-    """None: by the kind of device."""
-    prefill_step: float
+    mixed_step: float | None
+    prefill_step: float | None
     heartbeat: float
 
 

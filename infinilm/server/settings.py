@@ -47,13 +47,15 @@ class Limits:
     step_timeout: float = _limit(
         120.0, "seconds in which the engine must report progress; without, it is killed and restarted"
     )
-    mixed_step_time: float = _limit(
-        0.1,
+    mixed_step_time: float | None = _limit(
+        None,
         "seconds a step should take in which answers continue, which bounds the gaps in streams: it computes as many "
-        "prompt tokens as fit, at least 16",
+        "prompt tokens as fit, at least 16; by default 0.015 on a GPU, else 0.1",
     )
-    prefill_step_time: float = _limit(
-        0.5, "seconds a step with prompts only should take: how long a new request waits for the current step"
+    prefill_step_time: float | None = _limit(
+        None,
+        "seconds a step with prompts only should take: how long a new request waits for the current step; by default "
+        "0.1 on a GPU, else 0.5",
     )
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class Limits:
             value = getattr(self, item.name)
             if isinstance(item.default, int):
                 check_integer(item.name, value, low=1)
-            else:
+            elif value is not None or item.default is not None:
                 check_real(item.name, value, low=0.0, high=86_400.0, above_low=True)
 
     @classmethod
