@@ -1,11 +1,12 @@
 """Which sequence holds which KV cache block, and which blocks can be found again by their content. No torch here."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
+from itertools import repeat
 
 from infinilm.cache.specs import blocks_per_row
-from infinilm.engine.sequence import BlockKey, Sequence
+from infinilm.engine.sequence import BlockKey, Sequence, hash_of
 
 BlockUpdate = tuple[int, int, list[int]]
 """A change of a sequence's block tables: the group of layers, the first entry, and the blocks from there on."""
@@ -26,10 +27,10 @@ class BlockPool:
         self.window = window
         self.blocks_per_row = num_blocks if window is None else blocks_per_row(window, block_size)
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.content_of: dict[int, BlockKey] = {}
+        self.key_of: dict[int, BlockKey] = {}
         self._block_size = block_size
         self._num_refs = [0] * num_blocks
-        self._block_of: dict[bytes, int] = {}
+        self._block_of: dict[BlockKey, int] = {}
         self.changes: dict[bytes, bool] | None = None
         """If a dict: the hashes that became findable (True) or were forgotten (False), for a reader who empties it."""
 
@@ -42,53 +43,60 @@ class BlockPool:
         """The first block that the token at `position`, or a later one, sees."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self._block_size
 
-    def find(self, key: BlockKey) -> int | None:
-        """The block with this content."""
-        block = self._block_of.get(key[0])
-        # A hash says "probably"; the tokens say "surely".
-        return block if block is not None and self.content_of[block] == key else None
+    def find(self, keys: Iterable[BlockKey]) -> list[int]:
+        """The blocks with these contents, up to the first that is missing."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def num_free_beside(self, blocks: Iterable[int]) -> int:
         """Free blocks that remain if `blocks` are held."""
-        return len(self.free) - sum(self._num_refs[block] == 0 for block in blocks)
+        num_refs = self._num_refs
+        return len(self.free) - [num_refs[block] for block in blocks].count(0)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Hold blocks that exist already: found by prefix, or shared by another sequence."""
+        num_refs = self._num_refs
         for block in blocks:
-            if self._num_refs[block] == 0:
+            if num_refs[block] == 0:
                 del self.free[block]
-            self._num_refs[block] += 1
+            num_refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Hold `count` free blocks, forgetting the content of the least recently used."""
         blocks = []
         for _ in range(count):
             block, _ = self.free.popitem(last=False)
-            if key := self.content_of.pop(block, None):
-                del self._block_of[key[0]]
+            if key := self.key_of.pop(block, None):
+                del self._block_of[key]
                 if self.changes is not None:
-                    self.changes[key[0]] = False
+                    self.changes[hash_of(key)] = False
             self._num_refs[block] = 1
             blocks.append(block)
         return blocks
 
     def release(self, blocks: List[int]) -> None:
         """Give up a hold on each of a sequence's blocks."""
+        num_refs = self._num_refs
         for block in reversed(blocks):
-            self._num_refs[block] -= 1
-            assert self._num_refs[block] >= 0, f"block {block} was released twice"
-            if self._num_refs[block] == 0:
+            num_left = num_refs[block] = num_refs[block] - 1
+            assert num_left >= 0, f"block {block} was released twice"
+            if num_left == 0:
                 self.free[block] = None
-                if block not in self.content_of:
+                if block not in self.key_of:
                     self.free.move_to_end(block, last=False)
 
     def publish(self, key: BlockKey, block: int) -> None:
         """Make a full block findable."""
-        if key[0] not in self._block_of:
-            self._block_of[key[0]] = block
-            self.content_of[block] = key
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self.key_of[block] = key
             if self.changes is not None:
-                self.changes[key[0]] = True
+                self.changes[hash_of(key)] = True
 
     def check_integrity(self, held_blocks: Iterable[List[int]]) -> None:
         """Assert that the counts are those of the live sequences' tables, and that nothing is lost."""
@@ -98,7 +106,7 @@ class BlockPool:
                 held[block] += 1
         assert held == self._num_refs, "reference counts differ from the block tables"
         assert set(self.free) == {b for b in range(self.num_blocks) if not held[b]}, "free list is wrong"
-        assert {key[0]: block for block, key in self.content_of.items()} == self._block_of, "index is wrong"
+        assert {key: block for block, key in self.key_of.items()} == self._block_of, "index is wrong"
 
 
 class BlockManager:
@@ -161,29 +169,25 @@ class BlockManager:
         if not self.enable_prefix_caching or not seq.may_reuse_prefix:
             return [[] for _ in self.pools]
         count = (seq.num_tokens - 1) // self.block_size
-        found: list[dict[int, int]] = [{} for _ in self.pools]
+        found: list[list[int]] = [[] for _ in self.pools]
         for group, pool in enumerate(self.pools):
             if pool.window is None:
-                count = self._find_run(pool, seq, range(count), found[group])
+                found[group] = pool.find(self._keys(seq, range(count)))
+                count = len(found[group])
         is_complete = False
         while not is_complete:
             is_complete = True
             for group, pool in self._windowed:
                 # Backwards: if a block is missing, every beginning that ends behind it lacks it.
                 first = pool.first_seen(count * self.block_size)
-                num_missing = count - first - self._find_run(pool, seq, range(count - 1, first - 1, -1), found[group])
-                if num_missing:
+                blocks = pool.find(self._keys(seq, range(count - 1, first - 1, -1)))
+                found[group] = [0] * first + blocks[::-1]
+                if num_missing := count - first - len(blocks):
                     count, is_complete = first + num_missing - 1, False
-        return [[blocks.get(index, 0) for index in range(count)] for blocks in found]
+        return [blocks[:count] for blocks in found]
 
-    def _find_run(self, pool: BlockPool, seq: Sequence, indices: range, found: dict[int, int]) -> int:
-        """Find blocks in this order up to the first that is missing: how many there are."""
-        for num_found, index in enumerate(indices):
-            block = pool.find(seq.block_key(index, self.block_size))
-            if block is None:
-                return num_found
-            found[index] = block
-        return len(indices)
+    def _keys(self, seq: Sequence, indices: range) -> Iterator[BlockKey]:
+        return map(seq.block_key, indices, repeat(self.block_size))
 
     def shared_prefix(self, seq: Sequence) -> list[list[int]]:
         """By group: blocks that hold the sequence's beginning already, its leader's or those found by content."""

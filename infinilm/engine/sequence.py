@@ -1,6 +1,7 @@
 """One stream of tokens: a prompt and the answer growing behind it."""
 
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -14,8 +15,9 @@ from infinilm.structured_output import Grammar
 if TYPE_CHECKING:
     from infinilm.engine.request import Request
 
-BlockKey = tuple[bytes, bytes]
-"""(hash of the block's tokens and of all before them, the block's own tokens)."""
+BlockKey = bytes
+"""The hash of all blocks before, then the block's own tokens. The hash of the key is that of all blocks up to it."""
+hash_of = xxh3_128_digest
 
 
 class Status(Enum):
@@ -173,21 +175,25 @@ class Sequence:
     def block_key(self, index: int, block_size: int) -> BlockKey:
         """The key under which full block `index` can be found again by sequences with the same beginning."""
         keys = self._block_keys
-        while len(keys) <= index:
-            start = len(keys) * block_size
-            parent = keys[-1][0] if keys else self.cache_salt
-            keys.append(_make_key(parent, self.token_ids[start : start + block_size]))
+        num_known = len(keys)
+        if index >= num_known:  # those that are asked for next are made with it, but not all of a long text
+            end = max(index + 1, min(2 * num_known, len(self.token_ids) // block_size))
+            parent = hash_of(keys[-1]) if keys else self.cache_salt
+            keys += _make_keys(self.token_ids[num_known * block_size : end * block_size], parent, block_size)
         return keys[index]
 
 
-def _make_key(parent: bytes, token_ids: List[int]) -> BlockKey:
-    content = array("I", token_ids).tobytes()
-    return xxh3_128_digest(parent + content), content
+def _make_keys(token_ids: List[int], parent: bytes, block_size: int) -> Iterator[BlockKey]:
+    """The keys of full blocks behind those with the hash `parent`."""
+    all_ids = array("I", token_ids)
+    content, num_bytes = all_ids.tobytes(), block_size * all_ids.itemsize
+    for start in range(0, len(content), num_bytes):
+        key = parent + content[start : start + num_bytes]
+        parent = hash_of(key)
+        yield key
 
 
 def block_hashes(token_ids: List[int], cache_salt: bytes, block_size: int) -> list[bytes]:
     """The hashes of the blocks of a prompt that the prefix cache may hold, without the block of its last token."""
-    hashes: list[bytes] = []
-    for start in range(0, (len(token_ids) - 1) // block_size * block_size, block_size):
-        hashes.append(_make_key(hashes[-1] if hashes else cache_salt, token_ids[start : start + block_size])[0])
-    return hashes
+    num_tokens = (len(token_ids) - 1) // block_size * block_size
+    return list(map(hash_of, _make_keys(token_ids[:num_tokens], cache_salt, block_size)))

@@ -21,11 +21,27 @@ def compute(blocks: BlockManager, tokens: list[int]) -> Sequence:
 
 
 def test_a_hash_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence, "xxh3_128_digest", lambda data: b"same")
+    monkeypatch.setattr(sequence, "hash_of", lambda data: b"same")
     blocks = BlockManager(8, 2)
-    compute(blocks, [1, 2, 3])
-    assert blocks.find_prefix(make_sequence([1, 2, 9])) == [[0]]
-    assert blocks.find_prefix(make_sequence([5, 6, 9])) == [[]]
+    compute(blocks, [1, 2, 3, 4, 5])
+    assert blocks.find_prefix(make_sequence([1, 2, 3, 4, 9])) == [[0, 1]]
+    assert blocks.find_prefix(make_sequence([1, 2, 5, 6, 9])) == [[0]]
+    assert blocks.find_prefix(make_sequence([5, 6, 3, 4, 9])) == [[]]
+
+
+def test_keys_are_the_same_in_whatever_order_they_are_asked_for() -> None:
+    """They are made several at a time, while the text grows."""
+    tokens = list(range(1, 24))
+    at_once = make_sequence(tokens)
+    at_once.block_key(10, 2)
+    growing = make_sequence(tokens[:7])
+    growing.block_key(0, 2)
+    growing.block_key(1, 2)
+    growing.token_ids += tokens[7:]
+    keys = [growing.block_key(index, 2) for index in range(11)]
+    assert keys == [at_once.block_key(index, 2) for index in range(11)]
+    assert len(set(keys)) == 11
+    assert [sequence.hash_of(key) for key in keys] == sequence.block_hashes(tokens, b"", 2)
 
 
 def test_a_block_is_found_only_behind_its_own_beginning() -> None:

@@ -59,7 +59,7 @@ class Histories(RuleBasedStateMachine):
         keys = [seq.block_key(index, BLOCK_SIZE) for index in range(count)]
         window = pool.window or count * BLOCK_SIZE + 1
         return all(
-            pool.find(key) is not None
+            pool.find([key])
             for index, key in enumerate(keys)
             if (index + 1) * BLOCK_SIZE > count * BLOCK_SIZE - window + 1
         )

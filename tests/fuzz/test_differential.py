@@ -49,7 +49,7 @@ def lose_a_block(pool: BlockPool, blocks: list[int], release=BlockPool.release) 
 
 def find_anything(manager: BlockManager, seq: Sequence) -> list[list[int]]:
     count = (seq.num_tokens - 1) // manager.block_size
-    return [list(pool.content_of)[:count] for pool in manager.pools]
+    return [list(pool.key_of)[:count] for pool in manager.pools]
 
 
 def lose_a_letter(detokenizer: Detokenizer, ids: list[int], feed=Detokenizer.feed) -> str:
