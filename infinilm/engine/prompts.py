@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import index
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
@@ -92,7 +93,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
     if isinstance(plain_number(prompt), (int, float)) or prompt is None:
         raise InvalidTypeError(f"a prompt of type {type(prompt).__name__} must be a string or a list of token ids")
     token_ids = _as_list("prompt", prompt)
-    if set(map(type, token_ids)) != {int}:  # thousands of them are checked at the speed of C
+    if list(map(type, token_ids)).count(int) != len(token_ids):  # thousands of them are checked at the speed of C
         token_ids = [_as_token_id(token_id) for token_id in token_ids]
     if not token_ids:
         raise InvalidValueError("the prompt is empty; give at least one token id")
@@ -111,8 +112,10 @@ def _as_token_id(value: object) -> int:
 
 def check_ids(token_ids: list[int], vocab_size: int, source: str | None = None) -> list[int]:
     """Refuse ids that the model has no embedding for; `source` is the text they are from, if they are from one."""
-    if min(token_ids, default=0) >= 0 and max(token_ids, default=0) < vocab_size:
-        return token_ids
+    # An array is faster than the list's min and max. It refuses negative numbers, and those of more than 32 bits.
+    with suppress(OverflowError):
+        if np.array(array("I", token_ids)).max(initial=0) < vocab_size:
+            return token_ids
     position, token_id = next(
         (position, token_id) for position, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size
     )
