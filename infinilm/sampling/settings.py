@@ -1,7 +1,8 @@
 """The settings of a draw, as kernels take them, and its seed. No torch here."""
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 
 MASK64 = 2**64 - 1
 # The settings of a row, 64 bits each.
@@ -16,13 +17,16 @@ DRAW_SETTINGS = np.dtype(
 )
 
 
-def scramble(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects every other."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def scramble(values: Any) -> Any:
+    """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects every other.
+
+    Of a Python integer, or an array of uint64.
+    """
+    values = ((values ^ (values >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    values = ((values ^ (values >> 27)) * 0x94D049BB133111EB) & MASK64
+    return values ^ (values >> 31)
 
 
 def scrambled_seed(seed: int) -> int:
     """The generator's initial state for any integer seed, of which the low 64 bits count."""
-    return int(scramble(np.array([seed & MASK64], dtype=np.uint64))[0])
+    return int(scramble(seed & MASK64))
