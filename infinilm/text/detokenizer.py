@@ -34,15 +34,13 @@ class _ByteStream:
     """For byte-level tokenizers: every token is a byte string, and the text is the UTF-8 decoding of all."""
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]) -> None:
-        self._token_bytes = tokenizer.token_bytes
+        self._bytes_by_id = tokenizer.bytes_by_id
         self._skipped_ids = skipped_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, ids: Sequence[int]) -> str:
-        skipped_ids = self._skipped_ids
-        return self._utf8.decode(
-            b"".join([self._token_bytes(token_id) for token_id in ids if token_id not in skipped_ids])
-        )
+        found, skipped_ids = self._bytes_by_id, self._skipped_ids
+        return self._utf8.decode(b"".join([found[token_id] for token_id in ids if token_id not in skipped_ids]))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -51,7 +51,8 @@ class Tokenizer:
         # Whether a token may end within a character.
         self.can_split_characters = "ByteLevel" in decoders
         self._byte_token_ids = _byte_token_ids(backend) if "ByteFallback" in decoders else frozenset()
-        self._bytes_by_id: dict[int, bytes] = {}
+        self.bytes_by_id: Mapping[int, bytes] = _Found(self._find_bytes)
+        """What `token_bytes` returns, for many tokens."""
         self._chat_templates = dict(chat_templates or {})
         self._compiled_templates: dict[tuple[str, bool], ChatTemplate] = {}
 
@@ -171,10 +172,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes that one token adds to a text; none for an id without a token."""
-        known = self._bytes_by_id.get(token_id)
-        if known is None:
-            known = self._bytes_by_id[token_id] = self._find_bytes(token_id)
-        return known
+        return self.bytes_by_id[token_id]
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token is one byte (`<0xE2>`), whose text depends on the byte tokens around it."""
@@ -252,6 +250,17 @@ class Tokenizer:
             if self.content(token_id) and token_id not in self.special_ids and not self.is_byte_token(token_id):
                 return [token_id], self.decode([token_id], skip_special_tokens=False)
         return [], ""
+
+
+class _Found(dict[int, bytes]):
+    """What a function returns, for each id that was ever asked for."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._find(token_id)
+        return found
 
 
 @contextmanager
