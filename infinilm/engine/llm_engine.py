@@ -143,32 +143,30 @@ class LLMEngine:
         prompt_list = as_prompt_list(prompts)
         given = self.default_sampling_params if sampling_params is None else sampling_params
         params_list = pair_params(given, len(prompt_list))
-        # All are checked before the first is queued: a bad one among them leaves nothing behind.
-        with interrupts_held(), self._turns, interrupts_allowed():
-            requests = [
-                self._make_request(prompt, params, is_reported=False)
-                for prompt, params in zip(prompt_list, params_list, strict=True)
-            ]
-        with (
-            interrupts_held(),
-            gc_paused(),
-            ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar,
-        ):
-            self._run(requests, bar)
-        return [request.output() for request in requests]
+        with interrupts_held(), gc_paused():
+            # All are checked before the first is queued: a bad one among them leaves nothing behind.
+            with self._turns, interrupts_allowed():
+                requests = [
+                    self._make_request(prompt, params, is_reported=False)
+                    for prompt, params in zip(prompt_list, params_list, strict=True)
+                ]
+            with ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar:
+                return self._run(requests, bar)
 
-    def _run(self, requests: list[Request], bar: ProgressBar) -> None:
+    def _run(self, requests: list[Request], bar: ProgressBar) -> list[RequestOutput]:
         with self._turns:
             for request in requests:
                 self._queue(request)
-        num_done = 0
+        outputs: list[RequestOutput] = []
         try:
-            while num_done < len(requests):
-                self._advance(is_watched=False)
-                while num_done < len(requests) and requests[num_done].is_finished:
-                    num_done += 1
+            while len(outputs) < len(requests):
+                with self._turns:
+                    self._advance(is_watched=False)
+                    while len(outputs) < len(requests) and requests[len(outputs)].is_finished:
+                        outputs.append(requests[len(outputs)].output())  # while a GPU computes the next step
                 with interrupts_allowed():
                     bar.update()
+            return outputs
         finally:
             with self._turns:
                 for request in requests:
