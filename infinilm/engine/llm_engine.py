@@ -143,7 +143,7 @@ class LLMEngine:
         prompt_list = as_prompt_list(prompts)
         given = self.default_sampling_params if sampling_params is None else sampling_params
         params_list = pair_params(given, len(prompt_list))
-        with interrupts_held(), gc_paused():
+        with interrupts_held(), gc_paused() as collect_young:
             # All are checked before the first is queued: a bad one among them leaves nothing behind.
             with self._turns, interrupts_allowed():
                 requests = [
@@ -151,22 +151,25 @@ class LLMEngine:
                     for prompt, params in zip(prompt_list, params_list, strict=True)
                 ]
             with ProgressBar(self._stats, len(requests), is_shown=use_tqdm) as bar:
-                return self._run(requests, bar)
+                return self._run(requests, bar, collect_young)
 
-    def _run(self, requests: list[Request], bar: ProgressBar) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], bar: ProgressBar, collect_young: Callable[[], None]) -> list[RequestOutput]:
         with self._turns:
             for request in requests:
                 self._queue(request)
-        outputs: list[RequestOutput] = []
+        outputs: dict[Request, RequestOutput] = {}
         try:
             while len(outputs) < len(requests):
                 with self._turns:
                     self._advance(is_watched=False)
-                    while len(outputs) < len(requests) and requests[len(outputs)].is_finished:
-                        outputs.append(requests[len(outputs)].output())  # while a GPU computes the next step
+                    # While a GPU computes the next step.
+                    ended = [request for request in requests if request not in outputs and request.is_finished]
+                    outputs |= {request: request.output() for request in ended}
+                if not self.scheduler.waiting:
+                    collect_young()
                 with interrupts_allowed():
                     bar.update()
-            return outputs
+            return [outputs[request] for request in requests]
         finally:
             with self._turns:
                 for request in requests:

@@ -67,9 +67,10 @@ def test_one_prompt_several_prompts_ids_and_mixed(llm) -> None:
 
 
 def test_parameters_per_prompt(llm) -> None:
-    lengths = [1, 5, 9]
+    lengths = [5, 9, 1]  # they don't end in the order of the prompts
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     outputs = llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS[:3]
     assert [len(output.token_ids) for output in outputs] == lengths
     with pytest.raises(InvalidValueError, match="2 sampling_params were given for 3 prompts"):
         llm.generate(PROMPTS[:3], params[:2], use_tqdm=False)
