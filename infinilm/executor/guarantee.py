@@ -10,15 +10,16 @@ from infinilm.executor.executor import Executor
 if TYPE_CHECKING:
     from torch import nn
 
+    from infinilm.layers.formats import DenseWeight
     from infinilm.models import ModelConfig
 
 MAX_LISTED = 4
-ROW_COUNTS = {"cpu": (1, 3, 5, 17), "cuda": (1, 2, 5, 16, 17, 32, 33, 65, 130)}
+ROW_COUNTS = {"cpu": (1, 3, 5, 17, 24, 70, 130), "cuda": (1, 2, 5, 16, 17, 32, 33, 65, 130)}
 """By kind of device: numbers of rows whose products are compared with those of three times the last."""
 ORDERED_ATTENTION = {"cpu": "native", "cuda": "triton"}
 """By kind of device: the backend whose sums have an order of their own."""
-LARGE_MATRIX = 32_000_000
-"""From so many elements on, fewer rows are compared, so that a start is not delayed."""
+LARGE_MATRIX, MAX_LARGE_ROWS = 32_000_000, 17
+"""From so many elements on, only so many rows are compared on a CPU, so that a start is not delayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +79,44 @@ def known_reasons(
 
 
 def failing_products(model: "nn.Module") -> list[str]:
-    """The shapes of dense matrices with which a row's product depends on its place or on the other rows."""
-    import torch
+    """The shapes of dense matrices with which a row's product depends on its place or on the other rows.
 
+    Those of a CPU are multiplied piece by piece from here on if that helps.
+    """
     from infinilm.layers.formats import DenseWeight
     from infinilm.layers.moe import Experts
 
     failing: list[str] = []
-    tried: set[Any] = set()
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        for matrix in (module for module in model.modules() if isinstance(module, DenseWeight)):
-            num_columns, num_rows = matrix.in_features, matrix.out_features
-            key = (num_columns, num_rows, matrix.weight.shape, matrix.weight.dtype)
-            if key in tried:
-                continue
-            tried.add(key)
-            counts = ROW_COUNTS[matrix.weight.device.type]
-            is_large = not matrix.weight.is_cuda and num_columns * num_rows >= LARGE_MATRIX
-            x = torch.randn(counts[-1], num_columns, generator=generator).to(matrix.weight)
-            expected = matrix.multiply(x[:5] if is_large else torch.cat((x, x, x)))
-            counts = counts[:2] if is_large else counts
-            same = all(matrix.multiply(x[:count]).equal(expected[:count]) for count in counts)
-            if not is_large:
-                parts = expected.reshape(-1, len(x), num_rows)
-                same = same and all(part.equal(parts[0]) for part in parts)
-            if not same:
-                failing.append(f"{num_columns} x {num_rows}")
+    tried: dict[Any, DenseWeight] = {}
+    for matrix in (module for module in model.modules() if isinstance(module, DenseWeight)):
+        key = (matrix.in_features, matrix.out_features, matrix.weight.shape, matrix.weight.dtype)
+        if key in tried:
+            matrix.is_piecewise = tried[key].is_piecewise
+            continue
+        tried[key] = matrix
+        if _is_invariant(matrix):
+            continue
+        matrix.is_piecewise = not matrix.weight.is_cuda
+        if not matrix.is_piecewise or not _is_invariant(matrix):
+            failing.append(f"{matrix.in_features} x {matrix.out_features}")
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if any(weight.is_cuda for module in experts for weight in module.parameters()):
         failing.append("experts, which were not tried")
     return failing
+
+
+def _is_invariant(matrix: "DenseWeight") -> bool:
+    """Whether a row's product is the same for all numbers of rows that are tried, and in any place."""
+    import torch
+
+    num_columns, num_rows = matrix.in_features, matrix.out_features
+    counts = ROW_COUNTS[matrix.weight.device.type]
+    is_large = not matrix.weight.is_cuda and num_columns * num_rows >= LARGE_MATRIX
+    with torch.inference_mode():
+        x = torch.randn(counts[-1], num_columns, generator=torch.Generator().manual_seed(0)).to(matrix.weight)
+        expected = matrix.multiply(x[:MAX_LARGE_ROWS] if is_large else torch.cat((x, x, x)))
+        if is_large:
+            counts = tuple(count for count in counts if count < MAX_LARGE_ROWS)
+        elif any(not part.equal(expected[: len(x)]) for part in expected.view(-1, len(x), num_rows)):
+            return False
+        return all(matrix.multiply(x[:count]).equal(expected[:count]) for count in counts)

@@ -13,13 +13,15 @@ from torch import Tensor
 
 TILE = 4
 """MKL computes fewer rows or columns in another order. It gives threads whole tiles where there are any."""
+PIECE = 16
+"""On some CPUs MKL's order depends on the number of tiles, too. There so many rows are multiplied at a time."""
 NARROW = 32
 """From so many columns on the last tile's width makes no difference."""
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """`x` `[n, …]` with zeros behind it, so that it has whole tiles of rows."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % TILE)) if len(x) % TILE else x
+def pad_rows(x: Tensor, size: int = TILE) -> Tensor:
+    """`x` `[n, …]` with zeros behind it, so that it has whole tiles of `size` rows."""
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % size)) if len(x) % size else x
 
 
 def sigmoid(x: Tensor) -> Tensor:

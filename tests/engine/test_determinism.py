@@ -24,6 +24,7 @@ from infinilm.bench.determinism import (
 from infinilm.bench.hidden_states import first_difference
 from infinilm.config import Config
 from infinilm.executor.guarantee import failing_products, known_reasons
+from infinilm.kernels.invariant import PIECE
 from infinilm.executor.local import LocalExecutor
 from infinilm.layers.formats import DenseWeight
 from infinilm.models import ModelConfig, auto
@@ -189,6 +190,24 @@ def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
         matrix.weight.data.normal_()
     assert failing_products(torch.nn.ModuleList([good])) == []
     assert failing_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
+
+
+def test_rows_are_multiplied_in_pieces_where_a_library_has_an_order_for_each_number_of_them() -> None:
+    """As MKL on some CPUs of Intel."""
+
+    class Fickle(DenseWeight):
+        def _product(self, x, bias, residual):
+            return super()._product(x, bias, residual) + len(x)
+
+    matrix = Fickle([40], 16, dtype=torch.float32, device="cpu", is_ordered=True)
+    matrix.weight.data.normal_()
+    x, residual, bias = torch.randn(37, 16), torch.randn(37, 40), torch.randn(40)
+    expected = torch.nn.functional.linear(x, matrix.weight.t(), bias) + residual + PIECE
+    assert failing_products(torch.nn.ModuleList([matrix])) == []
+    whole = matrix.multiply(x, bias, residual.clone())
+    torch.testing.assert_close(whole, expected)
+    for count in range(38):
+        assert matrix.multiply(x[:count], bias, residual[:count].clone()).equal(whole[:count])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
-from infinilm.kernels.invariant import NARROW, TILE, pad_rows
+from infinilm.kernels.invariant import NARROW, PIECE, TILE, pad_rows
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
@@ -41,6 +41,8 @@ class DenseWeight(nn.Module):
         self._firsts = [0, *accumulate(rows)]
         num_rows = self._firsts.pop()
         self._pads_rows = is_ordered and torch.device(device).type == "cpu"
+        self.is_piecewise = False
+        """On a CPU: multiply a fixed number of rows at a time, because the library's order depends on their number."""
         self._is_odd = self._pads_rows and num_rows < NARROW and num_rows % TILE != 0
         # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
         self._is_input_first = torch.device(device).type == "cpu" and not is_table
@@ -90,11 +92,21 @@ class DenseWeight(nn.Module):
         if norm is not None:
             x = norm(x)
         if self._pads_rows:
-            rest = None if residual is None else pad_rows(residual)
-            return self._product(pad_rows(x), bias, rest)[: len(x)]
+            return self._invariant_product(x, bias, residual)
         if residual is not None and self._is_ordered:
             return residual.add_(self._product(x, bias, None))  # some library kernels add it before they round
         return self._product(x, bias, residual)
+
+    def _invariant_product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        size = PIECE if self.is_piecewise else TILE
+        padded, rest = pad_rows(x, size), None if residual is None else pad_rows(residual, size)
+        if not self.is_piecewise:
+            return self._product(padded, bias, rest)[: len(x)]
+        out = x.new_empty(len(padded), self.out_features)
+        for start in range(0, len(padded), size):
+            piece = slice(start, start + size)
+            out[piece] = self._product(padded[piece], bias, None if rest is None else rest[piece])
+        return out[: len(x)]
 
     def _product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if residual is not None:
