@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, wraps
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # they need torch, and nothing here does
 logger = logging.getLogger(__name__)
 
 _AUTOMATIC_ID = re.compile(r"auto-\d+")
+NUM_LOOKED_AT = 4
+"""Unfinished requests of `generate`, in multiples of the rows, among which ended ones are looked for."""
 
 Messages = Sequence[Mapping[str, Any]]
 P = ParamSpec("P")
@@ -158,13 +160,15 @@ class LLMEngine:
             for request in requests:
                 self._queue(request)
         outputs: dict[Request, RequestOutput] = {}
+        pending = dict.fromkeys(requests)
+        num_finished = -1
         try:
-            while len(outputs) < len(requests):
+            while pending:
                 with self._turns:
                     self._advance(is_watched=False)
-                    # While a GPU computes the next step.
-                    ended = [request for request in requests if request not in outputs and request.is_finished]
-                    outputs |= {request: request.output() for request in ended}
+                    if num_finished != self.scheduler.num_finished:
+                        num_finished = self.scheduler.num_finished
+                        self._collect_outputs(pending, outputs)
                 if not self.scheduler.waiting:
                     collect_young()
                 with interrupts_allowed():
@@ -174,6 +178,17 @@ class LLMEngine:
             with self._turns:
                 for request in requests:
                     self._end(request)
+
+    def _collect_outputs(self, pending: dict[Request, None], outputs: dict[Request, RequestOutput]) -> None:
+        """Make the outputs of requests that have ended, while a GPU computes the next step.
+
+        There may be many requests: those that have not started yet, or hardly any, are not looked at.
+        """
+        first = list(islice(pending, NUM_LOOKED_AT * self.config.max_num_seqs))
+        for request in first:
+            if request.is_finished:
+                outputs[request] = request.output()
+                del pending[request]
 
     def chat(
         self,

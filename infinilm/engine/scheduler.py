@@ -81,6 +81,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
+        self.num_finished = 0
+        """Sequences that have ended, so far."""
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.max_prefill_tokens = max_num_batched_tokens
         """Prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
@@ -501,6 +503,7 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
+        self.num_finished += 1
         seq.finish_reason = reason
 
     def fail(self, steps: Iterable[Step]) -> list[Sequence]:
