@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infinilm.attention.batch import HostBatch
+from infinilm.attention.batch import HostBatch, IntArray
 from infinilm.debug.taps import show_logits
 from infinilm.executor.executor import RunnerSettings
 from infinilm.executor.step_io import (
@@ -133,7 +133,8 @@ class ModelRunner:
             places = np.concatenate([np.arange(length) for length in lengths])
             tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)
             batch = HostBatch(np.zeros_like(places), places, np.full_like(places, -1), tables, lengths, lengths)
-            hidden = self._worker.compute_hidden(batch, self._cache)
+            input_ids = self._fill_in_last(batch.input_ids, np.zeros_like(places))
+            hidden = self._worker.compute_hidden(batch, self._cache, input_ids=input_ids)
             if not self._worker.is_last_stage:
                 continue
             # As many rows as can ever draw at once, or as many prompt tokens as have logits at once.
@@ -205,7 +206,10 @@ class ModelRunner:
             return None
         if not step.chunks and not step.decoding.has_drafts:
             return self._last_token[to_device(self._device, batch.token_rows)[0]]
-        ids, rows = to_device(self._device, batch.tokens.input_ids, batch.token_rows)
+        return self._fill_in_last(batch.tokens.input_ids, batch.token_rows)
+
+    def _fill_in_last(self, input_ids: IntArray, token_rows: IntArray) -> Tensor:
+        ids, rows = to_device(self._device, input_ids, token_rows)
         return torch.where(ids == LAST_TOKEN, self._last_token[rows], ids)
 
     def _sample(self, submitted: SubmittedStep, logits: Tensor, batch: StepBatch) -> None:

@@ -25,6 +25,7 @@ MAX_ROWS = 256
 # Programs that keep a device busy, by the rows of each; the most splits of the order that is kept; and the rows from
 # which on a program computes all of those, one after the other.
 _PROGRAMS, _ORDERED_SPLITS, _MANY_ROWS = {16: 500, 32: 300, 64: 200, 128: 180}, 8, 128
+_LARGEST = max(_PROGRAMS)
 # For more than 64 rows and 4-bit codes: rows and stages of a program, and how many such fit on an H200 at once.
 _FITTING = ((64, 4, 2 * 132), (64, 3, 3 * 132), (128, 3, 2 * 132))
 # The least share of them that there should be, and what will do.
@@ -117,6 +118,11 @@ def tile_product(
         out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
+    if tile is None and not is_ordered and _leaves_rest(num_rows, out_size, matrix):
+        for part in (slice(_LARGEST), slice(_LARGEST, None)):
+            own = None if residual is None else residual[part]
+            tile_product(x[part], matrix, bias=bias, residual=own, is_gated=is_gated, out=out[part])
+        return out
     tile = tile or choose_tile(num_rows, out_size, matrix, is_ordered=is_ordered)
     grid = (triton.cdiv(out_size, tile.lines), triton.cdiv(num_rows, tile.rows), 1 if tile.in_turn else tile.splits)
     partials = tickets = None
@@ -155,6 +161,16 @@ def tile_product(
         **_options(matrix, x.dtype),
     )
     return out
+
+
+def _leaves_rest(num_rows: int, num_lines: int, matrix: TiledMatrix) -> bool:
+    """Whether rows beyond those of the largest tile are few enough for a launch of their own, with smaller tiles.
+
+    That takes longer if one launch does not occupy the device.
+    """
+    is_large = num_lines >= _PROGRAMS[_LARGEST] * TILE_LINES
+    has_largest = matrix.format.bits == 4 and not matrix.format.has_minimums
+    return is_large and has_largest and _LARGEST < num_rows <= _LARGEST + 64
 
 
 def untile(matrix: TiledMatrix, dtype: torch.dtype) -> Tensor:

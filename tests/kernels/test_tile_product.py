@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import ShardRange
+from infinilm.kernels import tile_product as tile_products
 from infinilm.kernels.gemv import gemv_torch
 from infinilm.kernels.rounded_product import round_rows, round_rows_torch
 from infinilm.kernels.tile_gemv import Tile as OneRowTile
@@ -252,3 +253,28 @@ def test_programs_for_many_rows_run_at_once(shape: tuple[int, int], num_rows: in
     num_programs = -(-lines // tile.lines) * -(-num_rows // tile.rows) * tile.splits
     assert inputs % tile.splits == 0
     assert num_programs <= 132 * (3 if (tile.rows, tile.num_stages) == (64, 3) else 2)
+
+
+@pytest.mark.parametrize("options", [{"is_gated": True}, {"bias": True, "residual": True}], ids=str)
+def test_rows_beyond_the_largest_tile_may_have_a_launch_of_their_own(
+    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows, out_size, in_size, dtype = 130, 128, 128, torch.float16
+    weight, _ = make_weight([NAMES[5]], [out_size], in_size, dtype)
+    x = random(num_rows, in_size, dtype=dtype)
+    given = {"bias": random(out_size, dtype=dtype), "residual": random(num_rows, out_size, dtype=dtype)}
+    settings: dict = {name: given.get(name, True) for name in options}
+    whole = tile_product(x, matrix_of(weight), **settings)
+    monkeypatch.setattr(tile_products, "_leaves_rest", lambda rows, *_: rows > 128)
+    torch.testing.assert_close(tile_product(x, matrix_of(weight), **settings), whole)
+
+
+def test_the_rest_of_rows_is_computed_by_itself_where_a_launch_of_it_occupies_the_device() -> None:
+    def leaves_rest(num_rows: int, lines: int, **format: bool) -> bool:
+        return tile_products._leaves_rest(
+            num_rows, lines, TiledMatrix.empty(TileFormat(4, 128, **format), lines, 128, "meta")
+        )
+
+    assert [rows for rows in (128, 129, 192, 193, 256) if leaves_rest(rows, 14336)] == [129, 192]
+    assert not leaves_rest(160, 4096)
+    assert not leaves_rest(160, 14336, has_minimums=True)
