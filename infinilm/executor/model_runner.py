@@ -127,8 +127,9 @@ class ModelRunner:
         """Compute steps of all kinds that leave nothing in the cache, quick ones first: kernels compile meanwhile."""
         if self._graphs is not None:
             self._graphs.compute_all()
-        # Decoding, a mixture, one long prompt; between them, numbers of tokens for which kernels have other tiles.
-        for query_lens in ([1, 1], [24], [48], [96], [64, 64, 1, 1], [256], [1024], [self._max_num_tokens]):
+        # A mixture and one long prompt. Without graphs, others for which kernels have other tiles.
+        small = ([1, 1], [24], [48], [96], [256], [1024]) if self._graphs is None else ()
+        for query_lens in (*small, [64, 64, 1, 1], [self._max_num_tokens]):
             lengths = np.minimum(query_lens, self._max_num_tokens)
             places = np.concatenate([np.arange(length) for length in lengths])
             tables = np.zeros((len(lengths), -(-int(lengths.max()) // self._block_size)), dtype=np.int64)

@@ -219,7 +219,11 @@ def _describe(engine: LLMEngine, load_seconds: float, seconds: dict[str, float])
 def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
     import_time = perf_counter()
-    import infinilm.executor.loader  # noqa: F401 - while the HTTP process prepares the first message
+    # While the HTTP process prepares the first message.
+    import infinilm.executor.loader
+
+    if may_have_gpu():
+        import infinilm.executor.rank_worker  # noqa: F401 - with torch
 
     seconds = {"imports": perf_counter() - import_time}
     command = messages.decode_command(frames.receive_frame())
