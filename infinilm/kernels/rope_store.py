@@ -10,10 +10,11 @@ from infinilm.kernels.fp8_kernels import INFINITE, encode, largest_bits, scale_b
 from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
 from infinilm.kernels.store_kv import store_kv_torch, zero_if_finite
 
-# Numbers per program: with 2 warps, one load of 16 bytes per thread for each half of the heads. So one token's heads
-# are spread over a few programs, each large enough to be worth its start.
-_TILE = 1024
-_WARPS = 2
+# Numbers per program: with 4 warps, one load of 16 bytes per thread for each half of the heads. So one token's heads
+# are spread over a few programs, each large enough to be worth its start. (Half as many numbers and warps would take a
+# tenth less time. But the variants of `marks_nonfinite` would have different layouts, and norms might add differently.)
+_TILE = 2048
+_WARPS = 4
 
 
 def rope_store(

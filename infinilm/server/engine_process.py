@@ -34,7 +34,7 @@ FIRST_TOKENS = 64
 """Where the search begins: a slow machine computes this many in time, and a fast one soon gets more."""
 STEP_S = 0.1, 0.5
 """How long steps take in which answers continue, and those with prompts only, where nothing else is asked for."""
-GPU_STEP_S = 0.015, 0.1
+GPU_STEP_S = 0.03, 0.1
 """The same on a GPU, where a step of a few hundred tokens reads the weights as efficiently as a longer one."""
 MIN_TOKENS = 16
 """With fewer tokens at a time, prompts would take much longer in total. Far into a long prompt even these take long."""

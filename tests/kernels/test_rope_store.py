@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -178,6 +179,15 @@ def test_a_number_that_is_not_finite_is_kept_as_a_nan_key(heads: Heads, place: s
     assert cache.isnan().sum() == heads.dim
     assert cache[:, :, 1].isfinite().all()
     assert token[1, 0].eq(0).all() == (place == "value")
+
+
+@pytest.mark.parametrize(("heads", "dtype"), CASES, ids=str)
+def test_marks_change_no_bit_of_finite_numbers(heads: Heads, dtype: torch.dtype) -> None:
+    """A token is computed with them in a step with prompts, and without in others."""
+    case = make_case(heads, dtype, [3, 70, -1, 5])
+    marked = case.run(partial(rope_store, marks_nonfinite=True))
+    for actual, expected in zip(case.run(partial(rope_store, marks_nonfinite=False)), marked, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter too long")
