@@ -184,9 +184,9 @@ class LLMEngine:
 
         There may be many requests: those that have not started yet, or hardly any, are not looked at.
         """
-        first = list(islice(pending, NUM_LOOKED_AT * self.config.max_num_seqs))
-        for request in first:
-            if request.is_finished:
+        num_looked_at = NUM_LOOKED_AT * self.config.max_num_seqs
+        while ended := [request for request in islice(pending, num_looked_at) if request.is_finished]:
+            for request in ended:
                 outputs[request] = request.output()
                 del pending[request]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from infinilm.models import ModelConfig
 
 MAX_LISTED = 4
-ROW_COUNTS = {"cpu": (1, 3, 5, 17, 24, 70, 130), "cuda": (1, 2, 5, 16, 17, 32, 33, 65, 130)}
+ROW_COUNTS = {"cpu": (1, 3, 5, 17, 24, 70, 130), "cuda": (1, 2, 5, 8, 16, 17, 24, 32, 33, 65, 130, 256)}
 """By kind of device: numbers of rows whose products are compared with those of three times the last."""
 ORDERED_ATTENTION = {"cpu": "native", "cuda": "triton"}
 """By kind of device: the backend whose sums have an order of their own."""

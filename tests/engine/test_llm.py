@@ -1,6 +1,8 @@
 """The high-level API on a tiny random checkpoint: everything a caller can ask for, and what it must give."""
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from checkpoints import reference_logits
 from narrow import present, worker_of
 
 from infinilm import LLM, Config, RequestOutput, SamplingParams
+from infinilm.engine.llm_engine import NUM_LOOKED_AT, LLMEngine
 from infinilm.errors import EngineError, InvalidValueError
 from infinilm.executor.step_io import StepInput
 
@@ -434,3 +437,22 @@ def test_two_thousand_requests_leave_nothing_behind(llm) -> None:
     assert is_idle(llm)
     assert not llm._requests
     assert not llm._unreported
+
+
+def test_all_that_have_ended_are_collected_however_many() -> None:
+    class Ended:
+        is_finished = True
+
+        def output(self):
+            return self
+
+    class Open(Ended):
+        is_finished = False
+
+    engine: Any = SimpleNamespace(config=SimpleNamespace(max_num_seqs=1))
+    ended: list[Any] = [Ended() for _ in range(3 * NUM_LOOKED_AT)]
+    outputs: dict[Any, Any] = {}
+    pending = dict.fromkeys([Open(), *ended])
+    LLMEngine._collect_outputs(engine, pending, outputs)
+    assert list(outputs) == ended
+    assert len(pending) == 1
