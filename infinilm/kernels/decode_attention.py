@@ -27,7 +27,7 @@ _MIN_QUERIES = 8
 # Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
 _COMBINED = 512
 # With a cache of 8-bit floats programs wait for instructions rather than memory: smaller ones, more of which fit.
-_OF_CODES = {"num_warps": 2, "maxnreg": 168}
+_OF_CODES = {"num_warps": 2}
 # Numbers of the output that a program has for a shared prefix: with 4 warps, 128 in each thread.
 _MAX_SHARED_OUTPUT = 64 * 256
 

@@ -1,7 +1,7 @@
 """Products of few rows with a matrix, whose bits are those of the libraries' products of more rows.
 
 A product of bfloat16 matrices has the same bits for every shape of tile and every number of rows, if it is summed over
-the inputs in order by matrix instructions (measured on Hopper; `check_products` finds out). The libraries keep to that
+the inputs in order by matrix instructions (on Hopper; `executor/guarantee.py` tries it). The libraries keep to that
 for more rows if they are kept from splitting the inputs (`keep_order`). For few rows they often have no fast way to;
 narrow tiles make up for it: a program computes a few outputs for all rows, and reads their lines of the matrix
 once. Its lines are fetched into the L2 cache before it waits for the previous kernel (`early_launch`).
