@@ -17,8 +17,8 @@ from infinilm.errors import EngineError
 from infinilm.outputs import RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
-LENGTHS = (5, 17, 63, 64, 65, 130, 255, 256, 257, 511, 513, 1025, 2047, 2049)
-"""Of prompts: around the sizes of blocks, tiles and splits."""
+LENGTHS = (5, 17, 63, 64, 65, 130, 255, 256, 257, 511, 513, 1025, 2047, 2049, 4095, 4097, 8193, 16000)
+"""Of prompts: around the sizes of blocks, tiles and chunks, as far as they are asked for."""
 HEAD_LEN = 300
 """Tokens that every third prompt begins with, as far as the length permits."""
 NUM_SHARING = 16

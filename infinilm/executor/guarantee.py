@@ -1,6 +1,8 @@
 """What an engine promises of its results: that they do not depend on what else it computes, nor on how."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infinilm.cache.specs import LatentSpec, StateSpec
@@ -8,9 +10,11 @@ from infinilm.config import Config
 from infinilm.executor.executor import Executor
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
 
-    from infinilm.layers.formats import DenseWeight
+    from infinilm.layers.formats import DenseWeight, TiledWeight
+    from infinilm.layers.moe import SparseMLP
     from infinilm.models import ModelConfig
 
 MAX_LISTED = 4
@@ -20,6 +24,8 @@ ORDERED_ATTENTION = {"cpu": "native", "cuda": "triton"}
 """By kind of device: the backend whose sums have an order of their own."""
 LARGE_MATRIX, MAX_LARGE_ROWS = 32_000_000, 17
 """From so many elements on, only so many rows are compared on a CPU, so that a start is not delayed."""
+MAX_EXPERT_ROWS = 8192
+"""Experts are tried with so many rows at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,6 @@ def find_guarantee(config: Config, model_config: "ModelConfig", executor: Execut
     info = executor.info
     num_ranks = info.num_ranks // info.num_stages
     reasons = known_reasons(model_config, info.device, info.attention, num_ranks, is_native=info.is_native)
-    if config.kv_cache_dtype == "fp8" and info.device.startswith("cuda"):
-        reasons.append("on a GPU results with a cache of 8-bit floats were seen to differ in their last bits")
     is_ordered = is_ordered or bool(config.deterministic)
     if not is_ordered and (reasons or not info.device.startswith("cpu")):
         return Guarantee(("deterministic=True is not set", *reasons))
@@ -79,44 +83,98 @@ def known_reasons(
 
 
 def failing_products(model: "nn.Module") -> list[str]:
-    """The shapes of dense matrices with which a row's product depends on its place or on the other rows.
+    """The products with which a row's result depends on its place or on the other rows.
 
-    Those of a CPU are multiplied piece by piece from here on if that helps.
+    Dense matrices on a CPU are multiplied piece by piece from here on if that helps. The native library's products
+    there have an order of their own, and are not tried.
     """
-    from infinilm.layers.formats import DenseWeight
-    from infinilm.layers.moe import Experts
+    from infinilm.layers.formats import DenseWeight, TiledWeight
+    from infinilm.layers.linear import Linear
+    from infinilm.layers.moe import SparseMLP
 
+    biases: dict[Any, Tensor | None] = {
+        module.matrix: module.bias for module in model.modules() if isinstance(module, Linear)
+    }
     failing: list[str] = []
-    tried: dict[Any, DenseWeight] = {}
-    for matrix in (module for module in model.modules() if isinstance(module, DenseWeight)):
-        key = (matrix.in_features, matrix.out_features, matrix.weight.shape, matrix.weight.dtype)
-        if key in tried:
-            matrix.is_piecewise = tried[key].is_piecewise
+    tried: dict[Any, Any] = {}
+    for module in model.modules():
+        if not isinstance(module, (DenseWeight, TiledWeight, SparseMLP)):
             continue
-        tried[key] = matrix
-        if _is_invariant(matrix):
-            continue
-        matrix.is_piecewise = not matrix.weight.is_cuda
-        if not matrix.is_piecewise or not _is_invariant(matrix):
-            failing.append(f"{matrix.in_features} x {matrix.out_features}")
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    if any(weight.is_cuda for module in experts for weight in module.parameters()):
-        failing.append("experts, which were not tried")
+        bias, parameters = biases.get(module), list(module.parameters())
+        key = (type(module), *((each.shape, each.dtype) for each in parameters), bias is None)
+        is_new = key not in tried
+        first = tried.setdefault(key, module)
+        if isinstance(module, DenseWeight):
+            if is_new and not _is_invariant_in_pieces(module, bias):
+                failing.append(f"{module.in_features} x {module.out_features}")
+            module.is_piecewise = first.is_piecewise
+        elif is_new and parameters[0].is_cuda:
+            if isinstance(module, SparseMLP):
+                trial, name = _Trial.of_experts(module), f"{module.routing.num_experts} experts"
+            else:
+                trial, name = _Trial.of_matrix(module, bias), f"{module.in_features} x {module.out_features}"
+            if not trial.passes():
+                failing.append(name)
     return failing
 
 
-def _is_invariant(matrix: "DenseWeight") -> bool:
-    """Whether a row's product is the same for all numbers of rows that are tried, and in any place."""
-    import torch
+def _is_invariant_in_pieces(matrix: "DenseWeight", bias: "Tensor | None") -> bool:
+    """Whether a product is invariant, on a CPU if need be piece by piece."""
+    trial = _Trial.of_matrix(matrix, bias)
+    if trial.passes():
+        return True
+    matrix.is_piecewise = not matrix.weight.is_cuda
+    return matrix.is_piecewise and trial.passes()
 
-    num_columns, num_rows = matrix.in_features, matrix.out_features
-    counts = ROW_COUNTS[matrix.weight.device.type]
-    is_large = not matrix.weight.is_cuda and num_columns * num_rows >= LARGE_MATRIX
-    with torch.inference_mode():
-        x = torch.randn(counts[-1], num_columns, generator=torch.Generator().manual_seed(0)).to(matrix.weight)
-        expected = matrix.multiply(x[:MAX_LARGE_ROWS] if is_large else torch.cat((x, x, x)))
-        if is_large:
-            counts = tuple(count for count in counts if count < MAX_LARGE_ROWS)
-        elif any(not part.equal(expected[: len(x)]) for part in expected.view(-1, len(x), num_rows)):
-            return False
-        return all(matrix.multiply(x[:count]).equal(expected[:count]) for count in counts)
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A product, and the numbers of rows with which it is tried."""
+
+    multiply: "Callable[[Tensor], Tensor]"
+    num_inputs: int
+    device: "torch.device"
+    dtype: "torch.dtype"
+    counts: tuple[int, ...]
+    num_copies: int = 3
+    """How often the rows of the largest count are in the product that the others are compared with."""
+
+    @classmethod
+    def of_matrix(cls, matrix: "DenseWeight | TiledWeight", bias: "Tensor | None") -> "_Trial":
+        device = next(matrix.parameters()).device
+        counts, num_copies = ROW_COUNTS[device.type], 3
+        if device.type == "cpu" and matrix.in_features * matrix.out_features >= LARGE_MATRIX:
+            counts, num_copies = (*(count for count in counts if count < MAX_LARGE_ROWS), MAX_LARGE_ROWS), 1
+        multiply = partial(matrix.multiply, bias=bias)
+        return cls(multiply, matrix.in_features, device, matrix.dtype, counts, num_copies)
+
+    @classmethod
+    def of_experts(cls, module: "SparseMLP") -> "_Trial":
+        """With the numbers of rows from which experts have other tiles, too."""
+        import torch
+
+        from infinilm.kernels.experts import TILES
+
+        num_experts, top_k = module.routing.num_experts, module.routing.top_k
+        device = next(module.parameters()).device
+        scores = torch.rand(MAX_EXPERT_ROWS, num_experts, generator=torch.Generator().manual_seed(1))
+        weights, ids = (each.to(device) for each in scores.topk(top_k))
+        from_tiles = (least * num_experts // top_k + 1 for least in TILES)
+        counts = sorted({*ROW_COUNTS["cuda"], *(count for count in from_tiles if count <= MAX_EXPERT_ROWS)})
+
+        def multiply(x: "Tensor") -> "Tensor":
+            return module.experts(x, ids[: len(x)].int(), weights[: len(x)])  # type: ignore[no-any-return]
+
+        return cls(multiply, module.hidden_size, device, module.dtype, tuple(counts), num_copies=1)
+
+    def passes(self) -> bool:
+        """Whether a row's result is the same for all numbers of rows, and in any place."""
+        import torch
+
+        with torch.inference_mode():
+            x = torch.randn(self.counts[-1], self.num_inputs, generator=torch.Generator().manual_seed(0))
+            x = x.to(self.device, self.dtype)
+            expected = self.multiply(torch.cat([x] * self.num_copies))
+            if any(not part.equal(expected[: len(x)]) for part in expected.view(self.num_copies, len(x), -1)):
+                return False
+            return all(self.multiply(x[:count]).equal(expected[:count]) for count in self.counts)

@@ -3,6 +3,9 @@
 The first kernel reads the logits once, in spans: it sums, counts what is above the token asked for, and keeps the
 greatest logit of each small block. The second finds the likeliest tokens through these: a row's k greatest logits lie
 in the k blocks with the greatest maxima.
+
+Weights are added as integers. A sum of floats would have the order of the kernel's layout, which is another one for
+bfloat16 than for float32, and a row's logits are float32 only in some steps.
 """
 
 import torch
@@ -18,6 +21,15 @@ _NUM_TILES = tl.constexpr(4)  # of a program
 _SPAN = _BLOCK.value * _NUM_BLOCKS.value * _NUM_TILES.value
 _INF = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-(2**31))  # less than the key of any logit
+_UNITS = tl.constexpr(2.0**40)  # of the weight of a tile's greatest logit
+
+
+@triton.jit
+def _sum_weights(weights):
+    """The sum, whose bits depend on no order. NaN if a weight is."""
+    is_nan = weights != weights  # noqa: PLR0124
+    total = tl.sum(tl.where(is_nan, 0.0, weights * _UNITS).to(tl.int64)).to(tl.float32) / _UNITS
+    return tl.where(tl.sum(is_nan.to(tl.int32)) > 0, float("nan"), total)
 
 
 @triton.jit
@@ -42,7 +54,7 @@ def _summarize_kernel(
         new_greatest = tl.maximum(greatest, tl.max(block_maxima))
         # A span of -inf alone has the total 0, not NaN.
         origin = tl.where(new_greatest == -_INF, 0.0, new_greatest)
-        total = total * tl.exp(greatest - origin) + tl.sum(tl.exp(values - origin))
+        total = tl.fma(total, tl.exp(greatest - origin), _sum_weights(tl.exp(values - origin)))
         greatest = new_greatest
     tl.store(span_maxima + row * num_spans + span, greatest)
     tl.store(totals + row * num_spans + span, total)
@@ -68,6 +80,7 @@ def _finish_kernel(
     span_maxima,
     totals,
     num_above,
+    log_totals,
     ids_out,
     values_out,
     NUM_TOP: tl.constexpr,
@@ -85,8 +98,9 @@ def _finish_kernel(
     is_span = tl.arange(0, SPANS_WIDTH) < num_spans
     greatest_of_spans = tl.load(span_maxima + spans, mask=is_span, other=-_INF)
     greatest = tl.max(greatest_of_spans)
-    total = tl.sum(tl.load(totals + spans, mask=is_span, other=0.0) * tl.exp(greatest_of_spans - greatest))
+    total = _sum_weights(tl.load(totals + spans, mask=is_span, other=0.0) * tl.exp(greatest_of_spans - greatest))
     log_total = greatest + tl.log(total)
+    tl.store(log_totals + row, log_total)
     target = tl.load(target_ids + row)
     tl.store(ids_out, target)
     tl.store(ids_out + 1, tl.sum(tl.load(num_above + spans, mask=is_span, other=0)).to(tl.int64) + 1)
@@ -115,17 +129,18 @@ def _finish_kernel(
             tl.store(values_out + 1 + i, tl.load(own + found).to(tl.float32) - log_total)
 
 
-def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """What `Logprobs` holds, of rows of `logits` [n, vocab], each with one token of `target_ids` [n] int64.
 
-    Returns `ids` [n, 2 + num_top] int64 and `values` [n, 1 + num_top] float32. `num_top` is at most `MAX_TOP` and the
-    vocabulary's size.
+    Returns `ids` [n, 2 + num_top] int64, `values` [n, 1 + num_top] float32, and what was subtracted from the logits, [n]
+    float32. `num_top` is at most `MAX_TOP` and the vocabulary's size.
     """
     num_rows, vocab_size = logits.shape
     num_blocks, num_spans = triton.cdiv(vocab_size, _BLOCK.value), triton.cdiv(vocab_size, _SPAN)
     maxima = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
     span_maxima, totals = torch.empty(2, num_rows, num_spans, dtype=torch.float32, device=logits.device)
     num_above = torch.empty(num_rows, num_spans, dtype=torch.int32, device=logits.device)
+    log_totals = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, 2 + num_top, dtype=torch.int64, device=logits.device)
     values = torch.empty(num_rows, 1 + num_top, dtype=torch.float32, device=logits.device)
     rows = (logits, logits.stride(0), vocab_size, target_ids, num_blocks, num_spans)
@@ -134,6 +149,7 @@ def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tens
     _finish_kernel[num_rows,](
         *rows,
         *parts,
+        log_totals,
         ids,
         values,
         NUM_TOP=num_top,
@@ -142,4 +158,4 @@ def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tens
         SPANS_WIDTH=triton.next_power_of_2(num_spans),
         num_warps=8,
     )
-    return ids, values
+    return ids, values, log_totals

@@ -122,6 +122,7 @@ class SparseMLP(Mixer):
             self.shared = None
         options = below(options, names.prefix)
         self.routing, self._names = routing, names
+        self.hidden_size, self.dtype = hidden_size, options["dtype"]
         # Whole on every rank: it is small, and all ranks must choose the same experts.
         dense = WeightFormats(is_ordered=options["formats"].is_ordered)
         kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"], "formats": dense}

@@ -40,10 +40,7 @@ def logprobs_of(logits: "torch.Tensor", targets: "torch.Tensor", num_top: int) -
     """
     num_top = min(num_top, logits.shape[1])
     if has_kernels(logits.device):
-        from infinilm.kernels.row_summary import MAX_TOP, top_logprobs  # which needs Triton
-
-        if num_top <= MAX_TOP:
-            return Logprobs(*top_logprobs(logits, targets, num_top))
+        return _by_kernels(logits, targets, num_top)
     import torch
 
     from infinilm.sampling.truncation import block_topk
@@ -62,3 +59,26 @@ def logprobs_of(logits: "torch.Tensor", targets: "torch.Tensor", num_top: int) -
         torch.cat((columns, ranks, top_ids), dim=1),
         logprobs.gather(1, torch.cat((columns, top_ids), dim=1)),
     )
+
+
+def _by_kernels(logits: "torch.Tensor", targets: "torch.Tensor", num_top: int) -> Logprobs:
+    import torch
+
+    from infinilm.kernels.row_summary import MAX_TOP, top_logprobs  # which needs Triton
+
+    if num_top <= MAX_TOP:
+        return Logprobs(*top_logprobs(logits, targets, num_top)[:2])
+    ids, values, log_totals = top_logprobs(logits, targets, 0)
+    top_ids = torch.cat([_topk_of_row(row, num_top) for row in logits])
+    top_values = logits.gather(1, top_ids).float() - log_totals.unsqueeze(1)
+    return Logprobs(torch.cat((ids, top_ids), dim=1), torch.cat((values, top_values), dim=1))
+
+
+def _topk_of_row(logits: "torch.Tensor", count: int) -> "torch.Tensor":
+    """The ids `[1, count]` of the greatest `logits` `[vocab]`, best first. Of equals the first come first: libraries
+    take any."""
+    import torch
+
+    bits = logits.float().view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    return (keys - torch.arange(len(keys), device=keys.device)).topk(count).indices.unsqueeze(0)

@@ -20,14 +20,16 @@ def test_models(name: str, tmp_path: Path) -> None:
     path = write_checkpoint(name, tmp_path / "model", "cuda")
     longest, vocab_size = (2049, 100_000) if name in SHAPES else (513, 160)
     work = Workload.make(vocab_size, num_requests=16, max_tokens=32, max_prompt_len=longest, num_others=100)
-    session = Session(Config(model=path, device="cuda", max_model_len=4096, deterministic=True), work)
+    # A share of the memory, so that tests can run side by side.
+    config = Config(model=path, device="cuda", max_model_len=4096, deterministic=True, gpu_memory_utilization=0.2)
+    session = Session(config, work)
     try:
         circumstances = all_circumstances(session, num_others=100)
         if name not in SHAPES:  # those have no tokenizer, and need no second look at the interfaces
             circumstances = [each for each in circumstances if each.name not in ("AsyncLLM", "server")]
         guarantee = session.engine().stats().guarantee
         found = [*check(session, circumstances), check_hidden_states(session)]
-        assert guarantee == "yes" or "experts, which were not tried" in guarantee
+        assert guarantee == "yes"
         assert [finding for finding in found if not finding.is_equal] == []
     finally:
         session.close()

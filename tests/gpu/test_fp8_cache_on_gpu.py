@@ -16,23 +16,24 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 SCORED = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
 
 
-# Log-probabilities of single requests differed in the last bit, why is not known: `guarantee.py` promises nothing.
-differs = pytest.mark.xfail(reason="the last bits of log-probabilities may depend on other requests", strict=False)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("llama-3.1-8b", marks=differs), pytest.param("llama-gqa", marks=differs), "gemma3", "gpt-oss"],
-)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-gqa", "gemma3", "gpt-oss"])
 def test_circumstances(name: str, tmp_path: Path) -> None:
     path = write_checkpoint(name, tmp_path / "model", "cuda")
     longest, vocab_size = (2049, 100_000) if name == "llama-3.1-8b" else (513, 160)
     work = Workload.make(vocab_size, num_requests=16, max_tokens=32, max_prompt_len=longest, num_others=100)
-    config = Config(model=path, device="cuda", max_model_len=4096, deterministic=True, kv_cache_dtype="fp8")
+    config = Config(
+        model=path,
+        device="cuda",
+        max_model_len=4096,
+        deterministic=True,
+        kv_cache_dtype="fp8",
+        gpu_memory_utilization=0.2,  # so that tests can run side by side
+    )
     session = Session(config, work)
     try:
         circumstances = all_circumstances(session, num_others=100)
         circumstances = [each for each in circumstances if each.name not in ("AsyncLLM", "server")]
+        assert session.engine().stats().guarantee == "yes"
         assert [finding for finding in check(session, circumstances) if not finding.is_equal] == []
     finally:
         session.close()
@@ -45,7 +46,7 @@ def test_scores_are_near_those_of_a_wide_cache(name: str, enforce_eager: bool, t
     path = write_checkpoint(name, tmp_path / "model", "cuda")
     longest, vocab_size = (9000, 100_000) if name == "qwen3-0.6b" else (500, 160)
     prompts = random_texts((5, 100, longest), vocab_size)
-    settings = {"device": "cuda", "enforce_eager": enforce_eager, "max_model_len": longest + 64}
+    settings = {"device": "cuda", "enforce_eager": enforce_eager, "max_model_len": longest + 64, "gpu_memory_utilization": 0.3}
     scores, block_bytes = [], []
     for kind in ("auto", "fp8"):
         with LLM(path, kv_cache_dtype=kind, **settings) as llm:

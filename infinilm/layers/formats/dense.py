@@ -71,6 +71,11 @@ class DenseWeight(nn.Module):
         return self._matrix.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self.weight.dtype
+
+    @property
     def num_bytes(self) -> int:
         """See `Weight`."""
         return self.weight.nbytes

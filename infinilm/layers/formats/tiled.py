@@ -93,7 +93,8 @@ class TiledWeight(nn.Module):
         is_ordered: bool = False,
     ) -> None:
         super().__init__()
-        self.formats, self._dtype, self._num_columns = tuple(formats), dtype, columns
+        self.formats, self.dtype, self.in_features = tuple(formats), dtype, columns
+        self.out_features = sum(rows)
         self._is_ordered = is_ordered
         self._places: list[tuple[int, int]] = []  # of each matrix: its run, and its first row there
         self._runs: list[TiledRows] = []
@@ -127,7 +128,7 @@ class TiledWeight(nn.Module):
         unpack = untile_torch
         if self._has_kernels:
             from infinilm.kernels.tile_product import untile as unpack
-        parts = [unpack(run.matrix, self._dtype) for run in self._runs]
+        parts = [unpack(run.matrix, self.dtype) for run in self._runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def multiply(
