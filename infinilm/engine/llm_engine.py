@@ -293,6 +293,21 @@ class LLMEngine:
         """
         self._check_open()
         self._advance()
+        return self._pop_deltas()
+
+    @_in_turn
+    def advance(self) -> None:
+        """`step_deltas` without the deltas, which are kept for `read_deltas`: what several steps add to an answer is
+        one delta there."""
+        self._check_open()
+        self._advance()
+
+    @_in_turn
+    def read_deltas(self) -> list[AnswerDelta]:
+        """What is new since the last call."""
+        return self._pop_deltas()
+
+    def _pop_deltas(self) -> list[AnswerDelta]:
         unreported, self._unreported = self._unreported, {}
         return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
@@ -558,7 +573,12 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether nothing is left to compute and nothing left to report by `step`."""
-        return not (self.scheduler.has_work or self._in_flight or self._unreported)
+        return not (self.has_work or self._unreported)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to compute."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def stats(self) -> EngineStats:
         """Counters since the start and the state now."""

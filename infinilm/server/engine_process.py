@@ -34,8 +34,10 @@ FIRST_TOKENS = 64
 """Where the search begins: a slow machine computes this many in time, and a fast one soon gets more."""
 STEP_S = 0.1, 0.5
 """How long steps take in which answers continue, and those with prompts only, where nothing else is asked for."""
-GPU_STEP_S = 0.03, 0.1
+GPU_STEP_S = 0.012, 0.1
 """The same on a GPU, where a step of a few hundred tokens reads the weights as efficiently as a longer one."""
+ANSWER_S = 25e-6
+"""What the HTTP process takes to send one answer's new text."""
 MIN_TOKENS = 16
 """With fewer tokens at a time, prompts would take much longer in total. Far into a long prompt even these take long."""
 
@@ -97,12 +99,14 @@ class EngineLoop:
         self._frames = frames
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
+        self._report_time = 0.0
+        """When the HTTP process will have sent what it was reported last."""
         engine.end_runs_if.append(lambda: self._wait(0))
 
     def run(self) -> None:
         """Run until told to stop. Raises `ChannelClosedError` if the HTTP process has ended.
 
-        Only this loop reports: at least once per step and, while idle, once per heartbeat. Without reports the HTTP
+        Only this loop reports: after a step or a few and, while idle, once per heartbeat. Without reports the HTTP
         process kills the engine as hung.
         """
         engine = self._engine
@@ -133,12 +137,17 @@ class EngineLoop:
         return bool(select.select([self._frames.socket, self._grammars.bell], [], [], seconds)[0])
 
     def _step(self) -> None:
+        """Compute a step. Its output is reported together with the next one's while the HTTP process is busy with the
+        last report: with hundreds of answers quick steps would bring it more than it can send."""
         start_time = perf_counter()
-        deltas = self._engine.step_deltas()
-        self._pace.note(self._engine.last_step, perf_counter() - start_time)
-        if deltas:
-            send_report(self._frames, messages.Stepped(deltas))
-        if perf_counter() - self._stats_time > STATS_INTERVAL_S:
+        self._engine.advance()
+        now = perf_counter()
+        self._pace.note(self._engine.last_step, now - start_time)
+        if now >= self._report_time or not self._engine.has_work:
+            if deltas := self._engine.read_deltas():
+                send_report(self._frames, messages.Stepped(deltas))
+            self._report_time = now + ANSWER_S * len(deltas)
+        if now - self._stats_time > STATS_INTERVAL_S:
             self._send_stats()
 
     def _submit(self, request: messages.Submit) -> None:

@@ -50,7 +50,7 @@ class Limits:
     mixed_step_time: float | None = _limit(
         None,
         "seconds a step should take in which answers continue, which bounds the gaps in streams: it computes as many "
-        "prompt tokens as fit, at least 16; by default 0.03 on a GPU, else 0.1",
+        "prompt tokens as fit, at least 16; by default 0.012 on a GPU, else 0.1",
     )
     prefill_step_time: float | None = _limit(
         None,
