@@ -47,6 +47,16 @@ def _silu_mul_kernel(gate_up, out, size, stride, BLOCK: tl.constexpr, EARLY: tl.
 
 
 @triton.jit
+def add_bias(sums, bias):
+    """`sums + bias` in float32, rounded once more than the sums.
+
+    Of a plain addition to a product of a single tile the compiler makes a product that begins with the bias, and matrix
+    instructions round otherwise.
+    """
+    return tl.fma(sums, 1.0, bias)
+
+
+@triton.jit
 def gated(gate, up, IS_GELU: tl.constexpr = False):
     """`silu(gate) * up`, or with GELU's tanh form, rounded as torch does: after each of the two operations."""
     wide = gate.to(tl.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from infinilm.kernels.activation import gated
+from infinilm.kernels.activation import add_bias, gated
 from infinilm.kernels.early_launch import let_next_start, wait_for_inputs
 from infinilm.kernels.unpack import unpack_tile
 
@@ -247,9 +247,11 @@ def product_kernel(
     if IS_SWAPPED:
         sums, more = sums.trans(), more.trans()
     if bias is not None:
-        sums += tl.load(bias + numbers_of_lines, mask=has_output, other=0.0).to(tl.float32)[None, :]
+        added = tl.load(bias + numbers_of_lines, mask=has_output, other=0.0).to(tl.float32)
+        sums = add_bias(sums, added[None, :])
         if IS_GATED:
-            more += tl.load(bias + numbers_of_lines + to_up, mask=has_output, other=0.0).to(tl.float32)[None, :]
+            added = tl.load(bias + numbers_of_lines + to_up, mask=has_output, other=0.0).to(tl.float32)
+            more = add_bias(more, added[None, :])
     result = sums.to(out.dtype.element_ty)
     if IS_GATED:
         up = more.to(out.dtype.element_ty)

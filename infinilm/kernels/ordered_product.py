@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinilm.kernels.activation import gated
+from infinilm.kernels.activation import add_bias, gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 from infinilm.kernels.norm import Norm, rms_norm
 
@@ -196,7 +196,7 @@ def _product_kernel(
         sums = tl.dot(tile, values, sums, input_precision="ieee")
 
     if bias is not None:
-        sums += added
+        sums = add_bias(sums, added)
     result = sums.to(out.dtype.element_ty)
     if MATRICES == 2:
         gate, up = tl.split(tl.permute(tl.reshape(result, (OUTPUTS, 2, ROWS)), (0, 2, 1)))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infinilm.kernels.activation import gated
+from infinilm.kernels.activation import add_bias, gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 from infinilm.kernels.norm import Norm, rms_norm
 from infinilm.kernels.tiles import TILE_LINES, TiledMatrix, TileFormat
@@ -350,7 +350,7 @@ def _product_kernel(
         if MATRICES == 2:
             ups *= tl.load(scales + out_size + lines)[:, None]
     if bias is not None:
-        sums += tl.load(bias + lines, mask=has_line, other=0.0).to(tl.float32)[:, None]
+        sums = add_bias(sums, tl.load(bias + lines, mask=has_line, other=0.0).to(tl.float32)[:, None])
     result = sums.to(out.dtype.element_ty)
     if MATRICES == 2:
         result = gated(result, ups.to(out.dtype.element_ty))
