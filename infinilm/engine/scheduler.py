@@ -88,6 +88,9 @@ class Scheduler:
         """Prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
         self.max_mixed_tokens = max_num_batched_tokens
         """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
+        self.graph_tokens = 0
+        """A step with prompts beside decoding sequences has no more tokens than this in all, if that leaves prompts as
+        many as there are such sequences. 0: there is no such limit."""
         self.draft_source = draft_source
         self._num_stages = num_stages
         self.num_shares = num_stages
@@ -144,7 +147,11 @@ class Scheduler:
         builder = StepBuilder(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(builder)
         num_decoding = len(builder.seqs)
-        limit = max(self.max_mixed_tokens, num_decoding) if num_decoding else self.max_prefill_tokens
+        limit = self.max_prefill_tokens
+        if num_decoding:
+            limit = max(self.max_mixed_tokens, num_decoding)
+            if (room := self.graph_tokens - builder.decoding.num_tokens) >= num_decoding:
+                limit = min(limit, room)
         builder.budget = min(builder.budget, limit)
         if builder.budget > 0 and (self._prefilling or self.waiting):
             self._plan_prompts(builder, may_admit=not has_preempted)

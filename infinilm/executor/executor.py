@@ -75,6 +75,9 @@ class ExecutorInfo:
     """Decode steps that are computed at a time while nothing else is to be done."""
     is_native: bool = False
     """Whether the native library computes all layers, without torch."""
+    graph_tokens: int = 0
+    """Steps with prompts are CUDA graphs up to so many tokens, once rows are started. Of larger ones the host launches
+    every kernel, which may take longer than the device needs."""
 
 
 class StepHandle(Protocol):

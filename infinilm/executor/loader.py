@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from threading import Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
@@ -45,7 +46,7 @@ from infinilm.models.dense import LlamaConfig
 from infinilm.models.native_model import NativeModel, why_not_alone
 from infinilm.models.quantization import choose_formats
 from infinilm.models.stages import Stage
-from infinilm.platforms import HOST, is_nvidia, may_have_gpu, require_device, require_torch, select_indices
+from infinilm.platforms import HOST, is_nvidia, may_have_gpu, require_device, require_torch, select_indices, wake_driver
 from infinilm.sampling_params import SamplingParams
 from infinilm.text.tokenizer import Tokenizer
 
@@ -80,6 +81,22 @@ class LoadedModel:
     """`system_fingerprint` of replies."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Where the time went, by cause."""
+
+
+def prepare_for_gpu() -> None:
+    """Import what a model on a GPU needs, if there may be one. Its driver and Triton set themselves up meanwhile.
+
+    For a process that does not know its settings yet.
+    """
+    Thread(target=wake_driver, daemon=True).start()
+    if not may_have_gpu():
+        return
+    import infinilm.executor.rank_worker  # noqa: F401 - with torch
+
+    if find_spec("triton") is not None:
+        from infinilm.kernels.precompile import preparing_compiler
+
+        preparing_compiler()
 
 
 class Laps:
@@ -220,9 +237,9 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         plan = partial(_plan, config, model_config, run.weight_bytes, device=run.device, **sizes)
         memory, *more_memory = plan(workspace=workspace, max_model_len=longest)
         if has_kernels(cast(Any, run.device)):
-            from infinilm.kernels.precompile import prepare_compiler  # which needs Triton
+            from infinilm.kernels.precompile import preparing_compiler  # which needs Triton
 
-            Thread(target=prepare_compiler, daemon=True).start()  # while weights are read
+            preparing_compiler()  # while weights are read
         executor.load(model_config, memory.max_model_len, checkpoint.path, run.formats)
         laps.note("weights")
         kv_dtype = str(run.kv_dtype).removeprefix("torch.")

@@ -75,6 +75,7 @@ class LocalExecutor:
 
     def start_rows(self, settings: RunnerSettings) -> None:
         self.call_all(Command.START_ROWS, settings)
+        self.info = self.worker.describe()
 
     def set_hook_registry(self, registry: "HookRegistry | None") -> None:
         self.worker.registry = registry

@@ -117,6 +117,11 @@ class ModelRunner:
             self._compute_all_kinds()
         reserve_pinned(8 * self._max_num_tokens * 8)  # a few numbers per token, and usual tables
 
+    @property
+    def graph_tokens(self) -> int:
+        """The most tokens of a step with prompts that is a graph; 0: there are no graphs."""
+        return 0 if self._graphs is None else self._graphs.mixed_tokens[-1]
+
     def capture_all(self) -> None:
         """Capture the graphs of usual steps, if steps are graphs."""
         if self._graphs is not None:

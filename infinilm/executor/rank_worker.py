@@ -119,6 +119,7 @@ class RankWorker:
             dtype=str(self.dtype).removeprefix("torch."),
             attention=self.backend.name,
             max_in_flight=num_stages + 1 if num_stages > 1 or is_nvidia(self.device) else 1,
+            graph_tokens=self._runner.graph_tokens if self._runner is not None else 0,
         )
 
     def join(self, rendezvous: int) -> None:

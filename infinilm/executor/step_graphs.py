@@ -29,6 +29,7 @@ from infinilm.cache.specs import LatentSpec
 from infinilm.kernels.decode_attention import DecodeWorkspace, SharedPrefix
 from infinilm.kernels.step_inputs import DecodeInputs, MixedInputs
 from infinilm.layers.state_plan import GraphPrompts, GraphStates, StatePlan
+from infinilm.models.decoder import skipping_like_layers
 from infinilm.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class StepGraphs:
         self._block_size = worker.cache.block_size
         self._sizes = decode_sizes(max_num_rows)
         self._mixed_rows = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
-        self._mixed_tokens = mixed_sizes(max_num_tokens, worker.model.num_bytes())
+        self.mixed_tokens = mixed_sizes(max_num_tokens, worker.model.num_bytes())
+        """Numbers of tokens that steps with prompts are captured for."""
         self._graphs: dict[Shape, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream = _untyped.Stream(worker.device)
@@ -111,7 +113,7 @@ class StepGraphs:
         self._mixed_inputs: dict[tuple[int, int], MixedInputs] = {}
         num_values = max(
             DecodeInputs.num_values(self._sizes[-1], max_blocks),
-            MixedInputs.num_values(self._mixed_tokens[-1], self._mixed_rows[-1], max_blocks),
+            MixedInputs.num_values(self.mixed_tokens[-1], self._mixed_rows[-1], max_blocks),
         )
         self._staging = [torch.empty(num_values, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
         self._num_steps = 0
@@ -137,7 +139,7 @@ class StepGraphs:
             return num_rows <= self._sizes[-1]
         return (
             max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
-            and len(tokens.input_ids) <= self._mixed_tokens[-1]
+            and len(tokens.input_ids) <= self.mixed_tokens[-1]
             and not self._backend.has_long(tokens.query_lens, tokens.context_lens)
         )
 
@@ -173,7 +175,7 @@ class StepGraphs:
         else:
             largest = max(num_rows, len(batch.sample_places))
             num_rows = self._mixed_rows[bisect_left(self._mixed_rows, largest)]
-            num_tokens = self._mixed_tokens[bisect_left(self._mixed_tokens, len(tokens.input_ids))]
+            num_tokens = self.mixed_tokens[bisect_left(self.mixed_tokens, len(tokens.input_ids))]
             shape = Shape(num_rows, num_tokens, samples)
             mixed = self._mixed(num_tokens, num_rows)
             used = mixed.pack(
@@ -229,14 +231,18 @@ class StepGraphs:
 
     def _usual_shapes(self) -> list[Shape]:
         """All steps that end with the tokens drawn. The largest come first: the others find enough memory then."""
-        mixed = [Shape(size, tokens, True) for tokens in self._mixed_tokens for size in self._mixed_rows]
+        mixed = [Shape(size, tokens, True) for tokens in self.mixed_tokens for size in self._mixed_rows]
         return [*reversed(mixed), *(Shape(size, 0, True) for size in reversed(self._sizes))]
 
     @torch.inference_mode()
     def compute_all(self) -> None:
-        """Compute the steps of `capture_all` without capturing them, which compiles and loads their kernels."""
-        for shape in self._usual_shapes():
-            self._empty_step(shape)()
+        """Compute the steps of `capture_all` without capturing them, which compiles and loads their kernels.
+
+        Of layers with the same kernels one is enough.
+        """
+        with skipping_like_layers(self._worker.model):
+            for shape in self._usual_shapes():
+                self._empty_step(shape)()
 
     def capture_all(self) -> None:
         """Capture all usual steps, which `compute_all` has computed in this process."""

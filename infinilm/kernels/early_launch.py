@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from infinilm.kernels.support import capability_of
+
 
 def launches_early(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and capability_of(device) >= (9, 0)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ once. Its lines are fetched into the L2 cache before it waits for the previous k
 `gemv` is faster for one row, with other bits.
 """
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -96,8 +97,13 @@ def ordered_product(
     return out
 
 
-def max_rows(num_lines: int, num_inputs: int) -> int:
-    """Up to so many rows the product with a matrix of that shape is faster here than by a library in order."""
+def max_rows(num_lines: int, num_inputs: int, dtype: torch.dtype) -> int:
+    """Up to so many rows the product with a matrix of that shape is faster here than by a library in order.
+
+    Of float32, such as some routers, no order of a library is known; there no number of rows is too large.
+    """
+    if dtype == torch.float32 and num_lines <= FEW_LINES:
+        return sys.maxsize
     if num_lines >= MANY_LINES and num_lines * num_inputs >= MANY_NUMBERS:
         return 1
     return MAX_ROWS_OF_FEW if num_lines <= FEW_LINES else MAX_ROWS

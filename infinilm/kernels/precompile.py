@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
+from threading import Thread
 from time import perf_counter
 from typing import Any
 
@@ -28,11 +30,19 @@ from triton.runtime.driver import driver
 logger = logging.getLogger(__name__)
 
 
-def prepare_compiler() -> None:
-    """Do Triton's one-time work per process before the first kernel, mainly hashing its own 400 MB.
+@cache
+def preparing_compiler() -> Thread:
+    """The thread that does Triton's one-time work per process before the first kernel, mainly hashing its own 400 MB.
 
-    Runs in a thread beside other start-up work. A failure is only logged: Triton tries again later.
+    The first call starts it, beside other start-up work.
     """
+    thread = Thread(target=_prepare_compiler, name="prepare-compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+def _prepare_compiler() -> None:
+    """A failure is only logged: Triton tries again later."""
     try:
         from triton.runtime.cache import triton_key
 
@@ -52,6 +62,7 @@ def compile_together(work: Callable[[], object]) -> None:
     if knobs.runtime.jit_cache_hook is not None:  # another thread compiles, or another hook is set
         work()
         return
+    preparing_compiler().join()  # or this thread would do the same
     start_time = perf_counter()
     is_done = False
     with ThreadPoolExecutor(thread_name_prefix="compile") as pool:

@@ -132,8 +132,8 @@ def _finish_kernel(
 def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """What `Logprobs` holds, of rows of `logits` [n, vocab], each with one token of `target_ids` [n] int64.
 
-    Returns `ids` [n, 2 + num_top] int64, `values` [n, 1 + num_top] float32, and what was subtracted from the logits, [n]
-    float32. `num_top` is at most `MAX_TOP` and the vocabulary's size.
+    Returns `ids` [n, 2 + num_top] int64, `values` [n, 1 + num_top] float32, and what was subtracted from the logits,
+    [n] float32. `num_top` is at most `MAX_TOP` and the vocabulary's size.
     """
     num_rows, vocab_size = logits.shape
     num_blocks, num_spans = triton.cdiv(vocab_size, _BLOCK.value), triton.cdiv(vocab_size, _SPAN)

@@ -1,6 +1,7 @@
 """Whether Triton kernels can run; does not import Triton."""
 
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -38,11 +39,19 @@ def why_no_triton(device: "torch.device") -> str | None:
         return "the Triton kernels are written for NVIDIA GPUs, and this torch is built for ROCm"
     import torch
 
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
     if capability < _LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {_dotted(capability)}, and {_dotted(_LEAST_CAPABILITY)} is needed"
     return None
+
+
+@cache
+def capability_of(device: "torch.device") -> tuple[int, int]:
+    """The compute capability of a CUDA device. torch asks the driver each time, which takes as long as a launch."""
+    import torch
+
+    return torch.cuda.get_device_capability(device)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -3,7 +3,8 @@
 A family's file (`dense.py`) says which mixers its layers have; the mixers are in `layers/`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -26,10 +27,14 @@ from infinilm.layers.names import PRE_NORMS, LayerNorms
 from infinilm.layers.norm import RMSNorm
 from infinilm.layers.rotary_embedding import RotaryEmbedding
 from infinilm.layers.state_plan import check_states, plan_states
+from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.native_model import EMBEDDING, HEAD, NativeDecoder, Rotary, are_packed, is_described
 from infinilm.models.stages import Stage
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of settings."""
 
 
 class DecoderLayer(nn.Module):
@@ -145,6 +150,8 @@ class Decoder(nn.Module):
         if stage.is_last and not config.tie_word_embeddings:
             self.lm_head = ParallelLMHead(*sizes, **below(options, "lm_head."))
         self._windows = {config.window(layer) for layer in stage.layers}
+        self._skipped: frozenset[int] = frozenset()
+        """Indices of layers that are not computed, see `skipping_like_layers`."""
         self.build_more(body)
 
     def build_more(self, options: LayerOptions) -> None:
@@ -198,6 +205,8 @@ class Decoder(nn.Module):
             return hidden
         inputs = self.layer_inputs(batch, hidden)
         for index, (layer, step) in enumerate(zip(self.layers, steps, strict=True)):
+            if index in self._skipped:
+                continue
             hidden = layer(hidden, step) if inputs is None else layer(hidden, step, inputs[:, index])
         if self.norm is None:
             return hidden
@@ -334,3 +343,31 @@ def build_rotaries(
             found.append((rope, rotary))
         rotaries[layer] = rotary
     return rotaries
+
+
+@contextmanager
+def skipping_like_layers(model: InfinilmModel) -> Iterator[None]:
+    """Compute of layers that launch the same kernels only the first: results mean nothing, but kernels are loaded."""
+    if not isinstance(model, Decoder):
+        yield
+        return
+    kinds: dict[Any, int] = {}
+    firsts = {kinds.setdefault(_kind(layer), index) for index, layer in enumerate(model.layers)}
+    model._skipped = frozenset(range(len(model.layers))) - firsts
+    try:
+        yield
+    finally:
+        model._skipped = frozenset()
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What is equal for layers that launch the same kernels: their modules, settings and shapes."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, value) for key, value in vars(module).items() if key != "layer" and isinstance(value, PLAIN)),
+            tuple((each.shape, each.dtype) for each in module.parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )

@@ -38,6 +38,8 @@ GPU_STEP_S = 0.012, 0.1
 """The same on a GPU, where a step of a few hundred tokens reads the weights as efficiently as a longer one."""
 ANSWER_S = 25e-6
 """What the HTTP process takes to send one answer's new text."""
+GPU_MIXED_RATIO = 2.0
+"""A large model's steps beside answers take up to so many times as long as those without prompts on a GPU."""
 MIN_TOKENS = 16
 """With fewer tokens at a time, prompts would take much longer in total. Far into a long prompt even these take long."""
 
@@ -46,14 +48,14 @@ class Pace:
     """The number of prompt tokens with which a step takes about `target_s` seconds."""
 
     def __init__(self, target_s: float, max_tokens: int) -> None:
-        self._target_s = target_s
+        self.target_s = target_s
         self._max_tokens = max_tokens
         self.num_tokens = min(FIRST_TOKENS, max_tokens)
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Adapt to a step. A quick step with fewer tokens than allowed says nothing about more of them."""
-        if num_tokens >= self.num_tokens or seconds > self._target_s:
-            factor = min(max(self._target_s / max(seconds, 1e-6), 0.5), 2.0)
+        if num_tokens >= self.num_tokens or seconds > self.target_s:
+            factor = min(max(self.target_s / max(seconds, 1e-6), 0.5), 2.0)
             # A slow step costs no more than half, also if it had few tokens: there may have been another reason.
             found = max(int(min(num_tokens, self.num_tokens) * factor), self.num_tokens // 2, MIN_TOKENS)
             self.num_tokens = min(found, self._max_tokens)
@@ -65,15 +67,25 @@ class StepPace:
     One limit is for steps in which answers continue, the other for steps with prompts only.
     """
 
-    def __init__(self, scheduler: Scheduler, *, mixed_s: float, prefill_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, *, mixed_s: float, prefill_s: float, mixed_ratio: float = 0.0) -> None:
+        """Steps in which answers continue take `mixed_s`, or `mixed_ratio` times as long as those without prompts if
+        that is longer."""
         self._scheduler = scheduler
+        self._mixed_s, self._mixed_ratio = mixed_s, mixed_ratio
+        self._decode_s = 0.0
+        """How long steps without prompts take, lately."""
         self._mixed = Pace(mixed_s, scheduler.max_num_batched_tokens)
         self._prefill = Pace(prefill_s, scheduler.max_num_batched_tokens)
         self._apply()
 
     def note(self, step: StepInput | None, seconds: float) -> None:
         """Adapt to the time in which a step was computed."""
-        if step is not None and step.chunks:
+        if step is None:
+            return
+        if not step.chunks:
+            self._decode_s += (seconds - self._decode_s) / 16
+            self._mixed.target_s = max(self._mixed_s, self._mixed_ratio * self._decode_s)
+        else:
             pace = self._mixed if len(step.decoding.rows) else self._prefill
             pace.note(step.num_chunk_tokens, seconds)
             self._apply()
@@ -92,10 +104,15 @@ class EngineLoop:
         self._engine = engine
         self._cache_changes = engine.scheduler.blocks.watch() if reports_cache else {}
         self._heartbeat_s = timing.heartbeat
-        mixed_s, prefill_s = GPU_STEP_S if engine.executor.info.device.startswith("cuda") else STEP_S
+        is_gpu = engine.executor.info.device.startswith("cuda")
+        mixed_s, prefill_s = GPU_STEP_S if is_gpu else STEP_S
         self._pace = StepPace(
-            engine.scheduler, mixed_s=timing.mixed_step or mixed_s, prefill_s=timing.prefill_step or prefill_s
+            engine.scheduler,
+            mixed_s=timing.mixed_step or mixed_s,
+            prefill_s=timing.prefill_step or prefill_s,
+            mixed_ratio=GPU_MIXED_RATIO if is_gpu and timing.mixed_step is None else 0.0,
         )
+        engine.scheduler.graph_tokens = engine.executor.info.graph_tokens
         self._frames = frames
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
@@ -229,10 +246,9 @@ def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
     import_time = perf_counter()
     # While the HTTP process prepares the first message.
-    import infinilm.executor.loader
+    from infinilm.executor.loader import prepare_for_gpu
 
-    if may_have_gpu():
-        import infinilm.executor.rank_worker  # noqa: F401 - with torch
+    prepare_for_gpu()
 
     seconds = {"imports": perf_counter() - import_time}
     command = messages.decode_command(frames.receive_frame())

@@ -128,6 +128,16 @@ def test_prompts_beside_answers_get_a_limited_part_of_a_step() -> None:
     assert chunks(step(scheduler)) == [(2, 5), (1, 45)]
 
 
+def test_a_step_beside_answers_is_no_larger_than_a_graph() -> None:
+    scheduler = make_scheduler(max_model_len=8000)
+    scheduler.graph_tokens = 64
+    add(scheduler, 30, 2000)
+    assert chunks(step(scheduler)) == [(0, 30), (1, 770)], "nobody decodes yet"
+    assert chunks(step(scheduler)) == [(1, 63)]
+    scheduler.graph_tokens = 1
+    assert chunks(step(scheduler)) == [(1, 799)], "a graph has no room for a prompt"
+
+
 def test_the_end_of_a_long_prompt_holds_up_no_short_one() -> None:
     """What is left of it would fit into a step without answers, but not into one beside them."""
     scheduler = make_scheduler()

@@ -41,6 +41,7 @@ class World:
     enable_prefix_caching: bool
     min_awaited_tokens: int
     max_mixed_tokens: int
+    graph_tokens: int
     num_drafts: int
     """Draft tokens of a row. Some are right, some are wrong."""
     num_stages: int
@@ -74,6 +75,7 @@ def worlds(draw: st.DrawFn) -> World:
         enable_prefix_caching=draw(st.booleans()),
         min_awaited_tokens=draw(st.sampled_from([4, 1000])),
         max_mixed_tokens=draw(st.sampled_from([1, 5, 1000])),
+        graph_tokens=draw(st.sampled_from([0, 4, 12])),
         num_drafts=draw(st.integers(0, 4)),
         num_stages=draw(st.sampled_from([1, 1, 2, 3])),
         max_run_steps=draw(st.sampled_from([1, 3, 8])),
@@ -106,6 +108,7 @@ class Simulation:
         )
         self.scheduler.min_awaited_tokens = world.min_awaited_tokens
         self.scheduler.max_mixed_tokens = world.max_mixed_tokens
+        self.scheduler.graph_tokens = world.graph_tokens
         self.runner = FakeRunner(world.num_blocks, world.block_size, world.windows)
         self.seqs: list[Sequence] = []
         self.refused = 0
@@ -224,6 +227,8 @@ class Simulation:
         budget = self.world.max_num_batched_tokens - plan.decoding.num_tokens
         if num_decoding:
             budget = min(budget, max(self.world.max_mixed_tokens, num_decoding))
+            if (room := self.world.graph_tokens - plan.decoding.num_tokens) >= num_decoding:
+                budget = min(budget, room)
         assert plan.num_chunk_tokens <= budget
         # Under a window prompts get their blocks as they are computed, and there may be too few.
         if any(pool.window and not pool.free for pool in self.blocks.pools):

@@ -46,7 +46,12 @@ def test_scores_are_near_those_of_a_wide_cache(name: str, enforce_eager: bool, t
     path = write_checkpoint(name, tmp_path / "model", "cuda")
     longest, vocab_size = (9000, 100_000) if name == "qwen3-0.6b" else (500, 160)
     prompts = random_texts((5, 100, longest), vocab_size)
-    settings = {"device": "cuda", "enforce_eager": enforce_eager, "max_model_len": longest + 64, "gpu_memory_utilization": 0.3}
+    settings = {
+        "device": "cuda",
+        "enforce_eager": enforce_eager,
+        "max_model_len": longest + 64,
+        "gpu_memory_utilization": 0.3,
+    }
     scores, block_bytes = [], []
     for kind in ("auto", "fp8"):
         with LLM(path, kv_cache_dtype=kind, **settings) as llm:

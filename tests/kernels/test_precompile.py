@@ -24,7 +24,7 @@ from triton import knobs
 
 from infinilm.kernels.activation import silu_mul
 from infinilm.kernels.norm import rms_norm
-from infinilm.kernels.precompile import compile_together, prepare_compiler
+from infinilm.kernels.precompile import compile_together, preparing_compiler
 
 x = torch.zeros(2, 64, dtype=torch.bfloat16)
 from_disk = []  # whether a kernel was there before; only launches count, not the compiling ahead of them
@@ -73,7 +73,7 @@ def listing(directory: Path) -> dict[str, int]:
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Triton's cache after kernels were compiled by `compile_together`."""
     path: Path = tmp_path_factory.mktemp("triton")
-    report = run("prepare_compiler()\ncompile_together(work)\nreport()", path)
+    report = run("preparing_compiler()\ncompile_together(work)\nreport()", path)
     # At first nothing was launched, and then what a launch looked up was what had been compiled.
     assert report["runs"] == [[], ["_norm_kernel", "_silu_mul_kernel", "_norm_kernel"]]
     assert report["from_disk"] == [["_norm_kernel", True], ["_silu_mul_kernel", True]]

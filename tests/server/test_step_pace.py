@@ -63,6 +63,21 @@ def test_steps_with_and_without_answers_have_a_pace_each() -> None:
     assert (scheduler.max_mixed_tokens, scheduler.max_prefill_tokens) == (FIRST_TOKENS // 2, 2 * FIRST_TOKENS)
 
 
+def test_steps_beside_answers_take_at_most_a_multiple_of_those_without_prompts() -> None:
+    """A large model's decode step alone takes longer than the time that a small one's may."""
+    scheduler = Scheduler(BlockManager(64, 16), max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512)
+    pace = StepPace(scheduler, mixed_s=0.01, prefill_s=0.1, mixed_ratio=2.0)
+    one = np.array([1])
+    none = BlockUpdates(one[:0], one[:0], one[:0], one[:0])
+    rows = DecodeRows(one, one, one.reshape(1, 1))
+    for _ in range(200):
+        pace.note(StepInput([], [], none, rows, []), 0.02)
+        num_tokens = scheduler.max_mixed_tokens
+        chunks = [RowChunk(0, 0, [1] * num_tokens, samples=False)]
+        pace.note(StepInput([], [], none, rows, chunks), 0.02 + num_tokens * 1e-4)
+    assert abs(scheduler.max_mixed_tokens - 200) <= 4
+
+
 def test_a_slow_step_with_few_tokens_costs_no_more_than_half() -> None:
     """It may have been slow because of another process."""
     pace = Pace(0.02, 4096)

@@ -57,7 +57,7 @@ class DenseWeight(nn.Module):
             if is_ordered:
                 from infinilm.kernels.ordered_product import keep_order, max_rows
 
-                self._max_kernel_rows = max_rows(num_rows, columns)
+                self._max_kernel_rows = max_rows(num_rows, columns, dtype)
                 keep_order()
 
     @property
