@@ -6,7 +6,7 @@ from socket import socketpair
 import pytest
 
 from infinilm import LLM, SamplingParams
-from infinilm.framing import FrameSocket
+from infinilm.framing import ChannelClosedError, FrameSocket
 from infinilm.server import engine_process, messages
 from infinilm.server.engine_process import EngineLoop
 
@@ -48,7 +48,7 @@ def run(engine: LLM) -> list[messages.Stepped]:
     while True:
         try:
             reports.append(messages.decode_report(ours.receive_frame()))
-        except engine_process.ChannelClosedError:
+        except ChannelClosedError:
             return [report for report in reports if isinstance(report, messages.Stepped)]
 
 
