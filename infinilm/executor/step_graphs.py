@@ -11,10 +11,11 @@ captures its own graphs, with the collectives in them; rank 0's alone hold the s
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +49,7 @@ MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
 """Tokens of captured steps with prompts. Larger ones take the device longer than the host to launch them."""
 MIXED_TOKEN_BYTES = 5 << 40
 """So do steps of a large model from fewer tokens on: if tokens times bytes of weights exceed this."""
-MIXED_ROWS = (16, 256)
+MIXED_ROWS = (16, 256, 1024)
 NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
@@ -78,6 +79,12 @@ def mixed_sizes(max_num_tokens: int, weight_bytes: int) -> tuple[int, ...]:
     """Numbers of tokens to capture steps with prompts for, at least the smallest."""
     needed = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, max_num_tokens) + 1]
     return needed[:1] + tuple(size for size in needed[1:] if size * weight_bytes <= MIXED_TOKEN_BYTES)
+
+
+def mixed_shapes(max_num_rows: int, token_sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers of rows and tokens to capture steps with prompts for. Each row has a token at least."""
+    row_sizes = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
+    return [(rows, size) for size in token_sizes for fewer, rows in pairwise([0, *row_sizes]) if size > fewer]
 
 
 class StepGraphs:
@@ -231,7 +238,7 @@ class StepGraphs:
 
     def _usual_shapes(self) -> list[Shape]:
         """All steps that end with the tokens drawn. The largest come first: the others find enough memory then."""
-        mixed = [Shape(size, tokens, True) for tokens in self.mixed_tokens for size in self._mixed_rows]
+        mixed = [Shape(*sizes, True) for sizes in mixed_shapes(self._mixed_rows[-1], self.mixed_tokens)]
         return [*reversed(mixed), *(Shape(size, 0, True) for size in reversed(self._sizes))]
 
     @torch.inference_mode()

@@ -9,7 +9,6 @@ with torch in pieces that don't join, so a layer's tensors are counted as if all
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -157,10 +156,10 @@ def decode_attention_bytes(num_rows: int, heads: int, head_dim: int) -> int:
 
 def graph_shapes(num_rows: int, num_tokens: int) -> list["Shape"]:
     """All graphs that may be captured for steps of up to so many rows and tokens."""
-    from infinilm.executor.step_graphs import MIXED_ROWS, Shape, decode_sizes, mixed_sizes  # which needs Triton
+    from infinilm.executor.step_graphs import Shape, decode_sizes, mixed_shapes, mixed_sizes  # which needs Triton
 
     sizes = [(size, 0) for size in decode_sizes(num_rows)]
-    sizes += product(sorted({min(size, num_rows) for size in MIXED_ROWS}), mixed_sizes(num_tokens, 0))
+    sizes += mixed_shapes(num_rows, mixed_sizes(num_tokens, 0))
     return [Shape(*size, samples) for size in sizes for samples in (True, False)]
 
 

@@ -102,6 +102,9 @@ def test_the_graphs_that_may_be_captured() -> None:
         (20, 128),
     }
     assert sum(shape.samples for shape in shapes) == len(shapes) / 2
+    # More than 256 rows have more than 256 tokens.
+    many = {shape.num_tokens for shape in graph_shapes(512, 16384) if shape.num_rows == 512 and shape.num_tokens}
+    assert many == {512, 1024, 2048}
 
 
 def test_the_workspaces_of_decode_attention_are_covered() -> None:
