@@ -297,14 +297,16 @@ class LLMEngine:
 
     @_in_turn
     def advance(self) -> None:
-        """`step_deltas` without the deltas, which are kept for `read_deltas`: what several steps add to an answer is
-        one delta there."""
+        """Compute one step, or several that only decode, and keep what is new for `read_deltas`.
+
+        What several steps add to an answer is one delta there.
+        """
         self._check_open()
         self._advance()
 
     @_in_turn
     def read_deltas(self) -> list[AnswerDelta]:
-        """What is new since the last call."""
+        """What `step_deltas` would have returned of all steps since the last call."""
         return self._pop_deltas()
 
     def _pop_deltas(self) -> list[AnswerDelta]:
