@@ -115,7 +115,7 @@ def test_the_low_level_engine_has_it_too(tiny: Path) -> None:
     config = PagedKVCacheConfig(4, dtype=torch.float8_e4m3fn)
     assert config.dtype == "fp8"
     with InferEngine(str(tiny), device_type="cpu", cache_config=config) as engine:
-        assert len(engine.generate([TEXT[:20]], max_new_tokens=3).token_ids[0]) == 3
+        assert len(engine.generate([TEXT[:20]], max_new_tokens=3, stop_on_eos=False).token_ids[0]) == 3
 
 
 def test_recurrent_layers_keep_their_states(tmp_path: Path) -> None:
