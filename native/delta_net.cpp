@@ -55,7 +55,7 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 }  // namespace
 
-void DeltaNet::check(const LayerCache& cache, const Step& step) const {
+void DeltaHeads::check(const LayerCache& cache, const Step& step) const {
     const StateView* own = std::get_if<StateView>(&cache);
     if (!own || own->heads != value_heads || own->key_dim != key_dim || own->value_dim != value_dim ||
         own->channels != channels() || own->kept != conv_width - 1) {
@@ -78,21 +78,15 @@ void DeltaNet::check(const LayerCache& cache, const Step& step) const {
             const int64_t block = block_of(step, n, p, own->block_size);
             if (block < 0 || block >= own->blocks) throw std::invalid_argument("a block lies outside of the cache");
         }
-        if (start > 0 && own->ends[block_of(step, n, start - 1, own->block_size)] != start) {
-            throw std::invalid_argument("a text goes on after a token whose recurrent state is not kept");
-        }
     }
     if (total != step.tokens) throw std::invalid_argument("the requests' new tokens are not as many as the batch has");
 }
 
-void DeltaNet::run(const Surroundings& around, const Step& step, const LayerCache& layer_cache, float* hidden) const {
+int DeltaHeads::run(float* rows, const Step& step, const StateView& states) const {
     const Kernels& k = kernels();
-    const StateView& states = std::get<StateView>(layer_cache);
     Workspace& space = workspace();
-    const int64_t tokens = step.tokens, width = in->out_features();
-    const int keys = key_heads * key_dim, values = value_heads * value_dim, group = value_heads / key_heads;
-    float* rows = space.projected.reserve(tokens * width);
-    in->multiply(round_input(around, hidden, tokens, *in), tokens, rows, false);
+    const int64_t tokens = step.tokens, width = row_size();
+    const int keys = key_heads * key_dim, values = result_size(), group = value_heads / key_heads;
     list_segments(step, states.block_size, space);
 
     constexpr int kPiece = 256;  // channels
@@ -143,11 +137,30 @@ void DeltaNet::run(const Surroundings& around, const Step& step, const LayerCach
             if (segments[s].target >= 0) states.ends[segments[s].target] = end;
         }
     }
-    float* mixed = rows + 2 * keys;
     parallel_for(tokens, 4, [&](int64_t t) {
-        k.gate_heads(mixed + t * width, mixed + t * width + values, norm, eps, value_heads, value_dim);
+        float* mixed = rows + t * width + 2 * keys;
+        k.gate_heads(mixed, mixed + values, norm, eps, value_heads, value_dim);
     });
-    add_output(*out, round_rows(mixed, width, tokens, *out), around, tokens, hidden);
+    return 2 * keys;
+}
+
+void DeltaNet::check(const LayerCache& cache, const Step& step) const {
+    heads.check(cache, step);
+    const StateView& states = std::get<StateView>(cache);
+    for (int64_t n = 0; n < step.requests; ++n) {
+        const int64_t start = step.context_lens[n] - step.query_lens[n];
+        if (start > 0 && states.ends[block_of(step, n, start - 1, states.block_size)] != start) {
+            throw std::invalid_argument("a text goes on after a token whose recurrent state is not kept");
+        }
+    }
+}
+
+void DeltaNet::run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const {
+    const int64_t tokens = step.tokens, width = heads.row_size();
+    float* rows = workspace().projected.reserve(tokens * width);
+    in->multiply(round_input(around, hidden, tokens, *in), tokens, rows, false);
+    const int first = heads.run(rows, step, std::get<StateView>(cache));
+    add_output(*out, round_rows(rows + first, width, tokens, *out), around, tokens, hidden);
 }
 
 }  // namespace infinilm

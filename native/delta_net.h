@@ -8,10 +8,10 @@
 
 namespace infinilm {
 
-// infinilm/layers/delta_net.py says what it computes. The state after every token does not depend on how a text is
-// divided into steps.
-struct DeltaNet : TokenMixer {
-    std::shared_ptr<const Linear> in, out;  // in: q, k, v, gates, rates, changes
+// The heads of a gated delta net, between its two products: the convolution, the delta rule, the norm and the gates.
+// infinilm/layers/delta_net.py says what they compute. The state after every token does not depend on how a text is divided
+// into steps.
+struct DeltaHeads {
     int key_heads, value_heads, key_dim, value_dim, conv_width;
     const float* conv;     // [conv_width, channels of q, k and v]
     const float* decay;    // [value_heads], -exp(A_log)
@@ -20,6 +20,19 @@ struct DeltaNet : TokenMixer {
     float eps;
 
     int channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+    int result_size() const { return value_heads * value_dim; }
+    int row_size() const { return channels() + result_size() + 2 * value_heads; }
+    // Throws std::invalid_argument if the cache, or a step on it, does not fit. Whether the states that texts go on from are
+    // kept is for the caller to check: layers share `ends`, and the first that runs brings them up to date.
+    void check(const LayerCache& cache, const Step& step) const;
+    // rows [tokens, row_size]: q, k, v, gates, rates and changes. Returns where in a row the results are afterwards.
+    int run(float* rows, const Step& step, const StateView& states) const;
+};
+
+struct DeltaNet : TokenMixer {
+    std::shared_ptr<const Linear> in, out;
+    DeltaHeads heads;
+
     int hidden() const override { return in->in_features(); }
     void check(const LayerCache& cache, const Step& step) const override;
     void run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const override;

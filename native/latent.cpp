@@ -35,13 +35,13 @@ void for_heads(int64_t tokens, int heads, const Function& function) {
 
 }  // namespace
 
-void LatentAttention::check(const LayerCache& cache, const Step& step) const {
+void LatentHeads::check(const LayerCache& cache, const Step& step) const {
     const CacheView* own = std::get_if<CacheView>(&cache);
     if (!own || !own->is_latent || own->head_dim != kept_size()) throw std::invalid_argument("a cache does not fit its layer");
     check_positions(step, max_len);
 }
 
-void LatentAttention::attend(const Step& step, const CacheView& cache, const float* absorbed, float* attended) const {
+void LatentHeads::attend(const Step& step, const CacheView& cache, const float* absorbed, float* attended) const {
     std::vector<LatentTask>& tasks = workspace().tasks;
     tasks.clear();
     const int all = rope.num_heads;
@@ -66,22 +66,14 @@ void LatentAttention::attend(const Step& step, const CacheView& cache, const flo
     parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend_latents(tasks[i], cache); });
 }
 
-void LatentAttention::run(const Surroundings& around, const Step& step, const LayerCache& layer_cache, float* hidden) const {
+void LatentHeads::run(float* latents, int64_t stride, float* queries, const Step& step, const CacheView& cache,
+                      float* out) const {
     const Kernels& k = kernels();
-    const CacheView& cache = std::get<CacheView>(layer_cache);
     Workspace& space = workspace();
-    const int heads = rope.num_heads, query_dim = plain_dim + rope.rotary_dim, kept = kept_size();
-    const int64_t tokens = step.tokens, width = latents->out_features(), head_size = int64_t(plain_dim + value_dim) * rank;
-    const Activations* from = &round_input(around, hidden, tokens, *latents);
-    float* made = space.latents.reserve(tokens * width);
-    latents->multiply(*from, tokens, made, false);
-    if (query_rank) from = &round_rows(made, width, tokens, *query, rope.q_norm, rope.eps);
-    // Queries are replaced by the heads' results, which may be longer.
-    const int64_t row = std::max(query->out_features(), heads * value_dim);
-    float* queries = space.queries.reserve(tokens * row);
-    query->multiply(*from, tokens, queries, false);
+    const int heads = count(), query_dim = plain_dim + rope.rotary_dim, kept = kept_size();
+    const int64_t tokens = step.tokens, head_size = int64_t(plain_dim + value_dim) * rank;
     parallel_for(tokens, 4, [&](int64_t t) {
-        k.store_latent(made + t * width + query_rank, rank, step.positions[t], step.slots[t], rope, cache);
+        k.store_latent(latents + t * stride, rank, step.positions[t], step.slots[t], rope, cache);
     });
     float* absorbed = space.absorbed.reserve(tokens * heads * kept);
     for_heads(tokens, heads, [&](int64_t t, int head) {
@@ -95,9 +87,21 @@ void LatentAttention::run(const Surroundings& around, const Step& step, const La
     attend(step, cache, absorbed, attended);
     for_heads(tokens, heads, [&](int64_t t, int head) {
         const float* values = expansion + head * head_size + int64_t(plain_dim) * rank;
-        k.dots(attended + (t * heads + head) * rank, values, rank, value_dim, queries + (t * heads + head) * value_dim);
+        k.dots(attended + (t * heads + head) * rank, values, rank, value_dim, out + (t * heads + head) * value_dim);
     });
-    const int size = heads * value_dim;
+}
+
+void LatentAttention::run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const {
+    Workspace& space = workspace();
+    const int64_t tokens = step.tokens, width = latents->out_features();
+    const Activations* from = &round_input(around, hidden, tokens, *latents);
+    float* made = space.latents.reserve(tokens * width);
+    latents->multiply(*from, tokens, made, false);
+    if (query_rank) from = &round_rows(made, width, tokens, *query, query_norm, heads.rope.eps);
+    const int size = heads.result_size();  // results take the place of queries
+    float* queries = space.queries.reserve(tokens * std::max(heads.query_size(), size));
+    query->multiply(*from, tokens, queries, false);
+    heads.run(made + query_rank, width, queries, step, std::get<CacheView>(cache), queries);
     add_output(*out, round_rows(queries, size, tokens, *out), around, tokens, hidden);
 }
 

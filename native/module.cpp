@@ -303,59 +303,115 @@ struct PyAttention : PyTokenMixer {
     }
 };
 
-struct PyLatentAttention : PyTokenMixer {
-    PyLatentAttention(const PyLinear& latents, const PyLinear& query, const PyLinear& out, int num_heads, int rank,
-                      int plain_dim, int value_dim, Array<const float, 2> rotary, bool is_interleaved,
-                      Array<const float, 2> expansion, std::optional<Floats1> query_norm, Floats1 norm, float eps,
-                      float scale) {
-        const int rotary_dim = int(rotary.shape(1)), query_rank = query_norm ? int(query_norm->size()) : 0;
-        require(num_heads > 0 && rank > 0 && plain_dim > 0 && value_dim > 0 && rotary_dim % 2 == 0 &&
+// Of a cache, the layer that some heads keep what they have in.
+const LayerCache& layer_of(const PyCache& cache, size_t layer, const PyStep& step, size_t rows) {
+    require(layer < cache.layers.size(), "the cache has no such layer");
+    require(step.step.tokens == int64_t(rows), "there must be a row for each token of the step");
+    return cache.layers[layer];
+}
+
+struct PyLatentHeads {
+    Floats1 norm;
+    Array<const float, 2> rotary, expansion;
+    LatentHeads heads;
+
+    PyLatentHeads(int count, int rank, int plain_dim, int value_dim, Array<const float, 2> rotary_, bool is_interleaved,
+                  Array<const float, 2> expansion_, Floats1 norm_, float eps, float scale)
+        : norm(norm_), rotary(rotary_), expansion(expansion_) {
+        const int rotary_dim = int(rotary.shape(1));
+        require(count > 0 && rank > 0 && plain_dim > 0 && value_dim > 0 && rotary_dim % 2 == 0 &&
                     rank + rotary_dim <= kMaxLatentDim,
                 "sizes must be positive, and latent vectors at most " + std::to_string(kMaxLatentDim));
-        require(latents.linear->out_features() == query_rank + rank + rotary_dim &&
+        require(int64_t(expansion.shape(0)) == int64_t(count) * (plain_dim + value_dim) && int(expansion.shape(1)) == rank,
+                "expansion must be [heads * (plain_dim + value_dim), rank]");
+        RopeStore rope{};
+        rope.num_heads = count, rope.eps = eps, rope.is_interleaved = is_interleaved;
+        rope.k_norm = vector_or_null(norm, size_t(rank), "norm");
+        rope.rotary = rotary.data(), rope.rotary_dim = rotary_dim;
+        heads = {rope, rank, plain_dim, value_dim, expansion.data(), scale, int64_t(rotary.shape(0))};
+    }
+
+    void run(Array<float, 2> latents, Array<float, 2> queries, const PyCache& cache, size_t layer, const PyStep& step,
+             Array<float, 2> out) const {
+        const size_t rows = latents.shape(0);
+        const LayerCache& kept = layer_of(cache, layer, step, rows);
+        require(int(latents.shape(1)) == heads.kept_size() && queries.shape(0) == rows && out.shape(0) == rows &&
+                    int(queries.shape(1)) == heads.query_size() && int(out.shape(1)) == heads.result_size(),
+                "latents, queries and out do not fit the heads or each other");
+        heads.check(kept, step.step);
+        step.step.check(std::get<CacheView>(kept));
+        nb::gil_scoped_release release;
+        heads.run(latents.data(), heads.kept_size(), queries.data(), step.step, std::get<CacheView>(kept), out.data());
+    }
+};
+
+struct PyLatentAttention : PyTokenMixer {
+    PyLatentHeads heads;
+
+    PyLatentAttention(const PyLinear& latents, const PyLinear& query, const PyLinear& out, const PyLatentHeads& heads_,
+                      std::optional<Floats1> query_norm)
+        : heads(heads_) {
+        const LatentHeads& own = heads.heads;
+        const int query_rank = query_norm ? int(query_norm->size()) : 0;
+        require(latents.linear->out_features() == query_rank + own.kept_size() &&
                     query.linear->in_features() == (query_rank ? query_rank : latents.linear->in_features()) &&
-                    query.linear->out_features() == num_heads * (plain_dim + rotary_dim) &&
-                    out.linear->in_features() == num_heads * value_dim &&
+                    query.linear->out_features() == own.query_size() && out.linear->in_features() == own.result_size() &&
                     out.linear->out_features() == latents.linear->in_features(),
                 "the weights of latents, query and out do not fit the heads or each other");
-        require(int64_t(expansion.shape(0)) == int64_t(num_heads) * (plain_dim + value_dim) && int(expansion.shape(1)) == rank,
-                "expansion must be [heads * (plain_dim + value_dim), rank]");
         auto made = std::make_shared<LatentAttention>();
-        made->latents = latents.linear, made->query = query.linear, made->out = out.linear;
-        made->rope = RopeStore{};
-        made->rope.num_heads = num_heads, made->rope.eps = eps;
-        made->rope.q_norm = query_norm ? query_norm->data() : nullptr;
-        made->rope.k_norm = vector_or_null(norm, size_t(rank), "norm");
-        made->rope.rotary = rotary.data(), made->rope.rotary_dim = rotary_dim;
-        made->rope.is_interleaved = is_interleaved;
-        made->rank = rank, made->query_rank = query_rank, made->plain_dim = plain_dim, made->value_dim = value_dim;
-        made->expansion = expansion.data(), made->scale = scale, made->max_len = int64_t(rotary.shape(0));
-        linears = {latents, query, out}, vectors = {query_norm, norm}, tables = {rotary, expansion};
+        made->latents = latents.linear, made->query = query.linear, made->out = out.linear, made->heads = own;
+        made->query_norm = query_norm ? query_norm->data() : nullptr, made->query_rank = query_rank;
+        linears = {latents, query, out}, vectors = {query_norm, heads.norm}, tables = {heads.rotary, heads.expansion};
         mixer = made;
     }
 };
 
-struct PyDeltaNet : PyTokenMixer {
-    PyDeltaNet(const PyLinear& in, const PyLinear& out, int key_heads, int value_heads, int key_dim, int value_dim,
-               Array<const float, 2> conv, Floats1 decay, Floats1 dt_bias, Floats1 norm, float eps) {
+struct PyDeltaHeads {
+    Array<const float, 2> conv;
+    Floats1 decay, dt_bias, norm;
+    DeltaHeads heads;
+
+    PyDeltaHeads(int key_heads, int value_heads, int key_dim, int value_dim, Array<const float, 2> conv_, Floats1 decay_,
+                 Floats1 dt_bias_, Floats1 norm_, float eps)
+        : conv(conv_), decay(decay_), dt_bias(dt_bias_), norm(norm_) {
         require(key_heads > 0 && value_heads > 0 && value_heads % key_heads == 0,
                 "value_heads must be a multiple of key_heads");
         require(key_dim > 0 && key_dim <= kMaxKeyDim && value_dim > 0,
                 "key_dim must be 1 to " + std::to_string(kMaxKeyDim) + ", value_dim positive");
-        auto made = std::make_shared<DeltaNet>();
-        made->in = in.linear, made->out = out.linear, made->eps = eps;
-        made->key_heads = key_heads, made->value_heads = value_heads;
-        made->key_dim = key_dim, made->value_dim = value_dim, made->conv_width = int(conv.shape(0));
-        const int values = value_heads * value_dim;
-        require(conv.shape(0) >= 2 && conv.shape(0) <= kMaxConvWidth && int(conv.shape(1)) == made->channels(),
+        heads = {key_heads,
+                 value_heads,
+                 key_dim,
+                 value_dim,
+                 int(conv.shape(0)),
+                 conv.data(),
+                 vector_or_null(decay, size_t(value_heads), "decay"),
+                 vector_or_null(dt_bias, size_t(value_heads), "dt_bias"),
+                 vector_or_null(norm, size_t(value_dim), "norm"),
+                 eps};
+        require(conv.shape(0) >= 2 && conv.shape(0) <= kMaxConvWidth && int(conv.shape(1)) == heads.channels(),
                 "conv must be [2 to " + std::to_string(kMaxConvWidth) + ", channels of q, k and v]");
-        require(in.linear->out_features() == made->channels() + values + 2 * value_heads &&
-                    out.linear->in_features() == values && out.linear->out_features() == in.linear->in_features(),
+    }
+
+    int run(Array<float, 2> rows, const PyCache& cache, size_t layer, const PyStep& step) const {
+        const LayerCache& kept = layer_of(cache, layer, step, rows.shape(0));
+        require(int(rows.shape(1)) == heads.row_size(), "rows must be [T, " + std::to_string(heads.row_size()) + "]");
+        heads.check(kept, step.step);
+        nb::gil_scoped_release release;
+        return heads.run(rows.data(), step.step, std::get<StateView>(kept));
+    }
+};
+
+struct PyDeltaNet : PyTokenMixer {
+    PyDeltaHeads heads;
+
+    PyDeltaNet(const PyLinear& in, const PyLinear& out, const PyDeltaHeads& heads_) : heads(heads_) {
+        const DeltaHeads& own = heads.heads;
+        require(in.linear->out_features() == own.row_size() && out.linear->in_features() == own.result_size() &&
+                    out.linear->out_features() == in.linear->in_features(),
                 "the weights of in and out do not fit the heads or each other");
-        made->conv = conv.data(), made->decay = vector_or_null(decay, size_t(value_heads), "decay");
-        made->dt_bias = vector_or_null(dt_bias, size_t(value_heads), "dt_bias");
-        made->norm = vector_or_null(norm, size_t(value_dim), "norm");
-        linears = {in, out}, vectors = {decay, dt_bias, norm}, tables = {conv};
+        auto made = std::make_shared<DeltaNet>();
+        made->in = in.linear, made->out = out.linear, made->heads = own;
+        linears = {in, out}, vectors = {heads.decay, heads.dt_bias, heads.norm}, tables = {heads.conv};
         mixer = made;
     }
 };
@@ -739,16 +795,10 @@ NB_MODULE(_native, module) {
              "k_norm"_a.noconvert().none(), "eps"_a, "scale"_a, "window"_a.none(), "cap"_a.none(),
              "sinks"_a.noconvert().none(), "v_norm"_a.noconvert() = nb::none(), "has_gates"_a = false);
     nb::class_<PyDeltaNet, PyTokenMixer>(module, "DeltaNet")
-        .def(nb::init<const PyLinear&, const PyLinear&, int, int, int, int, Array<const float, 2>, Floats1, Floats1, Floats1,
-                      float>(),
-             nb::kw_only(), "in_"_a, "out"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
-             "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(), "norm"_a.noconvert(), "eps"_a);
+        .def(nb::init<const PyLinear&, const PyLinear&, const PyDeltaHeads&>(), nb::kw_only(), "in_"_a, "out"_a, "heads"_a);
     nb::class_<PyLatentAttention, PyTokenMixer>(module, "LatentAttention")
-        .def(nb::init<const PyLinear&, const PyLinear&, const PyLinear&, int, int, int, int, Array<const float, 2>, bool,
-                      Array<const float, 2>, MaybeFloats, Floats1, float, float>(),
-             nb::kw_only(), "latents"_a, "query"_a, "out"_a, "num_heads"_a, "rank"_a, "plain_dim"_a, "value_dim"_a,
-             "rotary"_a.noconvert(), "is_interleaved"_a, "expansion"_a.noconvert(), "query_norm"_a.noconvert().none(),
-             "norm"_a.noconvert(), "eps"_a, "scale"_a);
+        .def(nb::init<const PyLinear&, const PyLinear&, const PyLinear&, const PyLatentHeads&, MaybeFloats>(), nb::kw_only(),
+             "latents"_a, "query"_a, "out"_a, "heads"_a, "query_norm"_a.noconvert().none());
     nb::class_<PyChannelMixer>(module, "ChannelMixer");
     nb::class_<PyMLP, PyChannelMixer>(module, "MLP")
         .def(nb::init<const PyLinear&, const PyLinear&, const std::string&>(), nb::kw_only(), "gate_up"_a, "down"_a,
@@ -795,6 +845,18 @@ NB_MODULE(_native, module) {
         .def("run", &PyGenerator::run, "cache"_a, nb::kw_only(), "groups"_a, "tables"_a.noconvert(), "tokens"_a.noconvert(),
              "starts"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(), "is_stop"_a.noconvert(),
              "drawn"_a.noconvert(), "are_sound"_a.noconvert(), "seconds"_a, "is_awaited"_a);
+
+    nb::class_<PyDeltaHeads>(module, "DeltaHeads")
+        .def(nb::init<int, int, int, int, Array<const float, 2>, Floats1, Floats1, Floats1, float>(), nb::kw_only(),
+             "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a, "conv"_a.noconvert(), "decay"_a.noconvert(),
+             "dt_bias"_a.noconvert(), "norm"_a.noconvert(), "eps"_a)
+        .def("run", &PyDeltaHeads::run, "rows"_a.noconvert(), "cache"_a, "layer"_a, "step"_a);
+    nb::class_<PyLatentHeads>(module, "LatentHeads")
+        .def(nb::init<int, int, int, int, Array<const float, 2>, bool, Array<const float, 2>, Floats1, float, float>(),
+             nb::kw_only(), "count"_a, "rank"_a, "plain_dim"_a, "value_dim"_a, "rotary"_a.noconvert(), "is_interleaved"_a,
+             "expansion"_a.noconvert(), "norm"_a.noconvert(), "eps"_a, "scale"_a)
+        .def("run", &PyLatentHeads::run, "latents"_a.noconvert(), "queries"_a.noconvert(), "cache"_a, "layer"_a, "step"_a,
+             "out"_a.noconvert());
 
     module.def("store", &store, "new"_a.noconvert(), "cache"_a.noconvert(), "step"_a,
                "scales"_a.noconvert() = nb::none());

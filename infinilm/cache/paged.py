@@ -171,6 +171,10 @@ class Cache:
         ]
         return library.Cache(kept, native.arrays_of(*self.scales.values()), self.block_size)
 
+    def native_place(self, layer: int) -> int:
+        """Which of the layers in `native` a layer held is."""
+        return list(self.group_of).index(layer)
+
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:
         """Add the keys and values `[T, kv_heads, head_dim]` of new tokens, rotated already, to a layer.
 

@@ -43,7 +43,7 @@ EXPERT_POINTS = {
 """Those of layers with experts, which have no gate, up and intermediate of one MLP: they come in their place."""
 
 STATE_POINTS = {
-    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, a state per request, those with one new token first",
+    "layer{i}_state": "[N, heads, key_dim, value_dim] float32, a state per request",
 }
 """Those of recurrent layers, which have no queries, keys and values: they come in their place."""
 

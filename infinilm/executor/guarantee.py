@@ -73,9 +73,9 @@ def known_reasons(
         reasons.append(f"on {kind} torch's own kernels compute, and their orders of summation are not known")
     if num_ranks > 2:
         reasons.append("the order in which more than two ranks' results are added depends on the number of rows")
-    if any(isinstance(spec, StateSpec) for spec in specs):
+    if kind == "cuda" and any(isinstance(spec, StateSpec) for spec in specs):
         reasons.append("recurrent layers compute a prompt in chunks, and single tokens in another order")
-    if any(isinstance(spec, LatentSpec) for spec in specs):
+    if kind == "cuda" and any(isinstance(spec, LatentSpec) for spec in specs):
         reasons.append("latent attention sums in an order that may depend on the chunk")
     elif kind in ORDERED_ATTENTION and attention != ORDERED_ATTENTION[kind]:
         reasons.append(f"attention by {attention} sums in an order that depends on the chunk")

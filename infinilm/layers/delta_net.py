@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
+from infinilm.kernels import native
 from infinilm.kernels.delta_rule import PromptRows, causal_conv, delta_rule_chunks, delta_rule_step, normalize
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import LayerOptions, below
@@ -81,28 +82,50 @@ class GatedDeltaNet(Mixer):
     def forward(
         self, x: Tensor, step: ForwardContext, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        plan = step.plan
-        assert isinstance(plan, StatePlan)
         projected = self.projections(x, norm=norm)
-        states = step.cache.states[self.layer]
-        if plan.places is None:
-            mixed = self._step(plan, self._split(projected), states)
-        else:
-            assert plan.prompts is not None
-            mixed = projected.new_empty((len(x), self._sizes[3]))
-            if len(plan.places):
-                mixed[plan.places] = self._step(plan, self._split(projected[plan.places]), states)
-            if isinstance(plan.prompts, PromptRows):
-                self._prompts_by_kernels(plan.prompts, self._split(projected), states, mixed)
-            else:
-                places = plan.prompts.places
-                mixed[places] = self._compute_prompts(plan.prompts, self._split(projected[places]), states)
+        mix = self._mix_by_library if step.backend.name == "native" else self._mix
+        mixed = mix(projected, step)
         if step.taps is not None:
-            self._show_states(step, plan, states)
+            self._show_states(step)
         output: Tensor = self.out(mixed, residual)
         if step.taps is not None:
             step.taps.see("attention_output", output, self.layer)
         return output
+
+    def _mix(self, projected: Tensor, step: ForwardContext) -> Tensor:
+        """What becomes of the tokens' projections, `[T, value heads * value_dim]`."""
+        plan, states = step.plan, step.cache.states[self.layer]
+        assert isinstance(plan, StatePlan)
+        if plan.places is None:
+            return self._step(plan, self._split(projected), states)
+        assert plan.prompts is not None
+        mixed = projected.new_empty((len(projected), self._sizes[3]))
+        if len(plan.places):
+            mixed[plan.places] = self._step(plan, self._split(projected[plan.places]), states)
+        if isinstance(plan.prompts, PromptRows):
+            self._prompts_by_kernels(plan.prompts, self._split(projected), states, mixed)
+        else:
+            places = plan.prompts.places
+            mixed[places] = self._compute_prompts(plan.prompts, self._split(projected[places]), states)
+        return mixed
+
+    def _mix_by_library(self, projected: Tensor, step: ForwardContext) -> Tensor:
+        """The same by the native library: a text's tokens one after the other, so that chunks change no bit."""
+        conv = self._weight.t().contiguous()
+        decay, dt_bias, norm = -self.a_log.exp(), self.dt_bias, self.norm.float()
+        numbers = dict(zip(("conv", "decay", "dt_bias", "norm"), native.arrays_of(conv, decay, dt_bias, norm), strict=True))
+        heads = native.load_library().DeltaHeads(
+            key_heads=self._heads.length // self._group_size,
+            value_heads=self._heads.length,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            eps=self.eps,
+            **numbers,
+        )
+        rows = projected.float().contiguous()
+        (array,) = native.arrays_of(rows)
+        first = heads.run(array, step.cache.native, step.cache.native_place(self.layer), step.plan)
+        return rows[:, first : first + self._sizes[3]].to(projected.dtype)
 
     def _split(self, projected: Tensor) -> "_Inputs":
         return _Inputs(*torch.split(projected, [sum(self._sizes[:3]), *self._sizes[3:]], dim=-1))
@@ -208,12 +231,12 @@ class GatedDeltaNet(Mixer):
         normed = (wide * scale).to(gate.dtype) * self.norm
         return (normed.flatten(1) * F.silu(gate.float())).to(gate.dtype)
 
-    def _show_states(self, step: ForwardContext, plan: StatePlan, states: list[Tensor]) -> None:
-        """Show each request's state `[N, heads, key_dim, value_dim]`, those with one new token first."""
+    def _show_states(self, step: ForwardContext) -> None:
+        """Show each request's state `[N, heads, key_dim, value_dim]`."""
         assert step.taps is not None
-        blocks = plan.targets
-        if plan.last_blocks is not None:
-            blocks = torch.cat((blocks, plan.last_blocks))
+        states, tables = step.cache.states[self.layer], step.batch.block_tables
+        lasts = torch.from_numpy((step.batch.context_lens - 1) // step.cache.block_size)
+        blocks = tables.gather(1, lasts.to(tables.device).unsqueeze(1)).squeeze(1)
         shown = states[0][blocks]
         step.taps.see("state", shown, self.layer, is_shared_out=True)
         states[0][blocks] = shown

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
+from infinilm.kernels import native
 from infinilm.kernels.invariant import pad_rows
 from infinilm.layers.formats import LayerOptions, below
 from infinilm.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -79,7 +80,8 @@ class LatentAttention(Mixer):
         before = latents.shape[1] - self.rank - self.rope_dim
         query_input = x if self.query_norm is None else self.query_norm(latents[:, :before])
         query = self.query(query_input).view(len(x), self.heads.length, -1)
-        attend = self._attend_by_kernels if step.backend.name == "triton" else self._attend
+        by_name = {"triton": self._attend_by_kernels, "native": self._attend_by_library}
+        attend = by_name.get(step.backend.name, self._attend)
         heads = attend(query, latents[:, before:], step).flatten(1)
         output: Tensor = self.out(heads, residual if taps is None else None)
         if taps is not None:
@@ -123,6 +125,30 @@ class LatentAttention(Mixer):
         plain = multiply_heads(query[..., : self.plain_dim], to_keys)
         attended = attend_latents(plain, turned, cache, step.plan, scale=self.scale)
         return multiply_heads(attended, to_values.transpose(1, 2))
+
+    def _attend_by_library(self, query: Tensor, latents: Tensor, step: ForwardContext) -> Tensor:
+        """The same by the native library."""
+        table, expansion, norm = native.arrays_of(
+            self.rotary.table, self.expansion.float(), self.latent_norm.weight.float()
+        )
+        heads = native.load_library().LatentHeads(
+            count=self.heads.length,
+            rank=self.rank,
+            plain_dim=self.plain_dim,
+            value_dim=self.value_dim,
+            rotary=table,
+            is_interleaved=self.rotary.is_interleaved,
+            expansion=expansion,
+            norm=norm,
+            eps=self.latent_norm.eps,
+            scale=self.scale,
+        )
+        out = torch.empty(len(query), self.heads.length * self.value_dim)
+        # Copies: the library changes what it is given.
+        kept, queries = (torch.empty(part.shape).copy_(part) for part in (latents, query.flatten(1)))
+        arrays = native.arrays_of(kept, queries, out)
+        heads.run(*arrays[:2], step.cache.native, step.cache.native_place(self.layer), step.plan, arrays[2])
+        return out.view(*query.shape[:2], -1).to(query.dtype)
 
     def _by_head(self) -> tuple[Tensor, Tensor]:
         """`[heads, plain_dim, rank]` and `[heads, value_dim, rank]`."""

@@ -126,7 +126,6 @@ class StatePlan:
     is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
     targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
     prompts: PromptStates | PromptRows | None = None
-    last_blocks: Tensor | None = None  # [R] int64, where the prompts' last states go
 
     @classmethod
     def of(
@@ -146,11 +145,10 @@ class StatePlan:
         own = tables[singles, starts[singles] // block_size]
         is_kept = batch.slot_mapping[lasts[singles] - 1] >= 0
         ends[own[is_kept]] = batch.context_lens[singles][is_kept]
-        ends_of_prompts = tables[others, (batch.context_lens[others] - 1) // block_size]
-        places, origin, targets, last_blocks = to_device(
-            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends)), ends_of_prompts
+        places, origin, targets = to_device(
+            device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends))
         )
-        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts, last_blocks)
+        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts)
 
 
 def _prompt_rows(

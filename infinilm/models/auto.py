@@ -18,7 +18,7 @@ from infinilm.loading.sources import find_source, resolve
 from infinilm.loading.weights import check_shapes
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
-from infinilm.models.native_model import weight_shapes
+from infinilm.models.native_model import weight_shapes, why_no_token_mixers
 from infinilm.models.quantization import check_has_short, choose_formats, note_dense
 from infinilm.models.registry import FAMILIES, create_model
 from infinilm.platforms import has_bfloat16, require_device, require_torch, select_indices, split_device
@@ -180,12 +180,12 @@ def select_attention(asked: str, config: ModelConfig, device: torch.device, *, p
     """The backend asked for; with `auto` the native library's if that is preferred and can serve the model.
 
     It is preferred on a CPU: with quantised weights, which it also multiplies with; and with others if results must not
-    depend on how a text is divided into chunks, as those of torch do.
+    depend on how a text is divided into chunks, as those of torch do. It also computes recurrent layers and latent
+    attention then.
     """
     if asked not in ("auto", "native") or (asked == "auto" and not prefers_native):
         return asked
-    sizes = () if _has_latents(config) else (config.max_head_dim, config.max_group)  # they need no backend there
-    reason = why_not_native(device, *sizes)
+    reason = why_not_native(device) or why_no_token_mixers(config, device)
     if reason is not None and asked == "native":
         raise InvalidValueError(
             f"attention_backend='native' can't serve this model: {reason}; use attention_backend='auto'"

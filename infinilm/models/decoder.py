@@ -187,7 +187,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """See `InfinilmModel`. Stages after the first get the `hidden` `[T, hidden]` of the one before."""
         is_native = taps is None and backend.name == "native" and cache.only_stores and self._native is not None
-        steps = self._steps(batch, cache, backend, taps, is_native=is_native)
+        steps = self._steps(batch, cache, backend, taps)
         if hidden is None:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(batch.input_ids)
@@ -216,11 +216,11 @@ class Decoder(nn.Module):
         return hidden
 
     def _steps(
-        self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None, *, is_native: bool
+        self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None
     ) -> list[ForwardContext]:
         """By layer: its group's context. Groups of attention layers that have the same block tables share one.
 
-        If the native library computes the layers, all plans are its own.
+        The native library's plans are of one kind for all groups.
         """
         parts = batch.of_groups() if batch.more_groups else [batch] * len(cache.groups)
         steps: list[ForwardContext] = []
@@ -229,14 +229,13 @@ class Decoder(nn.Module):
             if shared is not None and not isinstance(group.spec, StateSpec):
                 steps.append(shared)
                 continue
-            if is_native and isinstance(group.spec, StateSpec):
-                check_states(batch, cache, index)
-            if not is_native and isinstance(group.spec, StateSpec):
+            if isinstance(group.spec, StateSpec) and backend.name != "native":
                 made = batch.state_plans
                 plan: Any = plan_states(batch, cache, index) if made is None else made[index]
             else:
-                knows_latents = is_native or backend.name == "triton"
-                if isinstance(group.spec, LatentSpec) and not knows_latents:
+                if isinstance(group.spec, StateSpec):
+                    check_states(batch, cache, index)
+                elif isinstance(group.spec, LatentSpec) and backend.name not in ("native", "triton"):
                     backend = TorchAttention()
                 windows = {group.spec.window} if batch.more_groups else self._windows
                 plan = backend.prepare(part, block_size=cache.block_size, windows=windows, dtype=self.dtype)

@@ -43,9 +43,7 @@ def build_delta_net(builder: Any, config: Qwen35Config, layer: int) -> Any:
     """The library's mixer of a layer; `builder` is that of `native_model.py`."""
     own, weights = f"model.layers.{layer}.linear_attn.", builder.weights
     conv = np.concatenate([weights[f"{own}conv1d_{name}.weight"][:, 0] for name in "qkv"])
-    return builder.library.DeltaNet(
-        in_=builder.linear(own, *(f"in_proj_{name}" for name in "qkvzba")),
-        out=builder.linear(own, "out_proj"),
+    heads = builder.library.DeltaHeads(
         key_heads=config.linear_num_key_heads,
         value_heads=config.linear_num_value_heads,
         key_dim=config.linear_key_head_dim,
@@ -56,3 +54,5 @@ def build_delta_net(builder: Any, config: Qwen35Config, layer: int) -> Any:
         norm=weights[f"{own}norm.weight"],
         eps=config.rms_norm_eps,
     )
+    into = builder.linear(own, *(f"in_proj_{name}" for name in "qkvzba"))
+    return builder.library.DeltaNet(in_=into, out=builder.linear(own, "out_proj"), heads=heads)

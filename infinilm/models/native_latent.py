@@ -41,19 +41,22 @@ def latent_shapes(config: DeepseekV3Config, prefix: str) -> dict[str, tuple[int,
 def build_latents(builder: Any, config: DeepseekV3Config, layer: int) -> Any:
     """The library's mixer of a layer; `builder` is that of `native_model.py`."""
     own, rotary, has_rank = f"model.layers.{layer}.self_attn.", builder.rotaries[layer], config.q_lora_rank is not None
-    return builder.library.LatentAttention(
-        latents=builder.linear(own, *(("q_a_proj",) if has_rank else ()), "kv_a_proj_with_mqa"),
-        query=builder.linear(own, "q_b_proj" if has_rank else "q_proj"),
-        out=builder.linear(own, "o_proj"),
-        num_heads=config.num_attention_heads,
+    heads = builder.library.LatentHeads(
+        count=config.num_attention_heads,
         rank=config.kv_lora_rank,
         plain_dim=config.qk_nope_head_dim,
         value_dim=config.v_head_dim,
         rotary=rotary.table,
         is_interleaved=rotary.is_interleaved,
         expansion=builder.weights[f"model.layers.{layer}.{EXPANSION}"],
-        query_norm=builder.norm(f"{own}q_a_layernorm"),
         norm=builder.norm(f"{own}kv_a_layernorm"),
         eps=config.latent_eps,
         scale=config.attention_scale,
+    )
+    return builder.library.LatentAttention(
+        latents=builder.linear(own, *(("q_a_proj",) if has_rank else ()), "kv_a_proj_with_mqa"),
+        query=builder.linear(own, "q_b_proj" if has_rank else "q_proj"),
+        out=builder.linear(own, "o_proj"),
+        heads=heads,
+        query_norm=builder.norm(f"{own}q_a_layernorm"),
     )

@@ -34,6 +34,8 @@ from infinilm.models.sparse import SparseConfig
 from infinilm.platforms import HOST
 
 if TYPE_CHECKING:
+    import torch
+
     from infinilm.attention.batch import HostBatch
     from infinilm.cache.host import HostCache
 
@@ -145,9 +147,14 @@ def _why_no_mixers(config: LlamaConfig) -> str | None:
     """Why the native library can't compute a model's mixers; None if it can."""
     if config.activation not in NATIVE_ACTIVATIONS:
         return f"models with hidden_act={config.activation!r}"
+    return why_no_token_mixers(config, cast(Any, HOST))
+
+
+def why_no_token_mixers(config: ModelConfig, device: "torch.device") -> str | None:
+    """Why the native library can't do on a device what a model's token mixers do between their products."""
     if isinstance(config, DeepseekV3Config):
         return why_no_latents(config)
-    if (reason := why_not_native(cast(Any, HOST), config.max_head_dim, config.max_group)) is not None:
+    if (reason := why_not_native(device, config.max_head_dim, config.max_group)) is not None:
         return f"models that the native library can't attend in ({reason})"
     return why_no_delta_net(config)
 

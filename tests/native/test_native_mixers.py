@@ -57,9 +57,10 @@ class DeltaNetCase:
         self.conv, self.decay = torch.randn(WIDTH, CHANNELS), -torch.rand(VALUE_HEADS)
         self.bias, self.norm = torch.randn(VALUE_HEADS), torch.rand(VALUE_DIM)
         sizes = {"key_heads": KEY_HEADS, "value_heads": VALUE_HEADS, "key_dim": KEY_DIM, "value_dim": VALUE_DIM}
-        self.mixer = native.DeltaNet(
-            in_=into, out=out, **sizes, conv=self.conv, decay=self.decay, dt_bias=self.bias, norm=self.norm, eps=EPS
+        heads = native.DeltaHeads(
+            **sizes, conv=self.conv, decay=self.decay, dt_bias=self.bias, norm=self.norm, eps=EPS
         )
+        self.mixer = native.DeltaNet(in_=into, out=out, heads=heads)
         self.native, self.decoder = native, make_decoder(native, self.mixer)
 
     def cache(self) -> Any:
@@ -98,11 +99,13 @@ class LatentCase:
         self.expansion = torch.randn(HEADS * (PLAIN_DIM + HEAD_VALUE_DIM), RANK)
         self.norm, self.query_norm = torch.rand(RANK), torch.rand(QUERY_RANK) if has_query_rank else None
         self.turning, self.scale = Turning(rotary_dim=ROPE_DIM, is_interleaved=True), 0.2
-        self.mixer = native.LatentAttention(
-            latents=latents, query=query, out=out, num_heads=HEADS, rank=RANK, plain_dim=PLAIN_DIM,
-            value_dim=HEAD_VALUE_DIM, rotary=make_rotary(ROPE_DIM), is_interleaved=True, expansion=self.expansion,
-            query_norm=self.query_norm, norm=self.norm, eps=EPS, scale=self.scale,
+        heads = native.LatentHeads(
+            count=HEADS, rank=RANK, plain_dim=PLAIN_DIM, value_dim=HEAD_VALUE_DIM, rotary=make_rotary(ROPE_DIM),
+            is_interleaved=True, expansion=self.expansion, norm=self.norm, eps=EPS, scale=self.scale,
         )  # fmt: skip
+        self.mixer = native.LatentAttention(
+            latents=latents, query=query, out=out, heads=heads, query_norm=self.query_norm
+        )
         self.native, self.decoder = native, make_decoder(native, self.mixer)
 
     def cache(self) -> Any:
