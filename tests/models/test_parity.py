@@ -6,6 +6,9 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, load, make_reference, reference_logits
 from drive import Driver
+from packing import needs_native
+
+from infinilm.attention import AttentionBackend, NativeAttention, TorchAttention
 
 HALF_HEAD = 8  # of llama-gqa: 64 / 4 / 2
 ROPES = {
@@ -49,12 +52,27 @@ def test_architectures_in_float32(kind: str) -> None:
     torch.testing.assert_close(Driver(load(reference)).run(tokens), expected, atol=1e-4, rtol=0)
 
 
+@needs_native
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_architectures_in_bfloat16(kind: str) -> None:
+def test_token_mixers_of_the_native_library(kind: str) -> None:
+    reference = make_reference(kind)
+    tokens = random_tokens(100)
+    driver = Driver(load(reference), backend=NativeAttention())
+    torch.testing.assert_close(driver.run(tokens), reference_logits(reference, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, TorchAttention) for kind in ARCHITECTURES),
+        *(pytest.param(kind, NativeAttention, marks=needs_native) for kind in ("qwen3.5", "deepseek-v3")),
+    ],
+)
+def test_architectures_in_bfloat16(kind: str, backend: type[AttentionBackend]) -> None:
     reference = make_reference(kind)
     tokens = random_tokens(100)
     exact = reference_logits(reference, tokens)
-    ours = Driver(load(reference, dtype=torch.bfloat16)).run(tokens)
+    ours = Driver(load(reference, dtype=torch.bfloat16), backend=backend()).run(tokens)
     theirs = reference_logits(reference.to(torch.bfloat16), tokens)
     # Logits are of order 1. Rounding leaves both near the exact result, not always on the same side of it.
     assert (ours - theirs).abs().mean() < 2e-2
