@@ -15,6 +15,7 @@ class Command(StrEnum):
     LOAD_SHARDS = "load_shards"
     STATE_DICT = "state_dict"
     RESET_CACHE = "reset_cache"
+    CHECK_PRODUCTS = "check_products"
     MEASURE_WORKSPACE = "measure_workspace"
     START_ROWS = "start_rows"
     EXECUTE = "execute"

@@ -140,8 +140,11 @@ class Executor(Protocol):
         """Run one forward pass whose caller manages the cache itself."""
         ...
 
-    def failing_products(self) -> list[str]:
-        """What the driver's device computes differently for other numbers of rows: the shapes of matrices, as text."""
+    def check_products(self) -> list[str]:
+        """Try every rank's products with different numbers of rows. See `guarantee.check_products`.
+
+        Returns the shapes of matrices, as text, with which a row's bits depend on that number on some rank.
+        """
         ...
 
     def computing(self) -> "AbstractContextManager[None]":

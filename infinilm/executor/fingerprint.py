@@ -1,12 +1,19 @@
 """`system_fingerprint`: which weights and kernels made an answer, and whether it can be had again."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64
 
+from infinilm.executor.executor import ExecutorInfo
 from infinilm.executor.guarantee import Guarantee
 from infinilm.kernels import native
+from infinilm.layers.formats import WeightFormats
+
+if TYPE_CHECKING:
+    from infinilm.models import ModelConfig
 
 SAMPLES = 64
 SAMPLE_BYTES = 4096
@@ -14,14 +21,38 @@ HEADER_BYTES = 1 << 20
 DIGITS = 8
 
 
-def make_fingerprint(path: Path, guarantee: Guarantee, *, uses_torch: bool = True, activation_bits: int = 16) -> str:
+ROPES_BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary embeddings whose angles depend on `max_model_len`."""
+
+
+def make_fingerprint(path: Path, guarantee: Guarantee, settings: Mapping[str, Any], *, uses_torch: bool) -> str:
     """Such as `qwen3-0.6b:w1f0c6a2b:k9d3e0a71:deterministic`: model, weights, kernels, guarantee.
 
-    8-bit activations make it `…:k9d3e0a71:a8:deterministic`.
+    The kernels' hash is also that of `computing_settings`. 8-bit activations make it `…:k9d3e0a71:a8:deterministic`.
     """
     kind = "deterministic" if guarantee.holds else "unguaranteed"
-    bits = "" if activation_bits == 16 else f":a{activation_bits}"
-    return f"{path.name}:w{hash_weights(path)}:k{hash_kernels(uses_torch=uses_torch)}{bits}:{kind}"
+    bits = "" if settings["activation_bits"] == 16 else f":a{settings['activation_bits']}"
+    how = f"{hash_kernels(uses_torch=uses_torch)} {sorted(settings.items())}"
+    kernels = xxh3_64(how.encode()).hexdigest()[:DIGITS]
+    return f"{path.name}:w{hash_weights(path)}:k{kernels}{bits}:{kind}"
+
+
+def computing_settings(
+    info: ExecutorInfo, kv_dtype: str, formats: WeightFormats, model_config: "ModelConfig", max_model_len: int
+) -> dict[str, Any]:
+    """What the bits of results depend on besides code and weights."""
+    layers = range(model_config.num_hidden_layers)
+    has_length = any(model_config.rope(layer)["rope_type"] in ROPES_BY_LENGTH for layer in layers)
+    return {
+        "activation_bits": formats.activation_bits,
+        "attention": info.attention,
+        "dtype": info.dtype,
+        "formats": sorted(formats.by_name.items()),
+        "is_ordered": formats.is_ordered,
+        "kv_dtype": kv_dtype,
+        "max_model_len": max_model_len if has_length else None,
+        "num_ranks": info.num_ranks // info.num_stages,
+    }
 
 
 def hash_weights(path: Path) -> str:
@@ -51,7 +82,7 @@ def hash_kernels(*, uses_torch: bool = True) -> str:
 
         digest.update(version("torch").encode())
     root = Path(__file__).parent.parent
-    folders = ("kernels", "attention", "layers", "models", "sampling")
+    folders = ("kernels", "attention", "cache", "distributed", "layers", "models", "sampling")
     files = [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
     library = native.load()
     for file in [*files, *([Path(library.__file__)] if library is not None and library.__file__ else [])]:

@@ -1,12 +1,12 @@
 """What an engine promises of its results: that they do not depend on what else it computes, nor on how."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infinilm.cache.specs import LatentSpec, StateSpec
-from infinilm.config import Config
 from infinilm.executor.executor import Executor
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from infinilm.layers.formats import DenseWeight, TiledWeight
     from infinilm.layers.moe import SparseMLP
     from infinilm.models import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 MAX_LISTED = 4
 ROW_COUNTS = {"cpu": (1, 3, 5, 17, 24, 70, 130), "cuda": (1, 2, 5, 8, 16, 17, 24, 32, 33, 65, 130, 256)}
@@ -43,15 +45,21 @@ class Guarantee:
         return "yes" if self.holds else f"no, because {'; '.join(self.reasons)}"
 
 
-def find_guarantee(config: Config, model_config: "ModelConfig", executor: Executor, *, is_ordered: bool) -> Guarantee:
-    """What holds for a loaded model, whose sums may have one order. Products of matrices are tried on its device."""
+def find_guarantee(model_config: "ModelConfig", executor: Executor, *, is_ordered: bool) -> Guarantee:
+    """What holds for a loaded model, whose sums may have one order. Its products are tried on all ranks."""
+    guarantee = _find(model_config, executor, is_ordered=is_ordered)
+    level = logging.INFO if is_ordered and not guarantee.holds else logging.DEBUG
+    logger.log(level, "deterministic: %s", guarantee)
+    return guarantee
+
+
+def _find(model_config: "ModelConfig", executor: Executor, *, is_ordered: bool) -> Guarantee:
     info = executor.info
     num_ranks = info.num_ranks // info.num_stages
     reasons = known_reasons(model_config, info.device, info.attention, num_ranks, is_native=info.is_native)
-    is_ordered = is_ordered or bool(config.deterministic)
     if not is_ordered and (reasons or not info.device.startswith("cpu")):
         return Guarantee(("deterministic=True is not set", *reasons))
-    if failing := executor.failing_products():
+    if failing := executor.check_products():
         listed = ", ".join(failing[:MAX_LISTED]) + (", …" if len(failing) > MAX_LISTED else "")
         reasons.append(f"on this device a row's bits depend on the number of rows in products with {listed}")
     return Guarantee(tuple(reasons))
@@ -82,11 +90,11 @@ def known_reasons(
     return reasons
 
 
-def failing_products(model: "nn.Module") -> list[str]:
-    """The products with which a row's result depends on its place or on the other rows.
+def check_products(model: "nn.Module", max_step_tokens: int | None = None) -> list[str]:
+    """Find the products with which a row's result depends on its place or on the other rows.
 
-    Dense matrices on a CPU are multiplied piece by piece from here on if that helps. The native library's products
-    there have an order of their own, and are not tried.
+    Dense matrices on a CPU are multiplied piece by piece from here on if that helps. Those with which nothing helps are
+    returned. The native library's products there have an order of their own, and are not tried.
     """
     from infinilm.layers.formats import DenseWeight, TiledWeight
     from infinilm.layers.linear import Linear
@@ -110,7 +118,7 @@ def failing_products(model: "nn.Module") -> list[str]:
             module.is_piecewise = first.is_piecewise
         elif is_new and parameters[0].is_cuda:
             if isinstance(module, SparseMLP):
-                trial, name = _Trial.of_experts(module), f"{module.routing.num_experts} experts"
+                trial, name = _Trial.of_experts(module, max_step_tokens), f"{module.routing.num_experts} experts"
             else:
                 trial, name = _Trial.of_matrix(module, bias), f"{module.in_features} x {module.out_features}"
             if not trial.passes():
@@ -149,7 +157,7 @@ class _Trial:
         return cls(multiply, matrix.in_features, device, matrix.dtype, counts, num_copies)
 
     @classmethod
-    def of_experts(cls, module: "SparseMLP") -> "_Trial":
+    def of_experts(cls, module: "SparseMLP", max_step_tokens: int | None) -> "_Trial":
         """With the numbers of rows from which experts have other tiles, too."""
         import torch
 
@@ -157,13 +165,15 @@ class _Trial:
 
         num_experts, top_k = module.routing.num_experts, module.routing.top_k
         device = next(module.parameters()).device
-        scores = torch.rand(MAX_EXPERT_ROWS, num_experts, generator=torch.Generator().manual_seed(1))
+        max_rows = min(max_step_tokens or MAX_EXPERT_ROWS, MAX_EXPERT_ROWS)
+        scores = torch.rand(max_rows, num_experts, generator=torch.Generator().manual_seed(1))
         weights, ids = (each.to(device) for each in scores.topk(top_k))
         from_tiles = (least * num_experts // top_k + 1 for least in TILES)
-        counts = sorted({*ROW_COUNTS["cuda"], *(count for count in from_tiles if count <= MAX_EXPERT_ROWS)})
+        counts = sorted(count for count in {*ROW_COUNTS["cuda"], *from_tiles} if count <= max_rows)
 
         def multiply(x: "Tensor") -> "Tensor":
-            return module.experts(x, ids[: len(x)].int(), weights[: len(x)])  # type: ignore[no-any-return]
+            # Of this rank alone: the others are not asked for their share of the sum.
+            return module.experts.matrix.mix(x, ids[: len(x)].int(), weights[: len(x)], None)
 
         return cls(multiply, module.hidden_size, device, module.dtype, tuple(counts), num_copies=1)
 

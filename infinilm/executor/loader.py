@@ -15,7 +15,7 @@ from infinilm.config import Config
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import InvalidValueError
 from infinilm.executor.executor import CacheShape, Executor, RunnerSettings
-from infinilm.executor.fingerprint import make_fingerprint
+from infinilm.executor.fingerprint import computing_settings, make_fingerprint
 from infinilm.executor.guarantee import Guarantee, find_guarantee
 from infinilm.executor.local import LocalExecutor
 from infinilm.executor.memory import (
@@ -132,8 +132,6 @@ def load_model(config: Config) -> LoadedModel:
         f"{loaded.max_model_len:,}",
     )
     logger.debug("a %s model in %s, attention by %s", loaded.model_config.model_type, info.dtype, info.attention)
-    level = logging.INFO if config.deterministic and not loaded.guarantee.holds else logging.DEBUG
-    logger.log(level, "deterministic: %s", loaded.guarantee)
     logger.debug("start: %s", ", ".join(f"{cause} {time:.2f} s" for cause, time in loaded.seconds.items()))
     for memory in (loaded.memory, *loaded.more_memory):
         logger.debug("%s", memory)
@@ -252,6 +250,9 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         laps.note("KV cache")
         executor.start_rows(settings)
         laps.note("graphs")
+        is_ordered = run.formats.is_ordered or bool(config.deterministic)
+        guarantee = find_guarantee(model_config, executor, is_ordered=is_ordered)
+        laps.note("self-check")
     except BaseException as error:
         if executor is not None:
             executor.shutdown()
@@ -259,8 +260,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
             raise
         give_back(error)
         raise InvalidValueError(describe_oom("loading the model", error, memory)) from error
-    guarantee = find_guarantee(config, model_config, executor, is_ordered=run.formats.is_ordered)
-    laps.note("self-check")
+    how = computing_settings(executor.info, kv_dtype, run.formats, model_config, memory.max_model_len)
     return LoadedModel(
         executor,
         model_config,
@@ -271,7 +271,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         find_default_sampling(checkpoint),
         tuple(more_memory),
         guarantee,
-        make_fingerprint(checkpoint.path, guarantee, uses_torch=run.uses_torch, activation_bits=config.activation_bits),
+        make_fingerprint(checkpoint.path, guarantee, how, uses_torch=run.uses_torch),
         laps.seconds,
     )
 

@@ -92,9 +92,9 @@ class LocalExecutor:
         output: ForwardOutput = self.call_all(Command.FORWARD, given)[self.driver]
         return output
 
-    def failing_products(self) -> list[str]:
-        found: list[str] = self.worker.failing_products()
-        return found
+    def check_products(self) -> list[str]:
+        by_rank: list[list[str]] = self.call_all(Command.CHECK_PRODUCTS)
+        return list(dict.fromkeys(name for failing in by_rank for name in failing))
 
     def computing(self) -> AbstractContextManager[None]:
         threads: AbstractContextManager[None] = self.worker.computing()

@@ -23,7 +23,7 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, ExecutorInfo, MeasuredWorkspace, RunnerSettings
-from infinilm.executor.guarantee import failing_products
+from infinilm.executor.guarantee import check_products
 from infinilm.executor.memory import free_memory_bytes, rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
 from infinilm.executor.step_io import StepInput
@@ -94,6 +94,7 @@ class RankWorker:
         self._model: InfinilmModel | None = None
         self._memory = CacheMemory(self.device)
         self._runner: ModelRunner | None = None
+        self._max_step_tokens: int | None = None
 
     @property
     def model(self) -> InfinilmModel:
@@ -219,12 +220,11 @@ class RankWorker:
             **settings,
         )
 
-    def failing_products(self) -> list[str]:
+    def check_products(self) -> list[str]:
         """The shapes of matrices with which a row's product depends on the number of rows, tried on this device."""
         if self.device.type not in ("cpu", "cuda"):
             return ["any matrix, because none was tried"]
-        with self.computing():
-            return failing_products(cast(nn.Module, self.model))
+        return check_products(cast(nn.Module, self.model), self._max_step_tokens)
 
     # --- steps ------------------------------------------------------------------------------------------
 
@@ -242,6 +242,7 @@ class RankWorker:
     def start_rows(self, settings: RunnerSettings) -> None:
         """Make a runner for steps of requests in rows."""
         self._runner = ModelRunner(self, settings)
+        self._max_step_tokens = settings.max_num_batched_tokens
         self._runner.capture_all()
 
     def execute(self, step: StepInput, hook_patterns: Sequence[str] = ()) -> SubmittedStep:

@@ -68,6 +68,8 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
             return Message(tensors=worker.state_dict())
         case Command.RESET_CACHE:
             worker.reset_cache(_read_shape(values))
+        case Command.CHECK_PRODUCTS:
+            return Message({"failing": worker.check_products()})
         case Command.MEASURE_WORKSPACE:
             return Message(asdict(worker.measure_workspace(RunnerSettings(**values))))
         case Command.START_ROWS:
@@ -83,9 +85,14 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
 
 def read_reply(command: Command, reply: Message) -> Any:
     """The result of a worker's method, from its message."""
-    if command is Command.STATE_DICT:
-        return dict(reply.tensors)
-    return MeasuredWorkspace(**reply.values) if command is Command.MEASURE_WORKSPACE else None
+    match command:
+        case Command.STATE_DICT:
+            return dict(reply.tensors)
+        case Command.CHECK_PRODUCTS:
+            return reply.values["failing"]
+        case Command.MEASURE_WORKSPACE:
+            return MeasuredWorkspace(**reply.values)
+    return None
 
 
 def _write_load(config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats) -> Message:

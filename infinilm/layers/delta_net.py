@@ -113,7 +113,9 @@ class GatedDeltaNet(Mixer):
         """The same by the native library: a text's tokens one after the other, so that chunks change no bit."""
         conv = self._weight.t().contiguous()
         decay, dt_bias, norm = -self.a_log.exp(), self.dt_bias, self.norm.float()
-        numbers = dict(zip(("conv", "decay", "dt_bias", "norm"), native.arrays_of(conv, decay, dt_bias, norm), strict=True))
+        numbers = dict(
+            zip(("conv", "decay", "dt_bias", "norm"), native.arrays_of(conv, decay, dt_bias, norm), strict=True)
+        )
         heads = native.load_library().DeltaHeads(
             key_heads=self._heads.length // self._group_size,
             value_heads=self._heads.length,

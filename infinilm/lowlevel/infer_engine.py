@@ -23,6 +23,7 @@ from infinilm.debug.hooks import attach
 from infinilm.distributed.config import DistConfig
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError, PromptTooLongError
 from infinilm.executor.executor import CacheShape
+from infinilm.executor.guarantee import find_guarantee
 from infinilm.executor.loader import select_devices, start_executor
 from infinilm.executor.memory import format_bytes, free_memory_bytes, give_back, is_out_of_memory, token_bytes
 from infinilm.executor.rank_worker import ForwardInput
@@ -83,7 +84,8 @@ class InferEngine(GenerationMixin):
     on a CPU unless a `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while
     they are read.
 
-    `deterministic` means what it means in `Config`, and `executor` says where the ranks run, as there.
+    `deterministic` means what it means in `Config`, and `executor` says where the ranks run, as there. The attribute
+    `guarantee` is "yes", or why results may depend on what else is computed, as in `LLM.stats()`.
 
     `generate` uses the cache from its beginning, over whatever lies there. Calls of several threads are served one
     after the other, in their order. After an error, whatever it was, the next call finds the engine as before.
@@ -143,6 +145,8 @@ class InferEngine(GenerationMixin):
             self._check_room(devices[0])
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
                 self._executor.load(self.config, self.max_len, source, choices.formats)
+            is_ordered = choices.formats.is_ordered or bool(deterministic)
+            self.guarantee = str(find_guarantee(self.config, self._executor, is_ordered=is_ordered))
             if cache_config is not None:
                 self.reset_cache(cache_config)
         except BaseException as error:

@@ -2,14 +2,14 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_reference, save
 from packing import needs_native
 
-from infinilm import LLM, SamplingParams
+from infinilm import LLM, InferEngine, SamplingParams
 from infinilm.bench.circumstances import all_circumstances
 from infinilm.bench.determinism import (
     Circumstance,
@@ -23,11 +23,15 @@ from infinilm.bench.determinism import (
 )
 from infinilm.bench.hidden_states import first_difference
 from infinilm.config import Config
-from infinilm.executor.guarantee import failing_products, known_reasons
+from infinilm.distributed import CommunicationGroup, DistConfig, RankInfo
+from infinilm.executor.commands import Command
+from infinilm.executor.guarantee import _Trial, check_products, known_reasons
 from infinilm.executor.local import LocalExecutor
 from infinilm.kernels.invariant import PIECE
 from infinilm.layers.formats import DenseWeight
-from infinilm.models import ModelConfig, auto
+from infinilm.layers.moe import SparseMLP
+from infinilm.models import ModelConfig, auto, create_model
+from infinilm.models.random_weights import fill_randomly
 
 pytestmark = needs_native
 
@@ -40,6 +44,16 @@ SIZES = {
 }
 LARGE = {**SIZES, "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 SMALL = {**LARGE, "hidden_size": 1024, "intermediate_size": 3072}
+TINY_SPARSE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 SPARSE = {**LARGE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 QUANTIZED = ("llama-bias", "qwen3", "gemma3", "glm4-moe", "mixtral", "smollm3", "qwen3.5", "deepseek-v2")
@@ -166,6 +180,29 @@ def test_what_is_promised(kind: str, settings: dict, reason: str | None, tmp_pat
         assert stats.system_fingerprint.endswith(":unguaranteed")
 
 
+def test_fingerprints_tell_apart_what_computes_otherwise(tmp_path: Path) -> None:
+    path = save(make_reference("llama-gqa", intermediate_size=128), tmp_path / "model")
+    ways: list[dict[str, Any]] = [
+        {},
+        {"deterministic": True},
+        {"deterministic": True, "dtype": "bfloat16"},
+        {"deterministic": True, "kv_cache_dtype": "fp8"},
+        {"deterministic": True, "tensor_parallel_size": 2},
+        {"quantization": "q8"},
+        {"quantization": "q4"},
+        {"quantization": "q8", "kv_cache_dtype": "float32"},
+        {"quantization": "q8", "activation_bits": 8},
+    ]
+
+    def fingerprint(**settings: Any) -> str:
+        with LLM(path, device="cpu", **settings) as llm:
+            return llm.stats().system_fingerprint
+
+    assert len({fingerprint(**settings) for settings in ways}) == len(ways)
+    # These change speed and room, not results.
+    assert fingerprint(quantization="q8", max_num_seqs=3, max_model_len=100) == fingerprint(quantization="q8")
+
+
 @pytest.mark.parametrize(
     ("device", "attention", "promises"),
     [("cpu", "native", True), ("cpu", "torch", False), ("cuda:0", "triton", True), ("cuda:0", "torch", False)],
@@ -186,8 +223,8 @@ def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
     bad = Uneven([40], 16, dtype=torch.float32, device="cpu", is_ordered=True)
     for matrix in (good, bad):
         matrix.weight.data.normal_()
-    assert failing_products(torch.nn.ModuleList([good])) == []
-    assert failing_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
+    assert check_products(torch.nn.ModuleList([good])) == []
+    assert check_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
 
 
 def test_rows_are_multiplied_in_pieces_where_a_library_has_an_order_for_each_number_of_them() -> None:
@@ -201,11 +238,48 @@ def test_rows_are_multiplied_in_pieces_where_a_library_has_an_order_for_each_num
     matrix.weight.data.normal_()
     x, residual, bias = torch.randn(37, 16), torch.randn(37, 40), torch.randn(40)
     expected = torch.nn.functional.linear(x, matrix.weight.t(), bias) + residual + PIECE
-    assert failing_products(torch.nn.ModuleList([matrix])) == []
+    assert check_products(torch.nn.ModuleList([matrix])) == []
     whole = matrix.multiply(x, bias, residual.clone())
     torch.testing.assert_close(whole, expected)
     for count in range(1, 38):
         assert matrix.multiply(x[:count], bias, residual[:count].clone()).equal(whole[:count])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_low_level_engine_tries_the_products_of_all_ranks(num_ranks: int, tiny_dir: Path) -> None:
+    tried: list[list[str]] = []
+    with InferEngine(tiny_dir, DistConfig(num_ranks), deterministic=True) as engine:
+        assert engine.guarantee == "yes"
+        assert isinstance(engine._executor, LocalExecutor)
+        tried = engine._executor.call_all(Command.CHECK_PRODUCTS)
+    assert tried == [[]] * num_ranks
+
+
+def test_products_in_pieces_of_the_low_level_engine(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU whose library has an order for each number of rows."""
+    product = DenseWeight._product
+    monkeypatch.setattr(DenseWeight, "_product", lambda self, x, *rest: product(self, x, *rest) * (1 + len(x) * 2**-20))
+    tokens = list(range(3, 40))
+    with InferEngine(tiny_dir, deterministic=True) as engine:
+        assert engine.guarantee == "yes"
+        whole, start = (engine.forward(input_ids=[ids], return_hidden_states=True) for ids in (tokens, tokens[:5]))
+    assert start.hidden_states is not None
+    assert whole.hidden_states is not None
+    assert start.hidden_states[0].equal(whole.hidden_states[0, :5])
+
+
+def test_experts_are_tried_on_each_rank_alone() -> None:
+    config = ModelConfig.from_dict({**TINY_SPARSE, "model_type": "mixtral"})
+    group = CommunicationGroup(RankInfo(0, 2))  # nobody joins it
+    model = create_model(config, dtype=torch.float32, device=torch.device("cpu"), group=group)
+    fill_randomly(model.weight_targets(), 0.02, 0)
+    experts = [module for module in cast(torch.nn.Module, model).modules() if isinstance(module, SparseMLP)]
+    assert len(experts) == 2
+    assert all(max(_Trial.of_experts(module, 16).counts) == 16 for module in experts)
+    assert _Trial.of_experts(experts[0], 16).multiply(torch.randn(3, config.hidden_size)).shape == (
+        3,
+        config.hidden_size,
+    )
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,7 @@ class DeltaNetCase:
         self.conv, self.decay = torch.randn(WIDTH, CHANNELS), -torch.rand(VALUE_HEADS)
         self.bias, self.norm = torch.randn(VALUE_HEADS), torch.rand(VALUE_DIM)
         sizes = {"key_heads": KEY_HEADS, "value_heads": VALUE_HEADS, "key_dim": KEY_DIM, "value_dim": VALUE_DIM}
-        heads = native.DeltaHeads(
-            **sizes, conv=self.conv, decay=self.decay, dt_bias=self.bias, norm=self.norm, eps=EPS
-        )
+        heads = native.DeltaHeads(**sizes, conv=self.conv, decay=self.decay, dt_bias=self.bias, norm=self.norm, eps=EPS)
         self.mixer = native.DeltaNet(in_=into, out=out, heads=heads)
         self.native, self.decoder = native, make_decoder(native, self.mixer)
 
