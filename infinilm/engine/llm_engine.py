@@ -291,9 +291,8 @@ class LLMEngine:
 
         Use either this or `step` for a request. Requests with a listener are left out here.
         """
-        self._check_open()
-        self._advance()
-        return self._pop_deltas()
+        self.advance()
+        return self.read_deltas()
 
     @_in_turn
     def advance(self) -> None:
@@ -307,9 +306,6 @@ class LLMEngine:
     @_in_turn
     def read_deltas(self) -> list[AnswerDelta]:
         """What `step_deltas` would have returned of all steps since the last call."""
-        return self._pop_deltas()
-
-    def _pop_deltas(self) -> list[AnswerDelta]:
         unreported, self._unreported = self._unreported, {}
         return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
@@ -337,6 +333,7 @@ class LLMEngine:
         return any(request.is_reported or not request.is_plain for request in self._requests.values())
 
     def _compute_step(self, *, may_run: bool, is_watched: bool) -> None:
+        self.last_step = None
         try:
             self.executor.check_health()
             while len(self._in_flight) < self._max_in_flight:
@@ -450,7 +447,7 @@ class LLMEngine:
             broken = list(self._requests.values())
             for request in broken:
                 request.is_reported = False  # `step` raises the error instead
-            self._unreported.clear()
+                self._unreported.pop(request, None)
         for request in broken:
             self._end(request, error)
 

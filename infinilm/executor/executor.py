@@ -76,8 +76,8 @@ class ExecutorInfo:
     is_native: bool = False
     """Whether the native library computes all layers, without torch."""
     graph_tokens: int = 0
-    """Steps with prompts are CUDA graphs up to so many tokens, once rows are started. Of larger ones the host launches
-    every kernel, which may take longer than the device needs."""
+    """Once rows are started: steps with prompts are CUDA graphs up to so many tokens, and larger ones wait for the
+    host's launches. 0: they take the device longer, or there are no graphs."""
 
 
 class StepHandle(Protocol):

@@ -119,8 +119,8 @@ class ModelRunner:
 
     @property
     def graph_tokens(self) -> int:
-        """The most tokens of a step with prompts that is a graph; 0: there are no graphs."""
-        return 0 if self._graphs is None else self._graphs.mixed_tokens[-1]
+        """See `ExecutorInfo`."""
+        return 0 if self._graphs is None else self._graphs.launch_bound_tokens
 
     def capture_all(self) -> None:
         """Capture the graphs of usual steps, if steps are graphs."""

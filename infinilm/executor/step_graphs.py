@@ -46,9 +46,9 @@ NUM_STAGING = 4
 MIN_SHARED_ROWS, MIN_SHARED_TOKENS = 16, 256
 """From here on reading a common beginning once for all rows is worth a kernel of its own."""
 MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
-"""Tokens of captured steps with prompts. Larger ones take the device longer than the host to launch them."""
+"""Tokens of captured steps with prompts. The host launches each kernel of larger ones, about 24 ms in a small model."""
 MIXED_TOKEN_BYTES = 5 << 40
-"""So do steps of a large model from fewer tokens on: if tokens times bytes of weights exceed this."""
+"""Steps take the device longer than the host to launch them if tokens times bytes of weights exceed this."""
 MIXED_ROWS = (16, 256, 1024)
 NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
@@ -81,6 +81,11 @@ def mixed_sizes(max_num_tokens: int, weight_bytes: int) -> tuple[int, ...]:
     return needed[:1] + tuple(size for size in needed[1:] if size * weight_bytes <= MIXED_TOKEN_BYTES)
 
 
+def launch_bound_tokens(sizes: Sequence[int]) -> int:
+    """The tokens of the largest graph if larger steps wait for the host; 0 if they take the device longer."""
+    return sizes[-1] if sizes[-1] == MIXED_TOKENS[-1] else 0
+
+
 def mixed_shapes(max_num_rows: int, token_sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Numbers of rows and tokens to capture steps with prompts for. Each row has a token at least."""
     row_sizes = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
@@ -111,8 +116,8 @@ class StepGraphs:
         self._block_size = worker.cache.block_size
         self._sizes = decode_sizes(max_num_rows)
         self._mixed_rows = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
-        self.mixed_tokens = mixed_sizes(max_num_tokens, worker.model.num_bytes())
-        """Numbers of tokens that steps with prompts are captured for."""
+        self._mixed_tokens = mixed_sizes(max_num_tokens, worker.model.num_bytes())
+        self.launch_bound_tokens = launch_bound_tokens(self._mixed_tokens)
         self._graphs: dict[Shape, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: torch.cuda.Stream = _untyped.Stream(worker.device)
@@ -120,7 +125,7 @@ class StepGraphs:
         self._mixed_inputs: dict[tuple[int, int], MixedInputs] = {}
         num_values = max(
             DecodeInputs.num_values(self._sizes[-1], max_blocks),
-            MixedInputs.num_values(self.mixed_tokens[-1], self._mixed_rows[-1], max_blocks),
+            MixedInputs.num_values(self._mixed_tokens[-1], self._mixed_rows[-1], max_blocks),
         )
         self._staging = [torch.empty(num_values, dtype=torch.int32, pin_memory=True) for _ in range(NUM_STAGING)]
         self._num_steps = 0
@@ -146,7 +151,7 @@ class StepGraphs:
             return num_rows <= self._sizes[-1]
         return (
             max(num_rows, len(batch.sample_places)) <= self._mixed_rows[-1]
-            and len(tokens.input_ids) <= self.mixed_tokens[-1]
+            and len(tokens.input_ids) <= self._mixed_tokens[-1]
             and not self._backend.has_long(tokens.query_lens, tokens.context_lens)
         )
 
@@ -182,7 +187,7 @@ class StepGraphs:
         else:
             largest = max(num_rows, len(batch.sample_places))
             num_rows = self._mixed_rows[bisect_left(self._mixed_rows, largest)]
-            num_tokens = self.mixed_tokens[bisect_left(self.mixed_tokens, len(tokens.input_ids))]
+            num_tokens = self._mixed_tokens[bisect_left(self._mixed_tokens, len(tokens.input_ids))]
             shape = Shape(num_rows, num_tokens, samples)
             mixed = self._mixed(num_tokens, num_rows)
             used = mixed.pack(
@@ -238,7 +243,7 @@ class StepGraphs:
 
     def _usual_shapes(self) -> list[Shape]:
         """All steps that end with the tokens drawn. The largest come first: the others find enough memory then."""
-        mixed = [Shape(*sizes, True) for sizes in mixed_shapes(self._mixed_rows[-1], self.mixed_tokens)]
+        mixed = [Shape(*sizes, True) for sizes in mixed_shapes(self._mixed_rows[-1], self._mixed_tokens)]
         return [*reversed(mixed), *(Shape(size, 0, True) for size in reversed(self._sizes))]
 
     @torch.inference_mode()

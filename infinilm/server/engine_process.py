@@ -157,15 +157,23 @@ class EngineLoop:
         """Compute a step. Its output is reported together with the next one's while the HTTP process is busy with the
         last report: with hundreds of answers quick steps would bring it more than it can send."""
         start_time = perf_counter()
-        self._engine.advance()
+        try:
+            self._engine.advance()
+        except WorkerDiedError:
+            self._report()  # what steps before have ended
+            raise
         now = perf_counter()
         self._pace.note(self._engine.last_step, now - start_time)
         if now >= self._report_time or not self._engine.has_work:
-            if deltas := self._engine.read_deltas():
-                send_report(self._frames, messages.Stepped(deltas))
-            self._report_time = now + ANSWER_S * len(deltas)
+            self._report_time = now + ANSWER_S * self._report()
         if now - self._stats_time > STATS_INTERVAL_S:
             self._send_stats()
+
+    def _report(self) -> int:
+        """Report what is new. Returns the number of answers."""
+        if deltas := self._engine.read_deltas():
+            send_report(self._frames, messages.Stepped(deltas))
+        return len(deltas)
 
     def _submit(self, request: messages.Submit) -> None:
         with self._refusing(request):

@@ -21,7 +21,7 @@ from infinilm.attention.triton_backend import TritonAttention
 from infinilm.distributed import DistConfig
 from infinilm.errors import EngineError, InvalidValueError, OutOfMemoryError
 from infinilm.executor.memory import MemoryLedger, Workspace, explain_oom, is_out_of_memory, plan_memory
-from infinilm.executor.step_graphs import Shape
+from infinilm.executor.step_graphs import Shape, launch_bound_tokens, mixed_sizes
 from infinilm.executor.workspace import (
     GRAPH_BYTES,
     StepShape,
@@ -105,6 +105,17 @@ def test_the_graphs_that_may_be_captured() -> None:
     # More than 256 rows have more than 256 tokens.
     many = {shape.num_tokens for shape in graph_shapes(512, 16384) if shape.num_rows == 512 and shape.num_tokens}
     assert many == {512, 1024, 2048}
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "tokens", "limit"), [(1 << 30, 2048, 2048), (16 << 30, 256, 0), (60 << 30, 64, 0)]
+)
+def test_steps_are_kept_within_a_graph_only_if_larger_ones_wait_for_the_host(
+    weight_bytes: int, tokens: int, limit: int
+) -> None:
+    sizes = mixed_sizes(16384, weight_bytes)
+    assert sizes[-1] == tokens
+    assert launch_bound_tokens(sizes) == limit
 
 
 def test_the_workspaces_of_decode_attention_are_covered() -> None:

@@ -6,6 +6,7 @@ from socket import socketpair
 import pytest
 
 from infinilm import LLM, SamplingParams
+from infinilm.errors import WorkerDiedError
 from infinilm.framing import ChannelClosedError, FrameSocket
 from infinilm.server import engine_process, messages
 from infinilm.server.engine_process import EngineLoop
@@ -43,6 +44,11 @@ def run(engine: LLM) -> list[messages.Stepped]:
         loop.run()
     finally:
         del engine.advance
+    return read_reports(ours, theirs)
+
+
+def read_reports(ours: FrameSocket, theirs: FrameSocket) -> list[messages.Stepped]:
+    """What a loop has sent to the other end."""
     theirs.close()
     reports = []
     while True:
@@ -80,3 +86,37 @@ def test_reports_bring_all_tokens_however_many_steps_they_are_of(
     assert found["c"] == expected["c"][: len(found["c"])]
     # While the receiver is busy with the first report, one more brings the rest, at the end.
     assert len(reports) == (2 if answer_s else max(LENGTHS.values()))
+
+
+def test_answers_that_ended_before_a_worker_died_are_reported(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, tiny_dir: Path
+) -> None:
+    (expected,) = llm.generate([PROMPTS["b"]], params("b"), use_tqdm=False)
+    monkeypatch.setattr(engine_process, "ANSWER_S", 1000.0)  # the second report would come at the end
+    ours, theirs = map(FrameSocket, socketpair())
+    with LLM(tiny_dir, num_kvcache_blocks=64) as engine:
+        num_steps = 0
+
+        def advance() -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps > LENGTHS["b"]:
+                monkeypatch.setattr(engine.executor, "check_health", die)
+            compute()
+
+        def die() -> None:
+            raise WorkerDiedError("rank 1 died")
+
+        compute = engine.advance
+        monkeypatch.setattr(engine, "advance", advance)
+        for name in ("a", "b"):
+            ours.send_frame(
+                messages.encode_message(
+                    messages.Submit(name, PROMPTS[name], messages.params_to_wire(params(name)), None)
+                )
+            )
+        with pytest.raises(WorkerDiedError, match="rank 1 died"):
+            EngineLoop(engine, theirs, messages.Timing(1.0, 1.0, 1.0)).run()
+    deltas = [delta for report in read_reports(ours, theirs) for delta in report.deltas]
+    assert {delta.request_id: delta.finish_reason for delta in deltas} == {"a": None, "b": "length"}
+    assert [token for delta in deltas if delta.request_id == "b" for token in delta.token_ids] == expected.token_ids
