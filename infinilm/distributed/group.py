@@ -81,6 +81,8 @@ class CommunicationGroup:
         self.rank, self.size = self.info.rank, self.info.size
         self.communicates = self.size > 1 or store is not None
         """Whether collectives run. A group of one with a store runs them too, as larger groups do."""
+        self.is_ordered = False
+        """Whether `all_reduce` adds in the order of ranks, so that a sum does not depend on the tensor around it."""
         self._store = store
         self._name = name
         self.title = title or f"rank {self.rank}"
@@ -131,16 +133,28 @@ class CommunicationGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place of each rank's own `tensor`."""
+        if self.is_ordered and self.size > 2 and tensor.is_floating_point():  # two have one order, and integers any
+            return self._add_in_order(tensor)
         return self._in_place("allreduce", tensor)
+
+    def _add_in_order(self, tensor: Tensor) -> Tensor:
+        """The libraries' all-reduce divides a tensor among the ranks, and adds each part in another order."""
+        first, *others = self._gather_all(tensor)
+        total = first.to(torch.promote_types(first.dtype, torch.float32))
+        for part in others:
+            total += part
+        return tensor.copy_(total)
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Every rank's `tensor`, all of one shape, side by side along `dim`."""
-        if not self.communicates:
-            return tensor
+        return torch.cat(self._gather_all(tensor), dim) if self.communicates else tensor
+
+    def _gather_all(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's `tensor`, by rank."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self._run("allgather", [parts], [tensor])
-        return torch.cat(parts, dim)
+        return parts
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """What `all_gather` gives, on rank 0; elsewhere an empty tensor."""

@@ -56,7 +56,8 @@ def find_guarantee(model_config: "ModelConfig", executor: Executor, *, is_ordere
 def _find(model_config: "ModelConfig", executor: Executor, *, is_ordered: bool) -> Guarantee:
     info = executor.info
     num_ranks = info.num_ranks // info.num_stages
-    reasons = known_reasons(model_config, info.device, info.attention, num_ranks, is_native=info.is_native)
+    how = {"is_native": info.is_native, "is_ordered": is_ordered}
+    reasons = known_reasons(model_config, info.device, info.attention, num_ranks, **how)
     if not is_ordered and (reasons or not info.device.startswith("cpu")):
         return Guarantee(("deterministic=True is not set", *reasons))
     if failing := executor.check_products():
@@ -66,11 +67,11 @@ def _find(model_config: "ModelConfig", executor: Executor, *, is_ordered: bool) 
 
 
 def known_reasons(
-    model_config: "ModelConfig", device: str, attention: str, num_ranks: int, *, is_native: bool
+    model_config: "ModelConfig", device: str, attention: str, num_ranks: int, *, is_native: bool, is_ordered: bool
 ) -> list[str]:
     """Why nothing can be promised for a model on a device, with an attention backend and so many ranks a layer.
 
-    `is_native` says whether the native library computes all layers.
+    `is_native` says whether the native library computes all layers, `is_ordered` whether sums are added in one order.
     """
     if is_native:
         return []
@@ -79,8 +80,8 @@ def known_reasons(
     reasons = []
     if kind not in ("cpu", "cuda"):
         reasons.append(f"on {kind} torch's own kernels compute, and their orders of summation are not known")
-    if num_ranks > 2:
-        reasons.append("the order in which more than two ranks' results are added depends on the number of rows")
+    if num_ranks > 2 and not is_ordered:
+        reasons.append("without deterministic=True the order of a sum over more than two ranks depends on its size")
     if kind == "cuda" and any(isinstance(spec, StateSpec) for spec in specs):
         reasons.append("recurrent layers compute a prompt in chunks, and single tokens in another order")
     if kind == "cuda" and any(isinstance(spec, LatentSpec) for spec in specs):

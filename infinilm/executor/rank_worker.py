@@ -144,7 +144,7 @@ class RankWorker:
 
     def load(self, config: ModelConfig, max_len: int, source: Path | int, formats: WeightFormats = DENSE) -> None:
         """Build the model for texts of up to `max_len` tokens, with weights from a checkpoint or a seed."""
-        self.backend.is_ordered = formats.is_ordered
+        self.backend.is_ordered = self.group.is_ordered = formats.is_ordered
         model = create_model(
             config,
             max_len=max_len,

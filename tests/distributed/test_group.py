@@ -51,6 +51,22 @@ def test_collectives(size: int, dtype: torch.dtype) -> None:
         assert heard["of the first"].equal(parts[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_sums_in_order_do_not_depend_on_the_tensor_around_them(dtype: torch.dtype) -> None:
+    numbers = torch.randn(4, 1000, 6, generator=torch.Generator().manual_seed(0)) * 100
+
+    def talk(group: CommunicationGroup) -> list[torch.Tensor]:
+        group.is_ordered = True
+        mine = numbers[group.rank].to(dtype)
+        return [group.all_reduce(mine[:count].clone()) for count in (1000, 1, 2, 7, 513)]
+
+    expected = sum(part.to(dtype) if dtype == torch.int64 else part.to(dtype).float() for part in numbers)
+    assert isinstance(expected, torch.Tensor)
+    for sums in run_ranks(4, talk):
+        for total in sums:
+            assert total.equal(expected[: len(total)].to(dtype))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (3, 1, 5), (300, 1000)], ids=str)
 def test_any_shape(shape: tuple[int, ...]) -> None:
     def talk(group: CommunicationGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,6 +108,14 @@ def test_half_precision(kind: str, tmp_path: Path) -> None:
     assert find_differences(save(make_reference(kind), tmp_path), dtype="bfloat16") == []
 
 
+def test_four_ranks(tmp_path: Path) -> None:
+    """The library's sum of four ranks' results has another order for each part of a tensor."""
+    path = save(make_reference("llama-mha"), tmp_path)
+    assert find_differences(path, tensor_parallel_size=4) == []
+    with LLM(path, device="cpu", tensor_parallel_size=4, quantization="q8", max_model_len=64) as llm:
+        assert "more than two ranks" in llm.stats().guarantee
+
+
 def test_every_circumstance(tiny_dir: Path) -> None:
     """Also those of other interfaces, and hidden states."""
     work = Workload.make(300, num_requests=4, max_tokens=18, max_prompt_len=66, num_others=4, num_sharing=4)
@@ -208,7 +216,7 @@ def test_fingerprints_tell_apart_what_computes_otherwise(tmp_path: Path) -> None
     [("cpu", "native", True), ("cpu", "torch", False), ("cuda:0", "triton", True), ("cuda:0", "torch", False)],
 )
 def test_what_attention_is_promised_for(device: str, attention: str, promises: bool) -> None:
-    reasons = known_reasons(ModelConfig.from_dict(LARGE), device, attention, 1, is_native=False)
+    reasons = known_reasons(ModelConfig.from_dict(LARGE), device, attention, 1, is_native=False, is_ordered=True)
     assert (reasons == []) == promises
 
 
