@@ -154,7 +154,7 @@ def _describe_guarantee(
     is_native = device == "cpu" and tp_size * num_stages == 1 and _why_torch(checkpoint, config) is None
     default = "triton" if device.startswith("cuda") else "torch"
     backend = default if attention == "auto" else attention
-    found = Guarantee(tuple(known_reasons(config, device, backend, tp_size, is_native=is_native, is_ordered=True)))
+    found = Guarantee(tuple(known_reasons(device, backend, tp_size, is_native=is_native, is_ordered=True)))
     if not found.holds:
         return str(found)
     return "yes" if is_native or _is_ordered(checkpoint, config, device, tp_size) else "yes, with deterministic=True"

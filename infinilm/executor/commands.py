@@ -15,7 +15,7 @@ class Command(StrEnum):
     LOAD_SHARDS = "load_shards"
     STATE_DICT = "state_dict"
     RESET_CACHE = "reset_cache"
-    CHECK_PRODUCTS = "check_products"
+    CHECK_LAYERS = "check_layers"
     MEASURE_WORKSPACE = "measure_workspace"
     START_ROWS = "start_rows"
     EXECUTE = "execute"

@@ -140,10 +140,10 @@ class Executor(Protocol):
         """Run one forward pass whose caller manages the cache itself."""
         ...
 
-    def check_products(self) -> list[str]:
-        """Try every rank's products with different numbers of rows. See `guarantee.check_products`.
+    def check_layers(self) -> list[str]:
+        """Try every rank's layers with different numbers of rows. See `self_check`.
 
-        Returns the shapes of matrices, as text, with which a row's bits depend on that number on some rank.
+        Returns what gives a token other bits for what is computed beside it on some rank, as text.
         """
         ...
 

@@ -251,7 +251,7 @@ def _load(checkpoint: Checkpoint, config: Config) -> LoadedModel:
         executor.start_rows(settings)
         laps.note("graphs")
         is_ordered = run.formats.is_ordered or bool(config.deterministic)
-        guarantee = find_guarantee(model_config, executor, is_ordered=is_ordered)
+        guarantee = find_guarantee(executor, is_ordered=is_ordered)
         laps.note("self-check")
     except BaseException as error:
         if executor is not None:

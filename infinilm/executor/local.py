@@ -92,8 +92,8 @@ class LocalExecutor:
         output: ForwardOutput = self.call_all(Command.FORWARD, given)[self.driver]
         return output
 
-    def check_products(self) -> list[str]:
-        by_rank: list[list[str]] = self.call_all(Command.CHECK_PRODUCTS)
+    def check_layers(self) -> list[str]:
+        by_rank: list[list[str]] = self.call_all(Command.CHECK_LAYERS)
         return list(dict.fromkeys(name for failing in by_rank for name in failing))
 
     def computing(self) -> AbstractContextManager[None]:

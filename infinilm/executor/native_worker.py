@@ -148,7 +148,7 @@ class NativeWorker:
             raise EngineError("the rank has no rows to compute a step for; start_rows makes them")
         return ComputedStep(self._runner.execute(step, hook_patterns, self.registry))
 
-    def check_products(self) -> list[str]:
+    def check_layers(self) -> list[str]:
         """None: a row's product with quantised matrices has the same bits whatever other rows there are."""
         return []
 

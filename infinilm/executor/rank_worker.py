@@ -7,6 +7,7 @@ them get. One rank alone, the driver, samples and holds the hooks: the first of 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,9 +24,9 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import PackedShard
 from infinilm.errors import EngineError
 from infinilm.executor.executor import CacheShape, ExecutorInfo, MeasuredWorkspace, RunnerSettings
-from infinilm.executor.guarantee import check_products
 from infinilm.executor.memory import free_memory_bytes, rank_specs
 from infinilm.executor.model_runner import ModelRunner, SubmittedStep
+from infinilm.executor.self_check import MIXER_TRIALS, TRIAL_BLOCK_SIZE, MixerTrial, check_products, computes_alike
 from infinilm.executor.step_io import StepInput
 from infinilm.kernels.copies import to_device
 from infinilm.layers.formats import DENSE, WeightFormats
@@ -95,6 +96,7 @@ class RankWorker:
         self._memory = CacheMemory(self.device)
         self._runner: ModelRunner | None = None
         self._max_step_tokens: int | None = None
+        self._max_len = 0  # tokens of a text
 
     @property
     def model(self) -> InfinilmModel:
@@ -168,7 +170,7 @@ class RankWorker:
                 )
             finally:
                 checkpoint.close()
-        self._model = model
+        self._model, self._max_len = model, max_len
         self.thread_users = ThreadUsers.of(model, self.backend)
         self._wait_for_weights()
 
@@ -220,11 +222,25 @@ class RankWorker:
             **settings,
         )
 
-    def check_products(self) -> list[str]:
-        """The shapes of matrices with which a row's product depends on the number of rows, tried on this device."""
+    def check_layers(self) -> list[str]:
+        """What gives a token other bits for what is computed beside it, tried on this device."""
         if self.device.type not in ("cpu", "cuda"):
-            return ["any matrix, because none was tried"]
-        return check_products(cast(nn.Module, self.model), self._max_step_tokens)
+            return ["any product, because none was tried"]
+        failing = check_products(cast(nn.Module, self.model), self._max_step_tokens)
+        if self.device.type == "cuda":
+            kinds = {type(spec) for spec in self.model.config.cache_specs()}
+            trials = [trial for kind, trial in MIXER_TRIALS.items() if kind in kinds]
+            failing += [trial.name for trial in trials if not self._passes(trial)]
+        return failing
+
+    def _passes(self, trial: MixerTrial) -> bool:
+        """Compute two texts in the cache, which nobody uses yet, or in one of their own."""
+        cache = self.cache
+        if cache is None:
+            num_blocks = 2 * -(-trial.num_tokens // TRIAL_BLOCK_SIZE)
+            cache = self._make_cache(CacheShape(num_blocks, TRIAL_BLOCK_SIZE, str(self.dtype).removeprefix("torch.")))
+        compute, vocab_size = partial(self.compute_hidden, cache=cache), self.model.config.vocab_size
+        return computes_alike(compute, cache, vocab_size, min(trial.num_tokens, self._max_len))
 
     # --- steps ------------------------------------------------------------------------------------------
 

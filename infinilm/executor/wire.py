@@ -68,8 +68,8 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
             return Message(tensors=worker.state_dict())
         case Command.RESET_CACHE:
             worker.reset_cache(_read_shape(values))
-        case Command.CHECK_PRODUCTS:
-            return Message({"failing": worker.check_products()})
+        case Command.CHECK_LAYERS:
+            return Message({"failing": worker.check_layers()})
         case Command.MEASURE_WORKSPACE:
             return Message(asdict(worker.measure_workspace(RunnerSettings(**values))))
         case Command.START_ROWS:
@@ -88,7 +88,7 @@ def read_reply(command: Command, reply: Message) -> Any:
     match command:
         case Command.STATE_DICT:
             return dict(reply.tensors)
-        case Command.CHECK_PRODUCTS:
+        case Command.CHECK_LAYERS:
             return reply.values["failing"]
         case Command.MEASURE_WORKSPACE:
             return MeasuredWorkspace(**reply.values)

@@ -71,7 +71,7 @@ class GatedDeltaNet(Mixer):
         self._group_size = num_value_heads // num_key_heads
         num_channels = sum(self._sizes[:3])
         device = options["device"]
-        self._has_kernels = has_kernels(device)
+        self._has_kernels, self._is_ordered = has_kernels(device), options["formats"].is_ordered
         self.conv = nn.Parameter(torch.empty(num_channels, 1, conv_width, **kind), requires_grad=False)
         self.dt_bias, self.a_log = (
             nn.Parameter(torch.empty(self._heads.length, dtype=torch.float32, device=device), requires_grad=False)
@@ -145,6 +145,10 @@ class GatedDeltaNet(Mixer):
         return self._norm_and_gate(output, inputs.gate)
 
     def _step_by_kernels(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
+        if self._is_ordered:  # the same kernels for one token as for more
+            out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
+            self._prompts_by_kernels(plan.singles, inputs, states, out)
+            return out
         from infinilm.kernels.delta_step import conv_step, delta_step
 
         places = {"sources": plan.sources, "is_first": plan.is_first, "targets": plan.targets}
@@ -165,11 +169,13 @@ class GatedDeltaNet(Mixer):
     def _prompts_by_kernels(self, rows: PromptRows, inputs: "_Inputs", states: list[Tensor], out: Tensor) -> None:
         """The requests with several new tokens: their rows of `out` `[T, value heads * value_dim]`."""
         from infinilm.kernels.delta_prompts import conv_prompts, delta_prompts, gate_prompts
+        from infinilm.kernels.delta_tokens import delta_tokens
 
+        rule = delta_tokens if self._is_ordered else delta_prompts
         channels = torch.empty(inputs.channels.shape, dtype=out.dtype, device=out.device)
         conv_prompts(inputs.channels, states[1], self.conv, rows, channels)
         mixed = torch.empty((len(out), self._heads.length, self.value_dim), dtype=out.dtype, device=out.device)
-        delta_prompts(
+        rule(
             channels,
             inputs.rate,
             inputs.change,

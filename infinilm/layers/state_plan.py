@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ class PromptStates:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StatePlan:
     """What requests with one new token do, and the others."""
 
@@ -125,7 +126,14 @@ class StatePlan:
     sources: Tensor  # [n] int64, blocks
     is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
     targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
+    block_size: int
     prompts: PromptStates | PromptRows | None = None
+
+    @cached_property
+    def singles(self) -> PromptRows:
+        """The requests with one new token, as if they were prompts. Where in a text they are does not matter."""
+        starts = torch.arange(len(self.sources) + 1, device=self.sources.device)
+        return PromptRows(starts, 2 - self.is_first.long(), self.targets[:, None], self.sources, self.block_size)
 
     @classmethod
     def of(
@@ -148,7 +156,7 @@ class StatePlan:
         places, origin, targets = to_device(
             device, lasts[singles] - 1, sources[singles], np.where(is_kept, own, len(ends))
         )
-        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, prompts)
+        return cls(None if prompts is None else places, origin.clamp(min=0), origin < 0, targets, block_size, prompts)
 
 
 def _prompt_rows(
@@ -243,7 +251,7 @@ class GraphStates:
     def first(self, size: int) -> StatePlan:
         """The plan of `size` rows."""
         sources, targets = self._blocks[:, :size]
-        return StatePlan(None, sources, self._is_first[:size], targets)
+        return StatePlan(None, sources, self._is_first[:size], targets, self._block_size)
 
     def fill(self, tables: IntArray, context_lens: IntArray, size: int) -> None:
         """Send a step's blocks to the device, for a graph of `size` rows."""
@@ -298,7 +306,8 @@ class GraphPrompts:
         starts, lens, origins, sources, targets, tables = self._parts(self._values)
         prompts = PromptRows(starts, lens, tables, origins, self._block_size)
         singles = slice(self._num_singles)
-        return StatePlan(self._places, sources[singles], self._is_first, targets[singles], prompts)
+        places = (self._places, sources[singles], self._is_first, targets[singles])
+        return StatePlan(*places, self._block_size, prompts)
 
     def fill(self, batch: HostBatch, tables: IntArray, num_decoding: int) -> None:
         """Send a step's blocks to the device; `tables` are the group's."""

@@ -146,7 +146,7 @@ class InferEngine(GenerationMixin):
             with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
                 self._executor.load(self.config, self.max_len, source, choices.formats)
             is_ordered = choices.formats.is_ordered or bool(deterministic)
-            self.guarantee = str(find_guarantee(self.config, self._executor, is_ordered=is_ordered))
+            self.guarantee = str(find_guarantee(self._executor, is_ordered=is_ordered))
             if cache_config is not None:
                 self.reset_cache(cache_config)
         except BaseException as error:

@@ -25,8 +25,9 @@ from infinilm.bench.hidden_states import first_difference
 from infinilm.config import Config
 from infinilm.distributed import CommunicationGroup, DistConfig, RankInfo
 from infinilm.executor.commands import Command
-from infinilm.executor.guarantee import _Trial, check_products, known_reasons
+from infinilm.executor.guarantee import known_reasons
 from infinilm.executor.local import LocalExecutor
+from infinilm.executor.self_check import MixerTrial, _Trial, check_products
 from infinilm.kernels.invariant import PIECE
 from infinilm.layers.formats import DenseWeight
 from infinilm.layers.moe import SparseMLP
@@ -216,7 +217,7 @@ def test_fingerprints_tell_apart_what_computes_otherwise(tmp_path: Path) -> None
     [("cpu", "native", True), ("cpu", "torch", False), ("cuda:0", "triton", True), ("cuda:0", "torch", False)],
 )
 def test_what_attention_is_promised_for(device: str, attention: str, promises: bool) -> None:
-    reasons = known_reasons(ModelConfig.from_dict(LARGE), device, attention, 1, is_native=False, is_ordered=True)
+    reasons = known_reasons(device, attention, 1, is_native=False, is_ordered=True)
     assert (reasons == []) == promises
 
 
@@ -232,7 +233,7 @@ def test_products_that_depend_on_the_number_of_rows_are_named() -> None:
     for matrix in (good, bad):
         matrix.weight.data.normal_()
     assert check_products(torch.nn.ModuleList([good])) == []
-    assert check_products(torch.nn.ModuleList([good, bad])) == ["16 x 40"]
+    assert check_products(torch.nn.ModuleList([good, bad])) == ["products with 16 x 40"]
 
 
 def test_rows_are_multiplied_in_pieces_where_a_library_has_an_order_for_each_number_of_them() -> None:
@@ -259,7 +260,7 @@ def test_the_low_level_engine_tries_the_products_of_all_ranks(num_ranks: int, ti
     with InferEngine(tiny_dir, DistConfig(num_ranks), deterministic=True) as engine:
         assert engine.guarantee == "yes"
         assert isinstance(engine._executor, LocalExecutor)
-        tried = engine._executor.call_all(Command.CHECK_PRODUCTS)
+        tried = engine._executor.call_all(Command.CHECK_LAYERS)
     assert tried == [[]] * num_ranks
 
 
@@ -274,6 +275,19 @@ def test_products_in_pieces_of_the_low_level_engine(tiny_dir: Path, monkeypatch:
     assert start.hidden_states is not None
     assert whole.hidden_states is not None
     assert start.hidden_states[0].equal(whole.hidden_states[0, :5])
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5", "deepseek-v3", "gemma3"])
+@pytest.mark.parametrize(("attention", "is_alike"), [("native", True), ("torch", False)])
+def test_texts_are_computed_whole_and_in_parts(kind: str, attention: str, is_alike: bool, tmp_path: Path) -> None:
+    """The start's check of token mixers, where a GPU has other kernels for a single token than for a prompt."""
+    path = save(make_reference(kind), tmp_path / "model")
+    with LLM(path, device="cpu", deterministic=True, attention_backend=attention, max_model_len=128) as llm:
+        worker = local(llm).worker
+        assert worker._passes(MixerTrial(kind, 70)) == is_alike
+        assert not worker._passes(MixerTrial(kind, 8))  # which is too short to tell
+    with InferEngine(path, deterministic=True) as engine:  # without a cache
+        assert cast(LocalExecutor, engine._executor).worker._passes(MixerTrial(kind, 70))
 
 
 def test_experts_are_tried_on_each_rank_alone() -> None:

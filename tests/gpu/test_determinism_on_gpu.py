@@ -12,7 +12,10 @@ from infinilm.config import Config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SMALL = ("llama-gqa", "qwen3", "gemma3", "mistral", "gpt-oss", "mixtral", "glm4-moe", "gemma4", "smollm3")
+SMALL = (
+    *("llama-gqa", "qwen3", "gemma3", "mistral", "gpt-oss", "mixtral", "glm4-moe", "gemma4", "smollm3"),
+    *("qwen3.5", "qwen3.5-moe", "deepseek-v2", "deepseek-v3"),
+)
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *SMALL])
