@@ -117,7 +117,7 @@ class LLMEngine:
         self._is_stepping = False
         self._in_flight: deque[Step] = deque()
         self.last_step: StepInput | None = None
-        """The step committed last."""
+        """The step that the last call committed; None: it committed none."""
         self._requests: dict[str, Request] = {}
         self._updated: dict[Request, None] = {}
         """Requests whose listeners have to be told, and which may have to be removed, at the end of this step."""
