@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from infinilm.distributed.grouped import MXFP4
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
 from infinilm.loading.gguf import GGMLType, GGUFFile, GGUFTensorInfo
 from infinilm.loading.gguf_config import GGUFMetadata, make_config
 from infinilm.loading.gguf_families import HYBRIDS
 from infinilm.loading.gguf_names import name_tensors
-from infinilm.loading.mxfp4 import NATIVE_FORMAT, repack, take_apart
+from infinilm.loading.mxfp4 import NATIVE_FORMAT, PACKED_FORMATS, check_exponents, pack, take_apart
 from infinilm.loading.quantize import PLAIN_TYPES, Floats, PackedRows, dequantize, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
@@ -70,8 +71,8 @@ class GGUFCheckpoint:
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:
         stored = self._tensor(name).ggml_type.name
-        if stored == "MXFP4":
-            return NATIVE_FORMAT if is_native else None
+        if stored == MXFP4:
+            return NATIVE_FORMAT if is_native else MXFP4
         return None if stored in PLAIN_TYPES else stored
 
     def check_values(self) -> None:
@@ -131,7 +132,7 @@ class GGUFCheckpoint:
         num_rows, num_columns = shape
         head_dim = self._find_permutation(name, starts[0], num_rows)
         block = tensor.ggml_type
-        is_repacked = block.name == "MXFP4" and format == NATIVE_FORMAT
+        is_repacked = block.name == MXFP4 and format in PACKED_FORMATS
         if block.name != format and not is_repacked:
             yield from quantize_rows(self, name, format, starts, shape, granule=head_dim or 1)
             return
@@ -147,7 +148,8 @@ class GGUFCheckpoint:
             raw = self._file.read_blocks(tensor, (starts[0] + offset, first), (len(places), num_blocks))
             if is_repacked:
                 codes, exponents = take_apart(raw.reshape(*raw.shape[:2], -1))
-                raw = repack(codes, exponents, f"{self.path}: {name!r}")
+                check_exponents(exponents, f"{self.path}: {name!r}")
+                raw = pack(codes, exponents, format, f"{self.path}: {name!r}")
             yield raw.reshape(len(raw), -1), places if head_dim is None else _unpermuted(places, head_dim)
 
     def tokenizer(self) -> Tokenizer | None:

@@ -23,6 +23,8 @@ GROUP = 32
 """Numbers that share a scale, two in a byte, the first in its lower half."""
 NATIVE_FORMAT = "Q5_0"
 """The least of the native library's formats that has all 4-bit floats, as multiples of half their scale."""
+PACKED_FORMATS = (MXFP4, NATIVE_FORMAT)
+"""Those that `pack` makes."""
 _HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 """Twice the float of each code."""
 _BIAS = 128
@@ -126,19 +128,15 @@ class Mxfp4Checkpoint(CodedCheckpoint):
         size = (1, lines.step * (shape[0] - 1) + 1, num_groups)
         blocks = self._stored.read_array(lines.source + _BLOCKS, (*place, 0), (*size, GROUP // 2))[0, :: lines.step]
         exponents = self._stored.read_array(lines.source + _SCALES, place, size)[0, :: lines.step]
-        if (exponents == _NO_NUMBER).any():
-            raise CheckpointError(
-                f"{self.path}: {lines.source + _SCALES!r} of expert {lines.expert} has {_NO_NUMBER}, which stands for "
-                "no number; the file is damaged"
-            )
+        check_exponents(exponents, f"{self.path}: {lines.source + _SCALES!r} of expert {lines.expert}")
         return unpack_codes(blocks), exponents
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        """See `Checkpoint`. In MXFP4 a row is its codes, uint8 `[in / 2]`, and its exponents, uint8 `[in / 32]`."""
+        """See `Checkpoint`."""
         if name not in self._matrices:
             yield from self._stored.read_packed(name, format, starts, shape)
             return
-        if format not in (MXFP4, NATIVE_FORMAT):
+        if format not in PACKED_FORMATS:
             yield from quantize_rows(self, name, format, starts, shape)
             return
         starts = locate_part(self.path, name, self._matrices[name].shape, shape, starts)
@@ -147,11 +145,7 @@ class Mxfp4Checkpoint(CodedCheckpoint):
                 f"{self.path}: columns of {name!r} from {starts[1]} on are no whole groups of {GROUP}"
             )
         codes, exponents = self._read(name, starts, shape)
-        if format == NATIVE_FORMAT:
-            yield repack(codes, exponents, f"{self.path}: {name!r}"), np.arange(shape[0])
-        else:
-            pairs = (codes[..., ::2] | (codes[..., 1::2] << 4)).reshape(shape[0], -1)
-            yield np.concatenate((pairs, exponents), axis=1), np.arange(shape[0])
+        yield pack(codes, exponents, format, f"{self.path}: {name!r}"), np.arange(shape[0])
 
 
 def unpack_codes(blocks: Bytes) -> Bytes:
@@ -169,6 +163,23 @@ def take_apart(blocks: Bytes) -> tuple[Bytes, Bytes]:
     """Codes and exponents, see `decode`, of GGML's blocks `[rows, groups, 17]`."""
     pairs = blocks[..., 1:]
     return np.concatenate((pairs & 0x0F, pairs >> 4), axis=-1), blocks[..., 0]
+
+
+def check_exponents(exponents: Bytes, source: str) -> None:
+    """Refuse what is no number; `source` names the exponents in the error."""
+    if (exponents == _NO_NUMBER).any():
+        raise CheckpointError(f"{source} has {_NO_NUMBER}, which stands for no number; the file is damaged")
+
+
+def pack(codes: Bytes, exponents: Bytes, format: str, source: str) -> Bytes:
+    """Rows in one of `PACKED_FORMATS`, uint8 `[rows, bytes]`, of codes and exponents, see `decode`.
+
+    In MXFP4 a row is its codes, uint8 `[in / 2]`, and its exponents, uint8 `[in / 32]`.
+    """
+    if format == NATIVE_FORMAT:
+        return repack(codes, exponents, source)
+    pairs = (codes[..., ::2] | (codes[..., 1::2] << 4)).reshape(len(codes), -1)
+    return np.concatenate((pairs, exponents), axis=1)
 
 
 def repack(codes: Bytes, exponents: Bytes, source: str) -> Bytes:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_reference, reference_logits, save
+from gguf_families import write_family
 from gguf_files import write_gguf
 from narrow import present, worker_of
 from packing import pack_as_on_gpus
@@ -56,6 +57,16 @@ def test_k_formats_stay_packed_on_all_ranks(tmp_path: Path) -> None:
     write(TINY_LLAMA, tmp_path, Q4_K)
     path = tmp_path / "model.gguf"
     assert kept(path) == ["Q4_K"] * 14 + ["Q6_K"]
+    expected = logits(path, quantization="none")
+    torch.testing.assert_close(logits(path), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(path, 2), expected, atol=1e-5, rtol=0)
+
+
+def test_experts_of_a_gguf_file_stay_in_mxfp4(tmp_path: Path) -> None:
+    reference = make_reference("gpt-oss", swiglu_limit=7.0)
+    path = write_family(reference, tmp_path / "model.gguf", "gpt-oss", "MXFP4")
+    config = reference.config
+    assert kept(path) == ["MXFP4"] * 3 * config.num_local_experts * config.num_hidden_layers
     expected = logits(path, quantization="none")
     torch.testing.assert_close(logits(path), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(logits(path, 2), expected, atol=1e-5, rtol=0)
