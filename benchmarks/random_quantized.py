@@ -83,6 +83,13 @@ def _gptq(draw: Draw, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
+def _gptq_in_order(draw: Draw, rows: int, columns: int) -> dict[str, Tensor]:
+    """As with `desc_act`: matrices with as many inputs have them in the same order."""
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+    tensors = _gptq(draw, rows, columns)
+    return {**tensors, "g_idx": tensors["g_idx"][order]}
+
+
 def _int4(draw: Draw, rows: int, columns: int) -> dict[str, Tensor]:
     return {
         "weight_packed": draw.words(rows, columns // 8),
@@ -127,6 +134,9 @@ QUANTIZATIONS = {
     ),
     "gptq": Quantization(
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}, _gptq
+    ),
+    "gptq-order": Quantization(
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": True}, _gptq_in_order
     ),
     "int4": Quantization(
         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP), _int4

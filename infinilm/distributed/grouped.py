@@ -17,7 +17,7 @@ SCALE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EXPONENTS = "E8M0"
 """Scales that are exponents of 2 plus 127, uint8."""
 MXFP4 = "MXFP4"
-_WHOLE = "row"
+_WHOLE, _ORDER = "row", "order="
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class GroupedFormat:
     """Otherwise a 4-bit code of 8 is 0."""
     rounds_inputs: bool = False
     """Whether many inputs at a time are rounded to 8-bit floats, with a scale for each row."""
+    order: str = ""
+    """A hash of the order of the inputs, if it is another one than the checkpoint's: there a group's may lie apart."""
 
     @property
     def name(self) -> str:
@@ -40,7 +42,8 @@ class GroupedFormat:
         if self.is_mxfp4:
             return MXFP4
         words = ["INT4" if self.bits == 4 else "FP8", str(self.group or _WHOLE), self.scale_type]
-        return " ".join([*words, *["zeros"] * self.has_zeros, *["rounded"] * self.rounds_inputs])
+        words += [*["zeros"] * self.has_zeros, *["rounded"] * self.rounds_inputs]
+        return " ".join([*words, *([_ORDER + self.order] if self.order else [])])
 
     @classmethod
     def parse(cls, name: str) -> GroupedFormat | None:
@@ -52,7 +55,8 @@ class GroupedFormat:
             return None
         group = None if rest[0] == _WHOLE else int(rest[0])
         bits = 4 if kind == "INT4" else 8
-        return cls(bits, group, rest[1], has_zeros="zeros" in rest, rounds_inputs="rounded" in rest)
+        order = next((word.removeprefix(_ORDER) for word in rest if word.startswith(_ORDER)), "")
+        return cls(bits, group, rest[1], has_zeros="zeros" in rest, rounds_inputs="rounded" in rest, order=order)
 
     @property
     def is_mxfp4(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from infinilm.distributed.grouped import GroupedFormat
 from infinilm.errors import EngineError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class WeightReader(Protocol):
     def read_packed(
         self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[Any, Any]]: ...
+    def input_order(self, name: str) -> npt.NDArray[np.int64] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,13 @@ class PackedMatrix(Protocol):
         """Fill `out`, float32 `[n, columns]` on the host, with the values of these rows."""
 
 
+class ReorderedMatrix(PackedMatrix, Protocol):
+    """One in a `GroupedFormat` with an order: the model's memory has its columns in that."""
+
+    def set_input_order(self, order: npt.NDArray[np.int64]) -> None:
+        """Take note of the column of the checkpoint that each one is, `[columns]`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedShard:
     """A rank's part of a quantised matrix."""
@@ -151,6 +160,11 @@ class PackedShard:
         return out
 
     def load(self, name: str, reader: WeightReader) -> None:
+        format = GroupedFormat.parse(self.matrix.format)
+        if format is not None and format.order:
+            order = reader.input_order(name)
+            assert order is not None  # or the format would have none
+            cast(ReorderedMatrix, self.matrix).set_input_order(order)
         for blocks, rows in reader.read_packed(name, self.matrix.format, self.starts, self.shape):
             self.matrix.load(blocks, rows)
 

@@ -61,7 +61,7 @@ class Experts(nn.Module):
         """The formats of gate and up, and of down, if a device keeps those of all experts in one."""
         gate_ups = [name for names in self._tensor_names() for name in names[:2]]
         downs = [names[2] for names in self._tensor_names()]
-        kinds = formats.find_one(gate_ups, self._hidden), formats.find_one(downs, self._inner)
+        kinds = formats.find_of_experts(gate_ups, self._hidden), formats.find_of_experts(downs, self._inner)
         return None if kinds[0] is None or kinds[1] is None else (kinds[0], kinds[1])
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import Floats, PackedRows
+from infinilm.loading.quantize import Floats, Ints, PackedRows
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ class AssembledCheckpoint:
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         return self._stored.read_packed(name, format, starts, shape)
+
+    def input_order(self, name: str) -> Ints | None:
+        return self._stored.input_order(name)
 
     def tokenizer(self) -> Tokenizer | None:
         return self._stored.tokenizer()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infinilm.errors import CheckpointError
-from infinilm.loading.quantize import Floats, PackedRows
+from infinilm.loading.quantize import Floats, Ints, PackedRows
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Checkpoint(Protocol):
         `format` is `packed_format`.
         Thread-safe.
         """
+
+    def input_order(self, name: str) -> Ints | None:
+        """The columns of a matrix in the order in which `packed_format` has them for a device; None: in order."""
 
     def tokenizer(self) -> Tokenizer | None: ...
 

@@ -16,7 +16,7 @@ from infinilm.loading.gguf_config import GGUFMetadata, make_config
 from infinilm.loading.gguf_families import HYBRIDS
 from infinilm.loading.gguf_names import name_tensors
 from infinilm.loading.mxfp4 import NATIVE_FORMAT, PACKED_FORMATS, check_exponents, pack, take_apart
-from infinilm.loading.quantize import PLAIN_TYPES, Floats, PackedRows, dequantize, quantize_rows
+from infinilm.loading.quantize import PLAIN_TYPES, Floats, Ints, PackedRows, dequantize, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -151,6 +151,9 @@ class GGUFCheckpoint:
                 check_exponents(exponents, f"{self.path}: {name!r}")
                 raw = pack(codes, exponents, format, f"{self.path}: {name!r}")
             yield raw.reshape(len(raw), -1), places if head_dim is None else _unpermuted(places, head_dim)
+
+    def input_order(self, name: str) -> Ints | None:  # noqa: ARG002
+        return None
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_gguf(self._file.metadata)

@@ -9,7 +9,7 @@ import numpy as np
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import Checkpoint, locate_part
-from infinilm.loading.quantize import PLAIN_TYPES, Floats, PackedRows, quantize_rows
+from infinilm.loading.quantize import PLAIN_TYPES, Floats, Ints, PackedRows, quantize_rows
 from infinilm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -344,6 +344,9 @@ class PartialCheckpoint:
         for row, offset, count in part.rows(starts[0], shape[0]):
             for blocks, places in self._whole.read_packed(part.source, format, (row, starts[1]), (count, shape[1])):
                 yield blocks, places + offset
+
+    def input_order(self, name: str) -> Ints | None:
+        return self._whole.input_order(self._part(name).source)
 
     def tokenizer(self) -> Tokenizer | None:
         return self._whole.tokenizer()

@@ -23,6 +23,7 @@ from infinilm.loading.gguf import GGMLType
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types without blocks, and torch's names of them."""

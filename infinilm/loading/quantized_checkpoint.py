@@ -9,7 +9,7 @@ import numpy as np
 from infinilm.distributed.grouped import GroupedFormat
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
-from infinilm.loading.quantize import Floats, PackedRows, quantize_rows
+from infinilm.loading.quantize import Floats, Ints, PackedRows, quantize_rows
 from infinilm.loading.quantized_config import read_schemes
 from infinilm.loading.quantized_layouts import FP8_TYPE, Fp8Matrix, Int4Matrix, Piece, QuantizedMatrix
 from infinilm.loading.safetensors_checkpoint import SafetensorsCheckpoint
@@ -46,6 +46,9 @@ class CodedCheckpoint:
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
         raise NotImplementedError
+
+    def input_order(self, name: str) -> Ints | None:  # noqa: ARG002
+        return None
 
     def tokenizer(self) -> Tokenizer | None:
         return self._stored.tokenizer()
@@ -99,6 +102,9 @@ class QuantizedCheckpoint(CodedCheckpoint):
         format = self._matrices[name].device_format()
         return None if format is None else format.name
 
+    def input_order(self, name: str) -> Ints | None:
+        return self._matrices[name].input_order() if name in self._matrices else None
+
     def check_values(self) -> None:
         try:
             for index, matrix in enumerate(self._matrices.values()):
@@ -145,6 +151,7 @@ class QuantizedCheckpoint(CodedCheckpoint):
             yield from quantize_rows(self, name, format, starts, shape)
             return
         starts = locate_part(self.path, name, self._matrices[name].shape, shape, starts)
+        order = slice(None) if grouped is None or not grouped.order else self.input_order(name)
         for offset, piece in self._pieces(name, starts, shape):
             places = np.arange(offset, offset + len(piece.codes))
             if grouped is None:
@@ -152,7 +159,8 @@ class QuantizedCheckpoint(CodedCheckpoint):
             else:
                 import torch
 
-                codes, scales = (torch.from_numpy(np.ascontiguousarray(each)) for each in (piece.codes, piece.scales))
+                parts = piece.codes[:, order], piece.scales
+                codes, scales = (torch.from_numpy(np.ascontiguousarray(each)) for each in parts)
                 zeros = None if piece.zeros is None else torch.from_numpy(np.ascontiguousarray(piece.zeros))
                 yield grouped.pack(codes, scales, zeros), places
 

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64
 
 from infinilm.distributed.grouped import GROUP_STEP, SCALE_TYPES, GroupedFormat
 from infinilm.errors import CheckpointError
-from infinilm.loading.quantize import Bytes, Floats
+from infinilm.loading.quantize import Bytes, Floats, Ints
 from infinilm.loading.quantized_config import WHOLE_ROW, Fp8Scheme, Int4Scheme
 
 FP8_TYPE = "F8_E4M3"
@@ -21,7 +22,6 @@ _PER_WORD = 8
 _BLOCK = 32  # of GGML's formats
 Span = tuple[int, int]
 """Where rows or columns start, and how many there are."""
-Ints = npt.NDArray[np.int64]
 
 
 class Tensors(Protocol):
@@ -109,6 +109,10 @@ class QuantizedMatrix(ABC):
 
     def native_format(self) -> str | None:
         """The format in which the native library keeps exactly the same values; None if there is none."""
+        return None
+
+    def input_order(self) -> Ints | None:
+        """The columns `[columns]` as its `device_format` has them; None if they are in order."""
         return None
 
 
@@ -311,10 +315,18 @@ class Int4Matrix(QuantizedMatrix):
         return whole[:, begin : begin + length] if packs_inputs else whole[begin : begin + length]
 
     def device_format(self) -> GroupedFormat | None:
-        if self._groups is not None:
+        order = self.input_order()
+        if self._groups is not None and order is None:
             return None
         group = None if self._group == self.shape[1] else self._group
-        return GroupedFormat(4, group, self._tensors.formats()[self._scales], self._has_zeros)
+        digest = "" if order is None else xxh3_64(order.tobytes()).hexdigest()
+        return GroupedFormat(4, group, self._tensors.formats()[self._scales], self._has_zeros, order=digest)
+
+    def input_order(self) -> Ints | None:
+        """By group. None also if groups have several sizes."""
+        if self._groups is None or (np.bincount(self._groups, minlength=self._num_groups) != self._group).any():
+            return None
+        return self._groups.argsort(kind="stable")
 
     def native_format(self) -> str | None:
         return self._native_format

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinilm.errors import CheckpointError
 from infinilm.loading.checkpoint import locate_part
-from infinilm.loading.quantize import Floats, PackedRows, quantize_rows, widen_bfloat16
+from infinilm.loading.quantize import Floats, Ints, PackedRows, quantize_rows, widen_bfloat16
 from infinilm.loading.quantized_config import MXFP4, find_method, read_schemes
 from infinilm.text.hf_tokenizer import read_json
 from infinilm.text.tokenizer import Tokenizer
@@ -119,6 +119,9 @@ class SafetensorsCheckpoint:
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         return quantize_rows(self, name, format, starts, shape)
+
+    def input_order(self, name: str) -> Ints | None:  # noqa: ARG002
+        return None
 
     def tokenizer(self) -> Tokenizer | None:
         return Tokenizer.from_directory(self.path)

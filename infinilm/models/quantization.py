@@ -127,7 +127,7 @@ def can_be_made(shard: PackedShard) -> bool:
     format = GroupedFormat.parse(shard.matrix.format)
     if format is None:
         return shard.matrix.format in QUANTIZERS
-    return not format.has_zeros and not format.is_mxfp4
+    return not (format.has_zeros or format.is_mxfp4 or format.order)
 
 
 def note_dense(weights: Weights, formats: WeightFormats) -> None:

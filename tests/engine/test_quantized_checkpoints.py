@@ -10,7 +10,9 @@ from checkpoints import reference_logits
 from narrow import present, worker_of
 from packing import needs_native, pack_as_on_gpus
 from quantized_files import write_checkpoint
+from safetensors.torch import load_file, save_file
 
+from benchmarks.quantize_checkpoint import pack
 from infinilm import LLM, InferEngine, SamplingParams
 from infinilm.cli.info import collect_facts
 from infinilm.debug import HookRegistry
@@ -109,6 +111,50 @@ def test_ranks_and_stages_have_shards_of_packed_matrices(written: Written, name:
     torch.testing.assert_close(found, own, atol=1e-4, rtol=0)
 
 
+def packed_names(model: Any) -> set[str]:
+    return {name for name, shard in model.weight_targets().items() if isinstance(shard, PackedShard)}
+
+
+@pytest.mark.usefixtures("packs_as_on_gpus")
+def test_inputs_in_another_order_stay_packed(written: Written) -> None:
+    """A rank that has some of the inputs has some of each group, and computes such matrices dense."""
+    path, reference = written["gptq-order"]
+    expected = reference_logits(reference, TOKENS)
+    with InferEngine(path, device_type="cpu") as engine:
+        (weights,) = engine.state_dict()
+        for own, weight in weights.items():
+            torch.testing.assert_close(weight, reference.get_parameter(own).detach(), atol=1e-7, rtol=1e-6)
+        with pytest.raises(EngineError, match=r"INT4 32 F16 zeros order=\w+\), which can't be made of other numbers"):
+            engine.load_param("model.layers.0.self_attn.q_proj.weight", torch.zeros(64, 64))
+        assert len(packed_names(worker_of(engine._executor).model)) == 13
+    with InferEngine(path, DistConfig(2), "cpu") as engine:
+        names = packed_names(worker_of(engine._executor).model)
+        assert {name.split(".")[-2] for name in names} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+        found = present(engine.forward(input_ids=[TOKENS], return_logits=True).logits)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.usefixtures("packs_as_on_gpus")
+def test_matrices_multiplied_as_one_may_have_different_orders(tmp_path: Path) -> None:
+    """Then they are dense, and right."""
+    path, reference = write_checkpoint("gptq-order", tmp_path)
+    file = path / "model.safetensors"
+    weights, name = load_file(file), "model.layers.0.self_attn.k_proj"
+    places = torch.randperm(64)
+    codes = (weights[f"{name}.qweight"][:, None] >> torch.arange(0, 32, 4)[:, None]) & 15  # [in / 8, 8, out]
+    weights[f"{name}.qweight"] = pack(codes.flatten(0, 1)[places], 0)
+    weights[f"{name}.g_idx"] = weights[f"{name}.g_idx"][places]
+    save_file(weights, file)
+    with torch.no_grad():
+        weight = reference.get_parameter(f"{name}.weight")
+        weight.copy_(weight[:, places])
+    torch.testing.assert_close(logits(path), reference_logits(reference, TOKENS), atol=1e-4, rtol=0)
+    with InferEngine(path, device_type="cpu") as engine:
+        names = packed_names(worker_of(engine._executor).model)
+    assert len(names) == 10
+    assert f"{name}.weight" not in names
+
+
 @pytest.mark.usefixtures("packs_as_on_gpus")
 def test_hooks_see_the_type_that_is_computed_in(written: Written) -> None:
     seen: dict[str, torch.Tensor] = {}
@@ -148,7 +194,10 @@ def test_packed_weights_are_decoded_and_quantised(written: Written) -> None:
 
 
 @pytest.mark.usefixtures("packs_as_on_gpus")
-@pytest.mark.parametrize(("name", "architecture"), [("compressed-fp8-channel", "qwen3-moe"), ("awq", "phi3")])
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("compressed-fp8-channel", "qwen3-moe"), ("gptq-order", "qwen3-moe"), ("awq", "phi3"), ("gptq-order", "phi3")],
+)
 def test_experts_and_fused_projections(tmp_path: Path, name: str, architecture: str) -> None:
     """A rank has a share of each expert, and reads a part of a fused matrix."""
     path, reference = write_checkpoint(name, tmp_path, architecture)

@@ -151,6 +151,34 @@ def test_layers_of_several_formats(rows: int) -> None:
         torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_inputs_in_another_order(rows: int) -> None:
+    """A packed matrix has its columns by group; the products are those of the checkpoint's matrix."""
+    dtype, name = torch.float16, GroupedFormat(4, 32, "F16", has_zeros=True, order="0").name
+    weight, values = make_weight([name, name], [64, 64], 256, dtype)
+    order = torch.randperm(256)
+    shards = weight.shards([ShardRange.whole(64)] * 2, ShardRange.whole(256))
+    for shard in shards:
+        shard.matrix.set_input_order(order.numpy())  # type: ignore[union-attr]
+    stored = values[:, order.argsort()]
+    assert torch.cat([shard.values() for shard in shards]).equal(stored)  # type: ignore[union-attr]
+    x, residual = random(rows, 256, dtype=dtype), random(rows, 128, dtype=dtype)
+    norm = RMSNorm(256, EPS, dtype=dtype, device=DEVICE)
+    torch.nn.init.uniform_(norm.weight)
+    exact = stored.to(DEVICE, dtype)
+    for max_rows in (0, 256):
+        weight._max_kernel_rows = max_rows
+        for is_ordered in (False, True):
+            weight._is_ordered = is_ordered
+            products = weight.multiply(x, residual=residual.clone()), weight.multiply_gated(x, norm)
+            expected = (
+                gemv_torch(x, exact, residual=residual),
+                gemv_torch(x, exact, norm=(norm.weight, EPS), is_gated=True),
+            )
+            for found, own in zip(products, expected, strict=True):
+                torch.testing.assert_close(found, own, rtol=4e-3, atol=4e-3 * float(own.abs().max()))
+
+
 def test_rounded_rows() -> None:
     x = random(5, 300, dtype=torch.float16)
     x[3] = 0

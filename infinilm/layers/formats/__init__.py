@@ -93,17 +93,28 @@ class WeightFormats:
         """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
         from infinilm.layers.formats.tiled import tile_format
 
-        name = self.find_one(names, columns)
+        name = self._find_common(names, columns)
         return name if name is not None and name not in FORMATS and tile_format(name).has_tiles else None
 
-    def find_one(self, names: Sequence[str], columns: ShardRange) -> str | None:
-        """The format in which a device keeps all of these matrices; None if they have none, or several."""
+    def find_of_experts(self, names: Sequence[str], columns: ShardRange) -> str | None:
+        """The format in which a device keeps all of these experts; None if they have none, or several, or it has their
+        inputs in another order."""
+        from infinilm.distributed.grouped import GroupedFormat
+
+        name = self._find_common(names, columns)
+        format = None if name is None else GroupedFormat.parse(name)
+        return None if format is not None and format.order else name
+
+    def _find_common(self, names: Sequence[str], columns: ShardRange) -> str | None:
         from infinilm.distributed.grouped import GroupedFormat
 
         (name, *others) = {self.by_name.get(self.prefix + name) for name in names}
         if name is None or others or self.is_native:
             return None
-        format = FORMATS.get(name) or GroupedFormat.parse(name)
+        grouped = GroupedFormat.parse(name)
+        if grouped is not None and grouped.order and columns.length < columns.full:
+            return None  # a part of the columns has inputs of all groups
+        format = FORMATS.get(name) or grouped
         return name if format is not None and _has_whole_blocks(columns, format) else None
 
     def find_matrices(self, names: Sequence[str]) -> list[Any] | None:

@@ -37,9 +37,9 @@ def tile_format(name: str) -> TileFormat:
 class TiledPart:
     """One of the matrices of a `TiledWeight`: lines of a `TiledMatrix`, which `load` fills."""
 
-    def __init__(self, format: str, matrix: TiledMatrix, first: int, num_rows: int) -> None:
-        self.format, self._matrix, self._first = format, matrix, first
-        self.num_bytes = sum(each.nbytes for each in matrix.tensors) * num_rows // matrix.lines
+    def __init__(self, format: str, run: "TiledRows", first: int, num_rows: int) -> None:
+        self.format, self._matrix, self._order, self._first = format, run.matrix, run.order, first
+        self.num_bytes = sum(each.nbytes for each in run.matrix.tensors) * num_rows // run.matrix.lines
 
     def load(self, blocks: Any, rows: Any, /) -> None:
         """See `PackedMatrix`. Rows are taken apart on the device."""
@@ -58,10 +58,15 @@ class TiledPart:
             if table is not None and values is not None:
                 table[:, lines] = values.t()
 
+    def set_input_order(self, order: Any) -> None:
+        """See `ReorderedMatrix`. Matrices that are multiplied as one have the same."""
+        assert self._order is not None
+        self._order.copy_(torch.from_numpy(order))
+
     def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
         """See `PackedMatrix`."""
-        values = untile_torch(self._matrix, torch.float32)
-        out.copy_(values[self._first + rows.to(values.device)])
+        values = untile_torch(self._matrix, torch.float32)[self._first + rows.to(self._matrix.codes.device)]
+        out.copy_(values if self._order is None else values[:, self._order.argsort()])
 
 
 class TiledRows(nn.Module):
@@ -73,10 +78,20 @@ class TiledRows(nn.Module):
         for name in ("codes", "scales", "zeros", "factors"):
             tensor = getattr(self.matrix, name)
             setattr(self, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+        grouped = GroupedFormat.parse(format)
+        self.order: nn.Parameter | None = None
+        """Which input each column of the matrix is for, int32 `[columns]`; None: they are in order."""
+        if grouped is not None and grouped.order:
+            self.order = nn.Parameter(torch.arange(columns, dtype=torch.int32, device=device), requires_grad=False)
+
+    def reorder(self, x: Tensor) -> Tensor:
+        """Inputs `[T, columns]` as the matrix has them."""
+        return x if self.order is None else x.index_select(1, self.order)
 
 
 class TiledWeight(nn.Module):
-    """See `Weight`. Matrices below each other that have the same format are multiplied as one.
+    """See `Weight`. Matrices below each other that have the same format are multiplied as one. If inputs are in another
+    order, all have the same format.
 
     For few rows, and for any number if it `is_ordered` (see `WeightFormats`), a kernel unpacks a matrix while it
     multiplies. Otherwise a matrix is unpacked before each product. Inputs are in the type that is computed in.
@@ -119,12 +134,15 @@ class TiledWeight(nn.Module):
     def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
         """See `Weight`."""
         return [
-            PackedShard.of(TiledPart(format, self._runs[run].matrix, first, own.length), own, columns)
+            PackedShard.of(TiledPart(format, self._runs[run], first, own.length), own, columns)
             for format, (run, first), own in zip(self.formats, self._places, rows, strict=True)
         ]
 
     def dequantized(self) -> Tensor:
-        """All matrices in the type that is computed in, `[rows, columns]`: each value is rounded once."""
+        """All matrices in the type that is computed in, `[rows, columns]`: each value is rounded once.
+
+        The columns of one run may be in another order, see `TiledRows.order`.
+        """
         unpack = untile_torch
         if self._has_kernels:
             from infinilm.kernels.tile_product import untile as unpack
@@ -139,7 +157,7 @@ class TiledWeight(nn.Module):
             return self._multiply_tiles(x, bias, residual, norm)
         if norm is not None:
             x = norm(x)
-        product = F.linear(x, self.dequantized(), bias)
+        product = F.linear(self._runs[0].reorder(x), self.dequantized(), bias)
         return product if residual is None else residual.add_(product)
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
@@ -161,6 +179,8 @@ class TiledWeight(nn.Module):
         from infinilm.kernels.tile_gemv import can_multiply_one, tile_gemv
         from infinilm.kernels.tile_product import tile_product
 
+        if run.order is not None:
+            x, norm = run.reorder(x if norm is None else norm(x)), None
         fused = None if norm is None else (norm.weight, norm.eps)
         if len(x) == 1 and not self._is_ordered and can_multiply_one(run.matrix.format, x.dtype):
             return tile_gemv(x, run.matrix, norm=fused, **options)
