@@ -106,7 +106,15 @@ class ProcessExecutor(LocalExecutor):
             self._join()
 
     def check_health(self) -> None:
-        self._peers.check()
+        try:
+            self._peers.check()
+        except WorkerDiedError:
+            if self._lock.acquire(blocking=False):  # else a call is under way, which fails, too, and shuts down
+                try:
+                    self.shutdown()
+                finally:
+                    self._lock.release()
+            raise
         if self._worker is None:
             raise EngineError("the engine was closed; make a new one")
 

@@ -85,6 +85,18 @@ def test_a_rank_that_dies_while_nothing_is_done(checkpoint: Path) -> None:
     assert_is_dead(engine, rf"rank 1 \(process {pid}\) died with exit code -9")
 
 
+def test_nothing_is_left_of_an_engine_whose_rank_dies_between_calls(checkpoint: Path) -> None:
+    with LLM(checkpoint, tensor_parallel_size=2, device="cpu", num_kvcache_blocks=16) as engine:
+        (pid,) = ranks()
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: engine.executor._peers.failure is not None)  # type: ignore[attr-defined]
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match=rf"rank 1 \(process {pid}\) died with exit code -9"):
+                engine.generate([PROMPT], ENDLESS, use_tqdm=False)
+            assert engine.executor._worker is None  # type: ignore[attr-defined]
+            assert engine.executor._peers.all == []  # type: ignore[attr-defined]
+
+
 def test_a_rank_that_dies_of_its_work(checkpoint: Path) -> None:
     engine = InferEngine(checkpoint, DistConfig(2))
     with dies(1, 3):
