@@ -88,6 +88,15 @@ class Experts:
 def score(x: Floats, weight: Floats, out: Floats) -> None:
     """`out` `[T, out]` = `x W` in float32, with `weight` `[in, out]`; a row's sums do not depend on other rows."""
 
+def activate(x: Floats, out: Floats, activation: str) -> None:
+    """Silu or gelu_pytorch_tanh of `x` `[T, n]`, contiguous but for T, into `out`."""
+
+def multiply_dense(x: Floats, weight: Floats, out: Floats, accumulate: bool, is_table: bool = False) -> None:
+    """`out` `[T, out]` = or += `x W` in float32, with `weight` `[in, out]`, or `x Wᵀ` with a table `[out, in]`.
+
+    A row's sums depend neither on other rows nor on the number of threads.
+    """
+
 class TokenMixer: ...
 
 class Attention(TokenMixer):

@@ -10,19 +10,6 @@
 
 namespace infinilm::INFINILM_ISA {
 
-// Up to a vector of numbers, with zeros behind them.
-inline Floats load_some(const float* from, int count) {
-    if (count >= kLanes) return load(from);
-    Floats to = all(0.0f);
-    for (int i = 0; i < count; ++i) to[i] = from[i];
-    return to;
-}
-
-inline void store_some(float* to, Floats from, int count) {
-    if (count >= kLanes) return store(to, from);
-    for (int i = 0; i < count; ++i) to[i] = from[i];
-}
-
 void convolve(const ConvTask& task) {
     const int kept = task.width - 1;
     for (int first = 0; first < task.count; first += kLanes) {

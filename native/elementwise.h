@@ -210,6 +210,16 @@ inline Floats activate(Floats x) {
 inline Floats at_most(Floats x, float limit) { return x > limit ? all(limit) : x; }
 
 template <Activation kActivation>
+inline void activate_all_as(const float* x, int count, float* out) {
+    for (int i = 0; i < count; i += kLanes) store_some(out + i, activate<kActivation>(load_some(x + i, count - i)), count - i);
+}
+
+void activate_all(const float* x, int count, Activation activation, float* out) {
+    if (activation == Activation::kSilu) return activate_all_as<Activation::kSilu>(x, count, out);
+    activate_all_as<Activation::kGeluTanh>(x, count, out);
+}
+
+template <Activation kActivation>
 inline void gate_quantize_as(const float* gate, const float* up, int row, const Activations& out) {
     quantize_row(row, out, [&](int column) { return activate<kActivation>(load(gate + column)) * load(up + column); });
 }

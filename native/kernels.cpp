@@ -5,6 +5,7 @@
 
 #include "delta_rule.h"
 #include "elementwise.h"
+#include "float_product.h"
 #include "matmul.h"
 #include "scan.h"
 
@@ -21,8 +22,9 @@ std::remove_pointer_t<decltype(Kernels::partial_size)> partial_size;
 
 extern const Kernels table;
 const Kernels table = {
-    INFINILM_NAME(INFINILM_ISA), quantize, gate_quantize, add_normed, score, rms_norm, multiply, rope_store, attend, merge,
-    partial_size, convolve, normalize_heads, delta_rule, gate_heads, turn_head, store_latent, attend_latents, dots, scan, weigh,
+    INFINILM_NAME(INFINILM_ISA), quantize, gate_quantize, add_normed, score, activate_all, rms_norm, multiply, rope_store, attend, merge,
+    partial_size, convolve, normalize_heads, delta_rule, gate_heads, turn_head, store_latent, attend_latents, dots, scan,
+    multiply_floats, multiply_float_table, weigh,
 };
 
 }  // namespace infinilm::INFINILM_ISA

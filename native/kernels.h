@@ -145,6 +145,20 @@ struct LatentTask {
     float scale;
 };
 
+// A product of float32 matrices.
+struct FloatProduct {
+    const float* x;       // [rows, inputs]
+    const float* weight;  // [inputs, outputs]; a table's [outputs, inputs]
+    float* out;           // [rows, outputs]
+    int64_t rows;
+    int inputs, outputs;
+    bool accumulate;      // add it to what is in `out`
+    bool is_table;
+};
+
+// Up to so many rows memory is what a product waits for.
+constexpr int kFewFloatRows = 24;
+
 // What decides a draw: a hash of the token and the key's halves, and its logit, times the rate to have bits.
 struct Contest {
     bool is_greedy;
@@ -167,6 +181,8 @@ struct Kernels {
     void (*add_normed)(const float* x, const float* norm, float eps, float scale, int columns, float* hidden);
     // out[i] = the sum over columns of x[column] * weight[column, i], in their order.
     void (*score)(const float* x, const float* weight, int columns, int count, float* out);
+    // out[i] = activation(x[i]), which is not clamped.
+    void (*activate_all)(const float* x, int count, Activation activation, float* out);
     void (*rms_norm)(const float* x, const float* weight, float eps, int columns, float* out);
     // out[row, 16 panel ...] = or += x[row] W^T (+ bias) for some rows, at most kMaxTaskRows, and panels.
     void (*multiply)(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
@@ -193,6 +209,9 @@ struct Kernels {
     // A block's greatest logit, +infinity if one is NaN, and what the scores of its tokens can't exceed.
     void (*scan)(const float* logits, int count, uint32_t first_token, const Contest& contest, float* maximum,
                  float* bound);
+    // Add some rows and outputs of a product to `out`; of a table's.
+    void (*multiply_floats)(const FloatProduct& product, int64_t row, int64_t end_row, int output, int end_output);
+    void (*multiply_float_table)(const FloatProduct& product, int64_t row, int64_t end_row, int output, int end_output);
     // Probabilities, as integers.
     void (*weigh)(const float* logits, int count, float row_max, float temperature, int64_t* weights);
 };

@@ -15,6 +15,7 @@
 #include "bpe_module.h"
 #include "decoder.h"
 #include "delta_net.h"
+#include "dense.h"
 #include "dispatch.h"
 #include "experts.h"
 #include "latent.h"
@@ -34,6 +35,7 @@ using Array = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 using Floats1 = Array<const float, 1>;
 using Ints1 = Array<const int64_t, 1>;
 // Rows may lie apart; what is in a row may not.
+using Rows2 = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Rows3 = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
 using Rows4 = nb::ndarray<float, nb::ndim<4>, nb::device::cpu>;
 using AnyArray = nb::ndarray<nb::device::cpu>;
@@ -248,6 +250,27 @@ void score_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float
     parallel_for(int64_t(x.shape(0)), 1, [&](int64_t t) {
         kernels().score(x.data() + t * columns, weight.data(), columns, count, out.data() + t * count);
     });
+}
+
+void activate_py(Rows2 x, Array<float, 2> out, const std::string& activation) {
+    const Gating gating = find_gating(activation);
+    const int64_t rows = int64_t(x.shape(0)), columns = int64_t(x.shape(1));
+    require(int64_t(out.shape(0)) == rows && int64_t(out.shape(1)) == columns && (rows == 0 || x.stride(1) == 1 || columns == 1),
+            "x and out must be [T, n], contiguous but for T");
+    nb::gil_scoped_release release;
+    parallel_for(rows, 4, [&](int64_t t) {
+        kernels().activate_all(x.data() + t * x.stride(0), int(columns), gating.activation, out.data() + t * columns);
+    });
+}
+
+void multiply_dense_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float, 2> out, bool accumulate,
+                       bool is_table) {
+    const size_t inputs = weight.shape(is_table ? 1 : 0), outputs = weight.shape(is_table ? 0 : 1);
+    require(x.shape(1) == inputs && out.shape(0) == x.shape(0) && out.shape(1) == outputs,
+            "x must be [T, in], weight [in, out], or of a table [out, in], and out [T, out]");
+    nb::gil_scoped_release release;
+    multiply_dense({x.data(), weight.data(), out.data(), int64_t(x.shape(0)), int(inputs), int(outputs), accumulate,
+                    is_table});
 }
 
 // A token mixer, and what it needs alive.
@@ -783,6 +806,10 @@ NB_MODULE(_native, module) {
         .def("mix", &PyExperts::mix, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
              "out"_a.noconvert(), "accumulate"_a);
     module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
+
+    module.def("multiply_dense", &multiply_dense_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(),
+               "accumulate"_a, "is_table"_a = false);
+    module.def("activate", &activate_py, "x"_a.noconvert(), "out"_a.noconvert(), "activation"_a);
 
     using MaybeFloats = std::optional<Floats1>;
     nb::class_<PyTokenMixer>(module, "TokenMixer");

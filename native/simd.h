@@ -48,6 +48,19 @@ inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 inline Floats absolute(Floats a) { return (Floats)((Ints)a & 0x7fffffff); }
 
+// Up to a vector of numbers, with zeros behind them.
+inline Floats load_some(const float* from, int count) {
+    if (count >= kLanes) return load(from);
+    Floats to = all(0.0f);
+    for (int i = 0; i < count; ++i) to[i] = from[i];
+    return to;
+}
+
+inline void store_some(float* to, Floats from, int count) {
+    if (count >= kLanes) return store(to, from);
+    for (int i = 0; i < count; ++i) to[i] = from[i];
+}
+
 // a * b + c, rounded once where there is an instruction for it. Never left to the compiler, which might decide
 // differently for one row than for eight.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {

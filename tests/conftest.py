@@ -15,6 +15,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each worker, before anybod
 HAS_TORCH = find_spec("torch") is not None
 """`test_without_torch.py` runs some of the tests where there is none."""
 if HAS_TORCH:
+    import interpreter  # noqa: F401 # before any kernel, whichever tests are run
+
     from infinilm.models.cpu import avoid_false_amx
 
     avoid_false_amx()  # transformers' bfloat16 would die of it too

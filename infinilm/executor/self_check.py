@@ -13,6 +13,7 @@ from infinilm.attention.batch import HostBatch
 from infinilm.cache.paged import Cache
 from infinilm.cache.specs import CacheSpec, LatentSpec, StateSpec
 from infinilm.layers.formats import DenseWeight, TiledWeight
+from infinilm.layers.formats.experts import DenseExperts, PackedExperts
 from infinilm.layers.linear import Linear
 from infinilm.layers.moe import SparseMLP
 
@@ -44,7 +45,7 @@ def check_products(model: nn.Module, max_step_tokens: int | None = None) -> list
     """Find the products with which a row's result depends on its place or on the other rows.
 
     Dense matrices on a CPU are multiplied piece by piece from here on if that helps. Those with which nothing helps are
-    returned. The native library's products there have an order of their own, and are not tried.
+    returned. The native library's products have an order of their own, and are not tried.
     """
     biases: dict[Any, Tensor | None] = {
         module.matrix: module.bias for module in model.modules() if isinstance(module, Linear)
@@ -52,7 +53,7 @@ def check_products(model: nn.Module, max_step_tokens: int | None = None) -> list
     failing: list[str] = []
     tried: dict[Any, Any] = {}
     for module in model.modules():
-        if not isinstance(module, (DenseWeight, TiledWeight, SparseMLP)):
+        if not isinstance(module, (DenseWeight, TiledWeight, SparseMLP)) or _is_native(module):
             continue
         bias, parameters = biases.get(module), list(module.parameters())
         key = (type(module), *((each.shape, each.dtype) for each in parameters), bias is None)
@@ -62,7 +63,7 @@ def check_products(model: nn.Module, max_step_tokens: int | None = None) -> list
             if is_new and not _is_invariant_in_pieces(module, bias):
                 failing.append(f"products with {module.in_features} x {module.out_features}")
             module.is_piecewise = first.is_piecewise
-        elif is_new and parameters[0].is_cuda:
+        elif is_new:
             if isinstance(module, SparseMLP):
                 trial, name = _Trial.of_experts(module, max_step_tokens), f"{module.routing.num_experts} experts"
             else:
@@ -73,6 +74,14 @@ def check_products(model: nn.Module, max_step_tokens: int | None = None) -> list
             if not trial.passes():
                 failing.append(name)
     return failing
+
+
+def _is_native(module: DenseWeight | TiledWeight | SparseMLP) -> bool:
+    """Whether the native library multiplies."""
+    if isinstance(module, SparseMLP):
+        experts = module.experts.matrix
+        return isinstance(experts, PackedExperts) or (isinstance(experts, DenseExperts) and experts.is_native)
+    return isinstance(module, DenseWeight) and module.is_native
 
 
 def _is_invariant_in_pieces(matrix: DenseWeight, bias: Tensor | None) -> bool:
@@ -107,22 +116,24 @@ class _Trial:
 
     @classmethod
     def of_experts(cls, module: SparseMLP, max_step_tokens: int | None) -> "_Trial":
-        """With the numbers of rows from which experts have other tiles, too."""
-        from infinilm.kernels.experts import TILES  # which needs Triton
-
+        """On a GPU with the numbers of rows from which experts have other tiles, too."""
         num_experts, top_k = module.routing.num_experts, module.routing.top_k
         device = next(module.parameters()).device
+        counts = set(ROW_COUNTS[device.type])
+        if device.type == "cuda":
+            from infinilm.kernels.experts import TILES  # which needs Triton
+
+            counts |= {least * num_experts // top_k + 1 for least in TILES}
         max_rows = min(max_step_tokens or MAX_EXPERT_ROWS, MAX_EXPERT_ROWS)
-        scores = torch.rand(max_rows, num_experts, generator=torch.Generator().manual_seed(1))
+        tried = sorted(count for count in counts if count <= max_rows)
+        scores = torch.rand(tried[-1], num_experts, generator=torch.Generator().manual_seed(1))
         weights, ids = (each.to(device) for each in scores.topk(top_k))
-        from_tiles = (least * num_experts // top_k + 1 for least in TILES)
-        counts = sorted(count for count in {*ROW_COUNTS["cuda"], *from_tiles} if count <= max_rows)
 
         def multiply(x: Tensor) -> Tensor:
             # Of this rank alone: the others are not asked for their share of the sum.
             return module.experts.matrix.mix(x, ids[: len(x)].int(), weights[: len(x)], None)
 
-        return cls(multiply, module.hidden_size, device, module.dtype, tuple(counts), num_copies=1)
+        return cls(multiply, module.hidden_size, device, module.dtype, tuple(tried), num_copies=1)
 
     def passes(self) -> bool:
         """Whether a row's result is the same for all numbers of rows, and in any place."""

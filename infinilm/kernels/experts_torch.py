@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infinilm.kernels.invariant import gelu_tanh, pad_rows, sigmoid, silu
+from infinilm.kernels.invariant import gelu_tanh, multiply, pad_rows, sigmoid, silu
 from infinilm.kernels.routing import ClampedGate, Gate, Routing
 
 
@@ -35,14 +35,22 @@ def mix_experts_torch(
     *,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     gate: Gate = None,
+    is_native: bool = False,
 ) -> Tensor:
-    """See `experts.mix_experts`. An expert that no row chose is not read, for which this waits for the ids."""
+    """See `experts.mix_experts`. An expert that no row chose is not read, for which this waits for the ids.
+
+    If it `is_native` the library multiplies. Matrices have their inputs first in memory then.
+    """
+
+    def product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply(x, matrix.t(), bias) if is_native else F.linear(x, matrix, bias)
+
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
         first, second = (None if bias is None else bias[expert] for bias in biases)
-        inner = gate_torch(F.linear(pad_rows(x[rows]), gate_up[expert], first), gate)
-        result = F.linear(inner, down[expert], second)[: len(rows)]
+        own = x[rows] if is_native else pad_rows(x[rows])
+        result = product(gate_torch(product(own, gate_up[expert], first), gate), down[expert], second)[: len(rows)]
         mixed.index_add_(0, rows, result.float() * weights[rows, places, None])
     mixed = mixed.to(x.dtype)
     return mixed if residual is None else mixed.add_(residual)

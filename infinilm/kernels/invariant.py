@@ -2,7 +2,8 @@
 
 Torch's own differ in two ways. Libraries of matrix products sum few rows, or few columns, in another order than many.
 And some element-wise operations compute the last elements of a tensor, or of a thread's share, by another formula than
-whole vectors; `exp`, `tanh` and arithmetic do not.
+whole vectors; `exp`, `tanh` and arithmetic do not. Products of float32 matrices are the native library's, where it is
+there.
 """
 
 import math
@@ -11,12 +12,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infinilm.kernels.native import arrays_of, load, load_library
+
 TILE = 4
 """MKL computes fewer rows or columns in another order. It gives threads whole tiles where there are any."""
 PIECE = 16
 """On some CPUs MKL's order depends on the number of tiles, too. There so many rows are multiplied at a time."""
 NARROW = 32
 """From so many columns on the last tile's width makes no difference."""
+
+
+def is_native(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether the native library computes with such numbers: `multiply` is there for them then."""
+    return torch.device(device).type == "cpu" and dtype == torch.float32 and load() is not None
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, is_table: bool = False
+) -> Tensor:
+    """`x @ weight`, or with a table `x @ weight.t()`, plus bias and residual, whose memory may become the result's."""
+    is_added_to = bias is not None or residual is not None
+    if residual is not None:
+        out = residual.contiguous() if bias is None else residual + bias
+    elif bias is not None:
+        out = bias.repeat(len(x), 1)
+    else:
+        out = x.new_empty(len(x), weight.shape[0 if is_table else 1])
+    load_library().multiply_dense(*arrays_of(x.contiguous(), weight, out), is_added_to, is_table)
+    return out
 
 
 def pad_rows(x: Tensor, size: int = TILE) -> Tensor:
@@ -33,6 +56,8 @@ def silu(x: Tensor) -> Tensor:
     """`F.silu`."""
     if x.device.type != "cpu":
         return F.silu(x)
+    if is_native(x.device, x.dtype):
+        return _activate(x, "silu")
     wide = x.float()
     return wide.neg().exp_().add_(1).reciprocal_().mul_(wide).to(x.dtype)
 
@@ -41,6 +66,15 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """`F.gelu` by its approximation with tanh."""
     if x.device.type != "cpu":
         return F.gelu(x, approximate="tanh")
+    if is_native(x.device, x.dtype):
+        return _activate(x, "gelu_pytorch_tanh")
     wide = x.float()
     inner = torch.addcmul(wide, wide * wide, wide, value=0.044715).mul_(math.sqrt(2 / math.pi))
     return inner.tanh_().add_(1).mul_(wide).mul_(0.5).to(x.dtype)
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])  # which may lie apart
+    out = torch.empty(rows.shape)
+    load_library().activate(*arrays_of(rows, out), name)
+    return out.view(x.shape)

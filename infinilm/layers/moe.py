@@ -9,6 +9,7 @@ from infinilm.distributed.group import SINGLE
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.errors import InvalidValueError
 from infinilm.kernels.experts_torch import choose_experts_torch
+from infinilm.kernels.invariant import sigmoid
 from infinilm.kernels.routing import Gate, Routing
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightFormats, WeightOptions, below
@@ -55,7 +56,7 @@ class Experts(nn.Module):
         elif kinds := self._device_formats(formats):
             self.matrix = UnpackedExperts(kinds, *sizes, **how)
         else:
-            self.matrix = DenseExperts(*sizes, **how)
+            self.matrix = DenseExperts(*sizes, **how, is_ordered=formats.is_ordered)
 
     def _device_formats(self, formats: WeightFormats) -> tuple[str, str] | None:
         """The formats of gate and up, and of down, if a device keeps those of all experts in one."""
@@ -168,7 +169,7 @@ class SparseMLP(Mixer):
         if self.shared_gate is None:
             shared: Tensor = self.shared(x, None, residual)
             return shared
-        shared = self.shared(x).mul_(self.shared_gate(x).sigmoid())
+        shared = self.shared(x).mul_(sigmoid(self.shared_gate(x)))
         return shared if residual is None else shared.add_(residual)
 
     def _score(self, x: Tensor) -> Tensor:

@@ -145,7 +145,8 @@ def make_choices(
         check_fp8_cache("kv_cache_dtype", config, device)
     is_quantized = any(map(is_native, outline.weight_targets().values()))
     if deterministic is None:
-        is_usual = num_ranks <= 2 and attention_backend in ("auto", "triton") and kv_cache_dtype != FP8
+        is_usual = num_ranks <= 2 and attention_backend in ("auto", "triton", "native")
+        is_usual &= kv_cache_dtype != FP8 or device.type == "cpu"
         is_ordered = is_usual and _orders_cheaply(config, outline, chosen, device)
     else:
         is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
@@ -156,12 +157,15 @@ def make_choices(
 
 
 def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether sums in one order are known to have equal bits for a model on a GPU, and to cost little.
+    """Whether sums in one order are known to have equal bits for a model, and to cost little.
 
-    A stream of a small model would wait for chains of matrix instructions; a large one waits for its weights anyway.
+    On a CPU the native library computes them. On a GPU a stream of a small model would wait for chains of matrix
+    instructions; a large one waits for its weights anyway.
     """
     import torch
 
+    if device.type == "cpu":
+        return dtype == torch.float32 and select_attention("auto", config, device, prefers_native=True) == "native"
     is_known = (
         has_kernels(device)
         and torch.cuda.get_device_capability(device)[0] == HOPPER

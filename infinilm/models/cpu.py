@@ -8,12 +8,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import nn
 
 from infinilm.attention import AttentionBackend
+from infinilm.distributed.shard import PackedShard
 from infinilm.kernels import native
-from infinilm.layers.formats import is_native
+from infinilm.layers.formats import DenseWeight, is_native
+from infinilm.layers.formats.experts import DenseExperts
 from infinilm.models.base import InfinilmModel
 
 logger = logging.getLogger(__name__)
@@ -35,11 +39,14 @@ class ThreadUsers:
 
     @classmethod
     def of(cls, model: InfinilmModel, backend: AttentionBackend) -> "ThreadUsers":
-        """Those of a model: the native library multiplies with quantised matrices, torch with the others."""
+        """Those of a model: the native library multiplies with quantised matrices, and with those of a fixed order."""
         sizes = {True: 0, False: 0}  # by whether the matrices are the library's
         for shard in model.weight_targets().values():
-            if len(shard.full_shape) == 2:
-                sizes[is_native(shard)] += math.prod(shard.full_shape)
+            if isinstance(shard, PackedShard) and is_native(shard):
+                sizes[True] += math.prod(shard.shape)
+        for module in cast(nn.Module, model).modules():
+            if isinstance(module, DenseWeight | DenseExperts):
+                sizes[module.is_native] += sum(each.numel() for each in module.parameters())
         is_dense = sizes[False] > MAX_DENSE_SHARE * sizes[True]
         return cls(torch=is_dense, native=sizes[True] > 0 or backend.name == "native")
 

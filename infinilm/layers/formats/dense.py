@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
-from infinilm.kernels.invariant import NARROW, PIECE, TILE, pad_rows
+from infinilm.kernels.invariant import NARROW, PIECE, TILE, is_native, multiply, pad_rows
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
@@ -40,7 +40,9 @@ class DenseWeight(nn.Module):
         super().__init__()
         self._firsts = [0, *accumulate(rows)]
         num_rows = self._firsts.pop()
-        self._pads_rows = is_ordered and torch.device(device).type == "cpu"
+        self.is_native = is_ordered and is_native(device, dtype)
+        """Whether the native library multiplies: in an order that depends neither on other rows nor on threads."""
+        self._pads_rows = is_ordered and not self.is_native and torch.device(device).type == "cpu"
         self.is_piecewise = False
         """On a CPU: multiply a fixed number of rows at a time, because the library's order depends on their number."""
         self._is_odd = self._pads_rows and num_rows < NARROW and num_rows % TILE != 0
@@ -96,6 +98,8 @@ class DenseWeight(nn.Module):
             return self._few_rows(x, bias=bias, residual=residual, norm=norm)
         if norm is not None:
             x = norm(x)
+        if self.is_native:
+            return multiply(x, self.weight, bias, residual, is_table=not self._is_input_first)
         if self._pads_rows:
             return self._invariant_product(x, bias, residual)
         if residual is not None and self._is_ordered:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
 from infinilm.kernels.experts_torch import mix_experts_torch
+from infinilm.kernels.invariant import is_native
 from infinilm.kernels.native import arrays_of, load_library
 from infinilm.kernels.routing import ClampedGate, Gate, native_gate
 from infinilm.kernels.support import has_kernels
@@ -50,10 +51,16 @@ class DenseExperts(nn.Module):
         gate: Gate = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        is_ordered: bool = False,
     ) -> None:
-        """Of the ranks that share experts only one `adds_last_bias`, that of down."""
+        """Of the ranks that share experts only one `adds_last_bias`, that of down.
+
+        `is_ordered` is that of `WeightFormats`.
+        """
         super().__init__()
         self._gate = gate
+        self.is_native = is_ordered and is_native(device, dtype)
+        """Whether the native library multiplies."""
         # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
         is_input_first = torch.device(device).type == "cpu"
         self._has_kernels = has_kernels(device)
@@ -94,7 +101,8 @@ class DenseExperts(nn.Module):
             return mix_experts(
                 x, ids, weights, self.gate_up, self.down, residual, biases=self._used_biases(), gate=self._gate
             )
-        return mix_experts_torch(x, ids, weights, *self._lines, residual, biases=self._used_biases(), gate=self._gate)
+        how: Any = {"biases": self._used_biases(), "gate": self._gate, "is_native": self.is_native}
+        return mix_experts_torch(x, ids, weights, *self._lines, residual, **how)
 
     def _used_biases(self) -> tuple[Tensor | None, Tensor | None]:
         if self.biases is None:
