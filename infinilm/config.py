@@ -84,8 +84,9 @@ class Config:
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
     """Give a request the same tokens and log-probabilities, bit for bit, whatever else the engine computes and however
-    it divides the work. None: where that costs little, which is a dense model of about 7 billion parameters or more on
-    a Hopper GPU, and quantised weights on a CPU (`docs/determinism.md`). What is met: `LLM.stats().guarantee`."""
+    it divides the work. None: where that costs little, which is on a CPU unless dense weights have 16 bits, and for a
+    dense model of about 7 billion parameters or more on a Hopper GPU (`docs/determinism.md`). What is met:
+    `LLM.stats().guarantee`."""
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
     executor: str = "auto"

@@ -1,8 +1,9 @@
-// Products of float32 matrices. A result is the sum of its products in the order of the inputs, so that no bit of a row
-// depends on how many rows are computed beside it.
+// Products of float32 matrices. A result is a sum of sums, each over kRun inputs, all in the order of the inputs. So no bit of
+// a row depends on how many rows are computed beside it, and an error grows with the number of sums, not of inputs.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "kernels.h"
@@ -13,43 +14,57 @@ namespace infinilm::INFINILM_ISA {
 // A tile's sums stay in registers: so many rows times so many vectors of outputs.
 constexpr int kFloatRows = 6;
 constexpr int kFloatVectors = kLanes == 16 ? 4 : 2;
-// Inputs after which the sums of a tile are put aside. Of few rows the lines of a run are asked for while the one before is
-// multiplied. Of many rows all use a run's weights in turn, which stay near meanwhile.
-constexpr int kFewRun = 16;
-constexpr int kManyRun = 128;
+constexpr int kRun = 32;  // inputs
+// With few rows the lines of a run are prefetched while the one before is multiplied. With many, so many lines are copied, and
+// stay in the cache while all rows are multiplied by them.
+constexpr int kManyLines = 128;
 
-// Add the products of a tile's rows with a run of lines, `stride` apart, to what is in `out`.
+// Add the products of a tile's rows and a run of lines, `stride` apart, to what is in `out`.
 template <int kRows, int kVectors, bool kFetches>
-inline void add_tile(const FloatProduct& p, int64_t row, const float* weight, int64_t stride, int first, int end, int output) {
-    const float* x = p.x + row * p.inputs;
-    float* out = p.out + row * p.outputs + output;
+inline void add_run(const float* x, int64_t x_stride, const float* weight, int64_t stride, int count, float* out,
+                    int64_t out_stride) {
     Floats sums[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = load(out + int64_t(r) * p.outputs + v * kLanes);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = all(0.0f);
     }
-    for (int i = first; i < end; ++i, weight += stride) {
+    const auto add_line = [&](int i) {
         Floats line[kVectors];
         for (int v = 0; v < kVectors; ++v) {
-            if constexpr (kFetches) __builtin_prefetch(weight + kFewRun * stride + v * kLanes, 0, 2);
-            line[v] = load(weight + v * kLanes);
+            const float* place = weight + i * stride + v * kLanes;
+            if constexpr (kFetches) __builtin_prefetch(place + kRun * stride, 0, 2);
+            line[v] = load(place);
         }
         for (int r = 0; r < kRows; ++r) {
-            const Floats input = all(x[int64_t(r) * p.inputs + i]);
+            const Floats input = all(x[r * x_stride + i]);
             for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(input, line[v], sums[r][v]);
         }
+    };
+    if (count == kRun) {
+#pragma GCC unroll 2
+        for (int i = 0; i < kRun; ++i) add_line(i);
+    } else {
+        for (int i = 0; i < count; ++i) add_line(i);
     }
     for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; ++v) store(out + int64_t(r) * p.outputs + v * kLanes, sums[r][v]);
+        for (int v = 0; v < kVectors; ++v) {
+            float* place = out + r * out_stride + v * kLanes;
+            store(place, load(place) + sums[r][v]);
+        }
     }
 }
 
-// All rows of a part, kRows at a time as long as they fit.
+// All rows of a part, kRows at a time as long as they fit, with the lines from `first` to `end`.
 template <int kRows, int kVectors, bool kFetches>
 inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const float* weight, int64_t stride, int first, int end,
                      int output) {
     if constexpr (kRows > 0) {
         for (; row + kRows <= end_row; row += kRows) {
-            add_tile<kRows, kVectors, kFetches>(p, row, weight, stride, first, end, output);
+            const float* x = p.x + row * p.inputs;
+            float* out = p.out + row * p.outputs + output;
+            for (int i = first; i < end; i += kRun) {
+                add_run<kRows, kVectors, kFetches>(x + i, p.inputs, weight + (i - first) * stride, stride,
+                                                   std::min(kRun, end - i), out, p.outputs);
+            }
         }
         add_rows<kRows - 1, kVectors, kFetches>(p, row, end_row, weight, stride, first, end, output);
     }
@@ -58,9 +73,9 @@ inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const 
 // The last outputs, which fill no vector: lines and sums are copied, with zeros behind them.
 inline void add_last(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     const int count = end_output - output;
-    alignas(64) float lines[kManyRun * kLanes], sums[kFloatRows * kLanes];
-    for (int first = 0; count > 0 && first < p.inputs; first += kManyRun) {
-        const int end = std::min(first + kManyRun, p.inputs);
+    alignas(64) float lines[kManyLines * kLanes], sums[kFloatRows * kLanes];
+    for (int first = 0; count > 0 && first < p.inputs; first += kManyLines) {
+        const int end = std::min(first + kManyLines, p.inputs);
         for (int i = first; i < end; ++i) {
             store(lines + (i - first) * kLanes, load_some(p.weight + int64_t(i) * p.outputs + output, count));
         }
@@ -93,24 +108,37 @@ inline int for_vectors(int output, int end_output, const Function& function) {
     return output;
 }
 
-void multiply_floats(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
-    const bool is_few = end_row - row <= kFewFloatRows;
-    const int run = is_few ? kFewRun : kManyRun;
-    alignas(64) float lines[kManyRun * kFloatVectors * kLanes];
+inline void multiply_few(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     int last = output;
-    for (int first = 0; first < p.inputs; first += run) {
-        const int end = std::min(first + run, p.inputs);
+    for (int first = 0; first < p.inputs; first += kRun) {
+        const int end = std::min(first + kRun, p.inputs);
+        last = for_vectors(output, end_output, [&](auto vectors, int o) {
+            const float* weight = p.weight + int64_t(first) * p.outputs + o;
+            add_rows<kFloatRows, vectors, true>(p, row, end_row, weight, p.outputs, first, end, o);
+        });
+    }
+    add_last(p, row, end_row, last, end_output);
+}
+
+inline void multiply_many(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+    alignas(64) float lines[kManyLines * kFloatVectors * kLanes];
+    int last = output;
+    for (int first = 0; first < p.inputs; first += kManyLines) {
+        const int end = std::min(first + kManyLines, p.inputs);
         last = for_vectors(output, end_output, [&](auto vectors, int o) {
             constexpr int kWidth = vectors * kLanes;
-            const float* weight = p.weight + int64_t(first) * p.outputs + o;
-            if (is_few) return add_rows<kFloatRows, vectors, true>(p, row, end_row, weight, p.outputs, first, end, o);
-            for (int i = first; i < end; ++i, weight += p.outputs) {
-                std::memcpy(lines + (i - first) * kWidth, weight, kWidth * sizeof(float));
+            for (int i = first; i < end; ++i) {
+                std::memcpy(lines + (i - first) * kWidth, p.weight + int64_t(i) * p.outputs + o, kWidth * sizeof(float));
             }
             add_rows<kFloatRows, vectors, false>(p, row, end_row, lines, kWidth, first, end, o);
         });
     }
     add_last(p, row, end_row, last, end_output);
+}
+
+void multiply_floats(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+    const auto multiply = end_row - row <= kFewFloatRows ? multiply_few : multiply_many;
+    multiply(p, row, end_row, output, end_output);
 }
 
 // ---- tables: a line of the weight is an output's ----
