@@ -91,9 +91,16 @@ def score(x: Floats, weight: Floats, out: Floats) -> None:
 def activate(x: Floats, out: Floats, activation: str) -> None:
     """Silu or gelu_pytorch_tanh of `x` `[T, n]`, contiguous but for T, into `out`."""
 
-def multiply_dense(x: Floats, weight: Floats, out: Floats, accumulate: bool, is_table: bool = False) -> None:
-    """`out` `[T, out]` = or += `x W` in float32, with `weight` `[in, out]`, or `x Wᵀ` with a table `[out, in]`.
+def multiply_dense(
+    x: Floats,
+    weight: Tensor | npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8],
+    out: Floats,
+    is_table: bool = False,
+    scales: Floats | None = None,
+) -> None:
+    """`out` `[T, out]` = `x W` in float32, with `weight` `[in, out]`, or `x Wᵀ` with a table `[out, in]`.
 
+    The weight is float32, float16, bfloat16 (as uint16), or codes of 8-bit floats with `scales` `[groups of in, out]`.
     A row's sums depend neither on other rows nor on the number of threads.
     """
 

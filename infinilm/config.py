@@ -70,7 +70,7 @@ class Config:
     """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: a CPU converts quantised weights to it."""
     quantization: str | None = None
     """How matrices are stored. None: as in the checkpoint, see `docs/quantization.md`; on a CPU quantised ones stay so
-    if `dtype` is auto. fp8 (on a GPU), int4, q8, q4: dense matrices are quantised while they are read. none: all are
+    if `dtype` is auto. fp8, int4, q8, q4: dense matrices are quantised while they are read. none: all are
     dense.
     """
     activation_bits: int = 16

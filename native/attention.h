@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "numbers.h"
 #include "simd.h"
 
 namespace infinilm::INFINILM_ISA {
@@ -20,30 +21,11 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline int padded(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
 
-template <CacheType kType>
-inline Floats load_numbers(const void* cache, int64_t place) {
-    if constexpr (kType == CacheType::kFloat32) return load(static_cast<const float*>(cache) + place);
-    if constexpr (kType == CacheType::kFloat16) return load_half(static_cast<const uint16_t*>(cache) + place);
-    if constexpr (kType == CacheType::kBFloat16) return load_bfloat16(static_cast<const uint16_t*>(cache) + place);
-    if constexpr (kType == CacheType::kFloat8) return load_float8(static_cast<const uint8_t*>(cache) + place);
-}
-
-template <CacheType kType>
-inline float load_number(const void* cache, int64_t place) {
-    if constexpr (kType == CacheType::kFloat32) return static_cast<const float*>(cache)[place];
-    if constexpr (kType == CacheType::kFloat16) return half_to_float(static_cast<const uint16_t*>(cache)[place]);
-    if constexpr (kType == CacheType::kBFloat16) return bfloat16_to_float(static_cast<const uint16_t*>(cache)[place]);
-    if constexpr (kType == CacheType::kFloat8) {
-        uint8_t codes[kLanes] = {static_cast<const uint8_t*>(cache)[place]};
-        return load_float8(codes)[0];
-    }
-}
-
 // Numbers of the cache as floats, with zeros up to a whole vector. Of the scales, 8-bit floats have that one.
-template <CacheType kType>
+template <FloatType kType>
 inline void read_head(const void* cache, int64_t place, int count, float* out, const uint16_t* scales, int which) {
     int i = 0;
-    if constexpr (kType == CacheType::kFloat8) {
+    if constexpr (kType == FloatType::kFloat8) {
         const float factor = bfloat16_to_float(scales[which]);
         for (; i + kLanes <= count; i += kLanes) store(out + i, load_numbers<kType>(cache, place + i) * factor);
         for (; i < count; ++i) out[i] = load_number<kType>(cache, place + i) * factor;
@@ -221,7 +203,7 @@ inline void weigh(float* scores, int first, int end, int dim, Gathered row) {
 }
 
 // Some tokens' heads on their way over the keys, as rows: what one reads of the cache serves all.
-template <CacheType kType, int kDim>
+template <FloatType kType, int kDim>
 class Rows {
 public:
     static int most_tokens(const AttentionTask& task) { return std::max(1, kMaxRows / task.heads); }
@@ -372,7 +354,7 @@ private:
     alignas(64) float total_[kMaxRows * (kMaxHeadDim + 2)];
 };
 
-template <CacheType kType, int kDim>
+template <FloatType kType, int kDim>
 void attend_typed(const AttentionTask& task, const CacheView& cache) {
     const int most = Rows<kType, kDim>::most_tokens(task);
     for (int first = 0; first < task.tokens; first += most) {
@@ -380,7 +362,7 @@ void attend_typed(const AttentionTask& task, const CacheView& cache) {
     }
 }
 
-template <CacheType kType>
+template <FloatType kType>
 void attend_sized(const AttentionTask& task, const CacheView& cache) {
     switch (cache.head_dim) {
         case 64: return attend_typed<kType, 64>(task, cache);
@@ -392,10 +374,10 @@ void attend_sized(const AttentionTask& task, const CacheView& cache) {
 
 void attend(const AttentionTask& task, const CacheView& cache) {
     switch (cache.type) {
-        case CacheType::kFloat32: return attend_sized<CacheType::kFloat32>(task, cache);
-        case CacheType::kFloat16: return attend_sized<CacheType::kFloat16>(task, cache);
-        case CacheType::kBFloat16: return attend_sized<CacheType::kBFloat16>(task, cache);
-        case CacheType::kFloat8: return attend_sized<CacheType::kFloat8>(task, cache);
+        case FloatType::kFloat32: return attend_sized<FloatType::kFloat32>(task, cache);
+        case FloatType::kFloat16: return attend_sized<FloatType::kFloat16>(task, cache);
+        case FloatType::kBFloat16: return attend_sized<FloatType::kBFloat16>(task, cache);
+        case FloatType::kFloat8: return attend_sized<FloatType::kFloat8>(task, cache);
     }
 }
 

@@ -66,7 +66,7 @@ void check_products(const Format& format, int bits) {
 void check_attention(int head_dim) {
     constexpr int kHeads = 4, kKeyHeads = 2, kBlock = 16, kBlocks = 5, kTokens = 70;
     std::vector<float> cache = random_floats(size_t(kBlocks) * kBlock * 2 * kKeyHeads * head_dim);
-    const CacheView view{cache.data(), CacheType::kFloat32, kBlocks, kBlock, kKeyHeads, head_dim};
+    const CacheView view{cache.data(), FloatType::kFloat32, kBlocks, kBlock, kKeyHeads, head_dim};
     const std::vector<float> query = random_floats(size_t(kTokens) * kHeads * head_dim);
     std::vector<int64_t> positions(kTokens), slots(kTokens), table{4, 2, 0, 1, 3};
     for (int i = 0; i < kTokens; ++i) positions[i] = i, slots[i] = table[i / kBlock] * kBlock + i % kBlock;
@@ -92,7 +92,7 @@ void check_latents(int rank) {
     constexpr int kHeads = 2, kBlock = 16, kBlocks = 5, kTokens = 4, kPosition = 70;
     const int width = rank + 16;
     std::vector<float> cache = random_floats(size_t(kBlocks) * kBlock * width);
-    CacheView view{cache.data(), CacheType::kFloat32, kBlocks, kBlock, 1, width};
+    CacheView view{cache.data(), FloatType::kFloat32, kBlocks, kBlock, 1, width};
     view.is_latent = true;
     const std::vector<float> query = random_floats(size_t(kTokens) * kHeads * width);
     const int64_t table[] = {4, 2, 0, 1, 3};

@@ -29,7 +29,7 @@ void multiply_dense(const FloatProduct& product) {
     parallel_for(blocks * divide_up(product.outputs, outputs), 1, [&](int64_t task) {
         const int64_t row = task % blocks * rows, end_row = std::min(row + rows, product.rows);
         const int64_t output = task / blocks * outputs, end_output = std::min<int64_t>(output + outputs, product.outputs);
-        for (int64_t r = row; !product.accumulate && r < end_row; ++r) {
+        for (int64_t r = row; r < end_row; ++r) {
             std::fill(product.out + r * product.outputs + output, product.out + r * product.outputs + end_output, 0.0f);
         }
         multiply(product, row, end_row, int(output), int(end_output));

@@ -274,13 +274,13 @@ inline void norm_and_turn(float* heads, int count, int dim, const float* norm, c
     }
 }
 
-inline void store_numbers(const float* from, int count, CacheType type, void* to, int64_t place) {
-    if (type == CacheType::kFloat32) {
+inline void store_numbers(const float* from, int count, FloatType type, void* to, int64_t place) {
+    if (type == FloatType::kFloat32) {
         std::memcpy(static_cast<float*>(to) + place, from, count * sizeof(float));
         return;
     }
     uint16_t* halves = static_cast<uint16_t*>(to) + place;
-    const bool is_half = type == CacheType::kFloat16;
+    const bool is_half = type == FloatType::kFloat16;
     int i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         is_half ? store_half(halves + i, load(from + i)) : store_bfloat16(halves + i, load(from + i));
@@ -336,7 +336,7 @@ void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how
     if (slot < 0 || !how.has_keys) return;
     // Keys and values of all heads lie side by side, here and in the cache.
     const int count = 2 * cache.kv_heads * dim;
-    if (cache.type == CacheType::kFloat8) return store_codes(keys, slot, cache);
+    if (cache.type == FloatType::kFloat8) return store_codes(keys, slot, cache);
     store_numbers(keys, count, cache.type, cache.data, slot * count);
 }
 

@@ -1,5 +1,5 @@
-// Products of float32 matrices. A result is a sum of sums, each over kRun inputs, all in the order of the inputs. So no bit of
-// a row depends on how many rows are computed beside it, and an error grows with the number of sums, not of inputs.
+// Products of float32 rows and matrices of floats. A result is a sum of sums, each over kFloatRun inputs, all in the order of the
+// inputs. So no bit of a row depends on how many rows are computed beside it, and an error grows with the number of sums.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "numbers.h"
 #include "simd.h"
 
 namespace infinilm::INFINILM_ISA {
@@ -14,77 +15,112 @@ namespace infinilm::INFINILM_ISA {
 // A tile's sums stay in registers: so many rows times so many vectors of outputs.
 constexpr int kFloatRows = 6;
 constexpr int kFloatVectors = kLanes == 16 ? 4 : 2;
-constexpr int kRun = 32;  // inputs
 // With few rows the lines of a run are prefetched while the one before is multiplied. With many, so many lines are copied, and
 // stay in the cache while all rows are multiplied by them.
 constexpr int kManyLines = 128;
+constexpr int kLineBytes = 64;  // of a cache
 
-// Add the products of a tile's rows and a run of lines, `stride` apart, to what is in `out`.
-template <int kRows, int kVectors, bool kFetches>
-inline void add_run(const float* x, int64_t x_stride, const float* weight, int64_t stride, int count, float* out,
-                    int64_t out_stride) {
+// Some lines of a matrix from an output on, an input each.
+struct Lines {
+    const void* numbers;
+    int64_t stride;
+    const float* scales;  // of the first line; null: none
+    int64_t scale_stride;
+    int first, group;     // the first line's input; inputs of a group of scales
+
+    Lines from_output(int output, int bytes) const {
+        Lines lines = *this;
+        lines.numbers = static_cast<const uint8_t*>(numbers) + int64_t(output) * bytes;
+        if (scales != nullptr) lines.scales = scales + output;
+        return lines;
+    }
+    const float* scales_of(int line) const {
+        return scales == nullptr ? nullptr : scales + int64_t((first + line) / group - first / group) * scale_stride;
+    }
+};
+
+inline Lines lines_of(const FloatProduct& p, int first, int output, int bytes) {
+    const float* scales = p.scales == nullptr ? nullptr : p.scales + int64_t(first / p.group) * p.outputs;
+    const void* numbers = static_cast<const uint8_t*>(p.weight) + int64_t(first) * p.outputs * bytes;
+    return Lines{numbers, p.outputs, scales, p.outputs, first, p.group}.from_output(output, bytes);
+}
+
+// Add the products of a tile's rows and `count` lines from `begin` on to what is in `out`.
+template <FloatType kType, int kRows, int kVectors, bool kFetches>
+inline void add_run(const float* x, int64_t x_stride, const Lines& lines, int begin, int count, float* out, int64_t out_stride) {
+    constexpr int kBytes = kNumberBytes<kType>;
     Floats sums[kRows][kVectors];
     for (int r = 0; r < kRows; ++r) {
         for (int v = 0; v < kVectors; ++v) sums[r][v] = all(0.0f);
     }
+    const void* numbers = static_cast<const uint8_t*>(lines.numbers) + begin * lines.stride * kBytes;
     const auto add_line = [&](int i) {
         Floats line[kVectors];
         for (int v = 0; v < kVectors; ++v) {
-            const float* place = weight + i * stride + v * kLanes;
-            if constexpr (kFetches) __builtin_prefetch(place + kRun * stride, 0, 2);
-            line[v] = load(place);
+            const int64_t place = i * lines.stride + v * kLanes;
+            if constexpr (kFetches) {
+                const uint8_t* ahead = static_cast<const uint8_t*>(numbers) + (place + kFloatRun * lines.stride) * kBytes;
+                if (v * kLanes * kBytes % kLineBytes == 0) __builtin_prefetch(ahead, 0, 2);
+            }
+            line[v] = load_numbers<kType>(numbers, place);
         }
         for (int r = 0; r < kRows; ++r) {
             const Floats input = all(x[r * x_stride + i]);
             for (int v = 0; v < kVectors; ++v) sums[r][v] = multiply_add(input, line[v], sums[r][v]);
         }
     };
-    if (count == kRun) {
+    if (count == kFloatRun) {
 #pragma GCC unroll 2
-        for (int i = 0; i < kRun; ++i) add_line(i);
+        for (int i = 0; i < kFloatRun; ++i) add_line(i);
     } else {
         for (int i = 0; i < count; ++i) add_line(i);
     }
-    for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; ++v) {
+    const float* scales = lines.scales_of(begin);
+    for (int v = 0; v < kVectors; ++v) {
+        const Floats scale = scales == nullptr ? all(1.0f) : load(scales + v * kLanes);
+        for (int r = 0; r < kRows; ++r) {
             float* place = out + r * out_stride + v * kLanes;
-            store(place, load(place) + sums[r][v]);
+            store(place, multiply_add(sums[r][v], scale, load(place)));
         }
     }
 }
 
-// All rows of a part, kRows at a time as long as they fit, with the lines from `first` to `end`.
-template <int kRows, int kVectors, bool kFetches>
-inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const float* weight, int64_t stride, int first, int end,
-                     int output) {
+// All rows of a part, kRows at a time as long as they fit, times `count` lines.
+template <FloatType kType, int kRows, int kVectors, bool kFetches>
+inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const Lines& lines, int count, int output) {
     if constexpr (kRows > 0) {
         for (; row + kRows <= end_row; row += kRows) {
-            const float* x = p.x + row * p.inputs;
+            const float* x = p.x + row * p.inputs + lines.first;
             float* out = p.out + row * p.outputs + output;
-            for (int i = first; i < end; i += kRun) {
-                add_run<kRows, kVectors, kFetches>(x + i, p.inputs, weight + (i - first) * stride, stride,
-                                                   std::min(kRun, end - i), out, p.outputs);
+            for (int i = 0; i < count; i += kFloatRun) {
+                add_run<kType, kRows, kVectors, kFetches>(x + i, p.inputs, lines, i, std::min(kFloatRun, count - i), out,
+                                                          p.outputs);
             }
         }
-        add_rows<kRows - 1, kVectors, kFetches>(p, row, end_row, weight, stride, first, end, output);
+        add_rows<kType, kRows - 1, kVectors, kFetches>(p, row, end_row, lines, count, output);
     }
 }
 
-// The last outputs, which fill no vector: lines and sums are copied, with zeros behind them.
+// The last outputs, which fill no vector: lines, scales and sums are copied, with zeros behind them.
+template <FloatType kType>
 inline void add_last(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     const int count = end_output - output;
-    alignas(64) float lines[kManyLines * kLanes], sums[kFloatRows * kLanes];
+    alignas(64) float numbers[kManyLines * kLanes], scales[kManyLines / kFloatRun * kLanes], sums[kFloatRows * kLanes];
     for (int first = 0; count > 0 && first < p.inputs; first += kManyLines) {
-        const int end = std::min(first + kManyLines, p.inputs);
-        for (int i = first; i < end; ++i) {
-            store(lines + (i - first) * kLanes, load_some(p.weight + int64_t(i) * p.outputs + output, count));
+        const int num_lines = std::min(kManyLines, p.inputs - first);
+        const Lines lines = lines_of(p, first, output, kNumberBytes<kType>);
+        for (int i = 0; i < num_lines; ++i) {
+            store(numbers + i * kLanes, load_some_numbers<kType>(lines.numbers, i * lines.stride, count));
+            if (i % kFloatRun == 0 && p.scales) store(scales + i / kFloatRun * kLanes, load_some(lines.scales_of(i), count));
         }
+        const Lines copied{numbers, kLanes, p.scales ? scales : nullptr, kLanes, first, kFloatRun};
         for (int64_t begin = row; begin < end_row; begin += kFloatRows) {
             const int rows = int(std::min<int64_t>(kFloatRows, end_row - begin));
             float* out = p.out + begin * p.outputs + output;
-            const FloatProduct tile{p.x + begin * p.inputs, lines, sums, rows, p.inputs, kLanes, true, false};
+            FloatProduct tile = p;
+            tile.x += begin * p.inputs, tile.out = sums, tile.outputs = kLanes;
             for (int r = 0; r < rows; ++r) store(sums + r * kLanes, load_some(out + int64_t(r) * p.outputs, count));
-            add_rows<kFloatRows, 1, false>(tile, 0, rows, lines, kLanes, first, end, 0);
+            add_rows<FloatType::kFloat32, kFloatRows, 1, false>(tile, 0, rows, copied, num_lines, 0);
             for (int r = 0; r < rows; ++r) store_some(out + int64_t(r) * p.outputs, load(sums + r * kLanes), count);
         }
     }
@@ -108,64 +144,80 @@ inline int for_vectors(int output, int end_output, const Function& function) {
     return output;
 }
 
-inline void multiply_few(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+template <FloatType kType>
+void multiply_few(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     int last = output;
-    for (int first = 0; first < p.inputs; first += kRun) {
-        const int end = std::min(first + kRun, p.inputs);
+    for (int first = 0; first < p.inputs; first += kFloatRun) {
+        const int count = std::min(kFloatRun, p.inputs - first);
         last = for_vectors(output, end_output, [&](auto vectors, int o) {
-            const float* weight = p.weight + int64_t(first) * p.outputs + o;
-            add_rows<kFloatRows, vectors, true>(p, row, end_row, weight, p.outputs, first, end, o);
+            const Lines lines = lines_of(p, first, o, kNumberBytes<kType>);
+            add_rows<kType, kFloatRows, vectors, true>(p, row, end_row, lines, count, o);
         });
     }
-    add_last(p, row, end_row, last, end_output);
+    add_last<kType>(p, row, end_row, last, end_output);
 }
 
-inline void multiply_many(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
-    alignas(64) float lines[kManyLines * kFloatVectors * kLanes];
+template <FloatType kType>
+void multiply_many(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+    alignas(64) float numbers[kManyLines * kFloatVectors * kLanes];
     int last = output;
     for (int first = 0; first < p.inputs; first += kManyLines) {
-        const int end = std::min(first + kManyLines, p.inputs);
+        const int count = std::min(kManyLines, p.inputs - first);
         last = for_vectors(output, end_output, [&](auto vectors, int o) {
             constexpr int kWidth = vectors * kLanes;
-            for (int i = first; i < end; ++i) {
-                std::memcpy(lines + (i - first) * kWidth, p.weight + int64_t(i) * p.outputs + o, kWidth * sizeof(float));
+            Lines lines = lines_of(p, first, o, kNumberBytes<kType>);
+            for (int i = 0; i < count; ++i) {
+                for (int v = 0; v < kWidth; v += kLanes) {
+                    store(numbers + i * kWidth + v, load_numbers<kType>(lines.numbers, i * lines.stride + v));
+                }
             }
-            add_rows<kFloatRows, vectors, false>(p, row, end_row, lines, kWidth, first, end, o);
+            lines.numbers = numbers, lines.stride = kWidth;
+            add_rows<FloatType::kFloat32, kFloatRows, vectors, false>(p, row, end_row, lines, count, o);
         });
     }
-    add_last(p, row, end_row, last, end_output);
+    add_last<kType>(p, row, end_row, last, end_output);
+}
+
+template <FloatType kType>
+void multiply_floats_of(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+    const auto multiply = end_row - row <= kFewFloatRows ? multiply_few<kType> : multiply_many<kType>;
+    multiply(p, row, end_row, output, end_output);
 }
 
 void multiply_floats(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
-    const auto multiply = end_row - row <= kFewFloatRows ? multiply_few : multiply_many;
-    multiply(p, row, end_row, output, end_output);
+    switch (p.type) {
+        case FloatType::kFloat32: return multiply_floats_of<FloatType::kFloat32>(p, row, end_row, output, end_output);
+        case FloatType::kFloat16: return multiply_floats_of<FloatType::kFloat16>(p, row, end_row, output, end_output);
+        case FloatType::kBFloat16: return multiply_floats_of<FloatType::kBFloat16>(p, row, end_row, output, end_output);
+        case FloatType::kFloat8: return multiply_floats_of<FloatType::kFloat8>(p, row, end_row, output, end_output);
+    }
 }
 
 // ---- tables: a line of the weight is an output's ----
 
 // The products of a tile of kLanes results: inputs are the lanes, which are added up in the end. Rows and outputs beyond the
 // ends are computed as the last ones, and not written.
-template <int kRows>
+template <FloatType kType, int kRows>
 inline void multiply_table_tile(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     constexpr int kOutputs = kLanes / kRows;
-    const float *x[kRows], *lines[kOutputs];
+    const float* x[kRows];
+    int64_t lines[kOutputs];
     for (int r = 0; r < kRows; ++r) x[r] = p.x + std::min(row + r, end_row - 1) * p.inputs;
-    for (int o = 0; o < kOutputs; ++o) lines[o] = p.weight + int64_t(std::min(output + o, end_output - 1)) * p.inputs;
+    for (int o = 0; o < kOutputs; ++o) lines[o] = int64_t(std::min(output + o, end_output - 1)) * p.inputs;
     Floats sums[kLanes];
     for (int i = 0; i < kLanes; ++i) sums[i] = all(0.0f);
-    const auto add = [&](const auto& read, int i) {
+    const auto add = [&](int i, int count) {
         Floats inputs[kRows];
-        for (int r = 0; r < kRows; ++r) inputs[r] = read(x[r] + i);
+        for (int r = 0; r < kRows; ++r) inputs[r] = load_some(x[r] + i, count);
 #pragma GCC unroll 16
         for (int o = 0; o < kOutputs; ++o) {
-            const Floats line = read(lines[o] + i);
+            const Floats line = load_some_numbers<kType>(p.weight, lines[o] + i, count);
             for (int r = 0; r < kRows; ++r) sums[o * kRows + r] = multiply_add(inputs[r], line, sums[o * kRows + r]);
         }
     };
     int i = 0;
-    for (; i + kLanes <= p.inputs; i += kLanes) add([](const float* from) { return load(from); }, i);
-    const int rest = p.inputs - i;
-    if (rest > 0) add([rest](const float* from) { return load_some(from, rest); }, i);
+    for (; i + kLanes <= p.inputs; i += kLanes) add(i, kLanes);
+    if (i < p.inputs) add(i, p.inputs - i);
     float results[kLanes];
     store(results, sums_of(sums));
     for (int o = 0; o < kOutputs && output + o < end_output; ++o) {
@@ -173,14 +225,24 @@ inline void multiply_table_tile(const FloatProduct& p, int64_t row, int64_t end_
     }
 }
 
-void multiply_float_table(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+template <FloatType kType>
+void multiply_table_of(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     constexpr int kRows = kLanes / 4;
     if (end_row - row == 1) {
-        for (; output < end_output; output += kLanes) multiply_table_tile<1>(p, row, end_row, output, end_output);
+        for (; output < end_output; output += kLanes) multiply_table_tile<kType, 1>(p, row, end_row, output, end_output);
         return;
     }
     for (; output < end_output; output += kLanes / kRows) {
-        for (int64_t r = row; r < end_row; r += kRows) multiply_table_tile<kRows>(p, r, end_row, output, end_output);
+        for (int64_t r = row; r < end_row; r += kRows) multiply_table_tile<kType, kRows>(p, r, end_row, output, end_output);
+    }
+}
+
+void multiply_float_table(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
+    switch (p.type) {
+        case FloatType::kFloat32: return multiply_table_of<FloatType::kFloat32>(p, row, end_row, output, end_output);
+        case FloatType::kFloat16: return multiply_table_of<FloatType::kFloat16>(p, row, end_row, output, end_output);
+        case FloatType::kBFloat16: return multiply_table_of<FloatType::kBFloat16>(p, row, end_row, output, end_output);
+        case FloatType::kFloat8: return;  // which have scales, and tables none
     }
 }
 

@@ -5,7 +5,6 @@
 
 #include "delta_rule.h"
 #include "elementwise.h"
-#include "float_product.h"
 #include "matmul.h"
 #include "scan.h"
 
@@ -14,6 +13,9 @@
 
 namespace infinilm::INFINILM_ISA {
 
+// In kernels_floats.cpp.
+std::remove_pointer_t<decltype(Kernels::multiply_floats)> multiply_floats;
+std::remove_pointer_t<decltype(Kernels::multiply_float_table)> multiply_float_table;
 // In kernels_attention.cpp.
 std::remove_pointer_t<decltype(Kernels::attend)> attend;
 std::remove_pointer_t<decltype(Kernels::attend_latents)> attend_latents;

@@ -45,13 +45,13 @@ constexpr int kFineSteps = 2 * kLargestByte;  // of fine in one of coarse
 // leave few bits to the others. Of SmolLM2's groups 2 % do, and the KL divergence is half of what it were without.
 constexpr float kOutlierShare = 0.4f;
 
-enum class CacheType { kFloat32, kFloat16, kBFloat16, kFloat8 };
+enum class FloatType { kFloat32, kFloat16, kBFloat16, kFloat8 };
 
 // One layer's KV cache: [blocks, block_size, 2, kv_heads, head_dim]. 8-bit floats (e4m3) have a scale for each head of
 // each token, a power of 2: bfloat16 [blocks, kv_heads, block_size, 2], a key's followed by its value's.
 struct CacheView {
     void* data;
-    CacheType type;
+    FloatType type;
     int64_t blocks;
     int64_t block_size;
     int kv_heads;
@@ -145,16 +145,20 @@ struct LatentTask {
     float scale;
 };
 
-// A product of float32 matrices.
+// A product of float32 rows and a matrix of floats of any type.
 struct FloatProduct {
     const float* x;       // [rows, inputs]
-    const float* weight;  // [inputs, outputs]; a table's [outputs, inputs]
+    const void* weight;   // [inputs, outputs]; a table's [outputs, inputs]
+    FloatType type;       // of the weight
     float* out;           // [rows, outputs]
     int64_t rows;
     int inputs, outputs;
-    bool accumulate;      // add it to what is in `out`
     bool is_table;
+    const float* scales = nullptr;  // [groups of inputs, outputs], what a weight is multiplied by; null: nothing. Not of tables
+    int group = 0;        // inputs of a group: all, or a multiple of kFloatRun
 };
+
+constexpr int kFloatRun = 32;  // inputs that are summed before their scale is applied
 
 // Up to so many rows memory is what a product waits for.
 constexpr int kFewFloatRows = 24;
@@ -209,7 +213,7 @@ struct Kernels {
     // A block's greatest logit, +infinity if one is NaN, and what the scores of its tokens can't exceed.
     void (*scan)(const float* logits, int count, uint32_t first_token, const Contest& contest, float* maximum,
                  float* bound);
-    // Add some rows and outputs of a product to `out`; of a table's.
+    // Add some rows and outputs of a product to `out`, which is 0; of a table's.
     void (*multiply_floats)(const FloatProduct& product, int64_t row, int64_t end_row, int output, int end_output);
     void (*multiply_float_table)(const FloatProduct& product, int64_t row, int64_t end_row, int output, int end_output);
     // Probabilities, as integers.

@@ -27,9 +27,9 @@ public:
         for (int64_t begin = 0; begin < end_key; begin += kTileKeys) {
             const int count = int(std::min<int64_t>(kTileKeys, end_key - begin));
             switch (cache_.type) {
-                case CacheType::kFloat32: read_tile<CacheType::kFloat32>(begin, count); break;
-                case CacheType::kFloat16: read_tile<CacheType::kFloat16>(begin, count); break;
-                default: read_tile<CacheType::kBFloat16>(begin, count); break;
+                case FloatType::kFloat32: read_tile<FloatType::kFloat32>(begin, count); break;
+                case FloatType::kFloat16: read_tile<FloatType::kFloat16>(begin, count); break;
+                default: read_tile<FloatType::kBFloat16>(begin, count); break;
             }
             meet_tile(begin, count);
         }
@@ -40,7 +40,7 @@ private:
     int64_t place(int r) const { return int64_t(r / task_.heads) * task_.all_heads + r % task_.heads; }
     Gathered row(int r) { return gathered_at(sums_ + r * (deep_ + 2), deep_); }
 
-    template <CacheType kType>
+    template <FloatType kType>
     void read_tile(int64_t first_key, int count) {
         for (int k = 0; k < count; ++k) {
             const int64_t key = first_key + k;

@@ -57,19 +57,19 @@ void check_rows(const Matrix& matrix, const Ints1& rows) {
     }
 }
 
-CacheType cache_type(const AnyArray& cache) {
-    if (cache.dtype() == nb::dtype<float>()) return CacheType::kFloat32;
-    if (cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Float)) return CacheType::kFloat16;
-    const bool is_bfloat = cache.dtype().bits == 16 && cache.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat);
-    if (is_bfloat || cache.dtype() == nb::dtype<uint16_t>()) return CacheType::kBFloat16;  // NumPy has the bits only
-    if (cache.dtype() == nb::dtype<uint8_t>()) return CacheType::kFloat8;
-    throw std::invalid_argument("a cache must be float32, float16, bfloat16, or uint8 with the codes of 8-bit floats");
+FloatType float_type(const AnyArray& array) {
+    if (array.dtype() == nb::dtype<float>()) return FloatType::kFloat32;
+    if (array.dtype().bits == 16 && array.dtype().code == uint8_t(nb::dlpack::dtype_code::Float)) return FloatType::kFloat16;
+    const bool is_bfloat = array.dtype().bits == 16 && array.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat);
+    if (is_bfloat || array.dtype() == nb::dtype<uint16_t>()) return FloatType::kBFloat16;  // NumPy has the bits only
+    if (array.dtype() == nb::dtype<uint8_t>()) return FloatType::kFloat8;
+    throw std::invalid_argument("floats must be float32, float16, bfloat16, or uint8 with the codes of 8-bit floats");
 }
 
 void require_contiguous(const AnyArray& array) {
     int64_t expected = 1;
     for (size_t d = array.ndim(); d-- > 0; expected *= array.shape(d)) {
-        require(array.stride(d) == expected || array.shape(d) == 1, "a cache must be contiguous");
+        require(array.stride(d) == expected || array.shape(d) == 1, "a cache or a matrix must be contiguous");
     }
 }
 
@@ -78,12 +78,12 @@ CacheView view_cache(const AnyArray& cache, const std::optional<AnyArray>& scale
     require(cache.ndim() == 5 && cache.shape(2) == 2, "a cache has the shape [blocks, block_size, 2, kv_heads, head_dim]");
     require_contiguous(cache);
     require(cache.shape(4) <= kMaxHeadDim, "head_dim must not exceed " + std::to_string(kMaxHeadDim));
-    const CacheType type = cache_type(cache);
-    require(scales.has_value() == (type == CacheType::kFloat8), "8-bit floats, and no other types, have scales");
+    const FloatType type = float_type(cache);
+    require(scales.has_value() == (type == FloatType::kFloat8), "8-bit floats, and no other types, have scales");
     if (scales) {
         require(scales->ndim() == 4 && scales->shape(0) == cache.shape(0) && scales->shape(1) == cache.shape(3) &&
                     scales->shape(2) == cache.shape(1) && scales->shape(3) == 2 &&
-                    cache_type(*scales) == CacheType::kBFloat16,
+                    float_type(*scales) == FloatType::kBFloat16,
                 "scales must be bfloat16 [blocks, kv_heads, block_size, 2]");
         require_contiguous(*scales);
     }
@@ -101,8 +101,8 @@ CacheView view_latents(const AnyArray& cache) {
     require_contiguous(cache);
     require(cache.shape(3) == 1 && cache.shape(4) <= kMaxLatentDim,
             "latent vectors are [blocks, block_size, 1, 1, up to " + std::to_string(kMaxLatentDim) + "]");
-    const CacheType type = cache_type(cache);
-    require(type != CacheType::kFloat8, "latent vectors can't be 8-bit floats");
+    const FloatType type = float_type(cache);
+    require(type != FloatType::kFloat8, "latent vectors can't be 8-bit floats");
     return {cache.data(), type, int64_t(cache.shape(0)), int64_t(cache.shape(1)), 1, int(cache.shape(4)), nullptr, true};
 }
 
@@ -263,14 +263,26 @@ void activate_py(Rows2 x, Array<float, 2> out, const std::string& activation) {
     });
 }
 
-void multiply_dense_py(Array<const float, 2> x, Array<const float, 2> weight, Array<float, 2> out, bool accumulate,
-                       bool is_table) {
+void multiply_dense_py(Array<const float, 2> x, const AnyArray& weight, Array<float, 2> out, bool is_table,
+                       const std::optional<Array<const float, 2>>& scales) {
+    require(weight.ndim() == 2, "weight must have two dimensions");
+    require_contiguous(weight);
     const size_t inputs = weight.shape(is_table ? 1 : 0), outputs = weight.shape(is_table ? 0 : 1);
     require(x.shape(1) == inputs && out.shape(0) == x.shape(0) && out.shape(1) == outputs,
             "x must be [T, in], weight [in, out], or of a table [out, in], and out [T, out]");
+    const int64_t rows = int64_t(x.shape(0));
+    FloatProduct product{x.data(), weight.data(), float_type(weight), out.data(), rows, int(inputs), int(outputs), is_table};
+    require(scales.has_value() == (product.type == FloatType::kFloat8), "8-bit floats, and no other types, have scales");
+    if (scales) {
+        const size_t groups = scales->shape(0);
+        require(!is_table && scales->shape(1) == outputs && groups > 0 && inputs % groups == 0 &&
+                    (groups == 1 || inputs / groups % kFloatRun == 0),
+                "scales must be [groups, out], and a group a multiple of 32 inputs or all; a table has none");
+        product.scales = scales->data();
+        product.group = int(inputs / groups);
+    }
     nb::gil_scoped_release release;
-    multiply_dense({x.data(), weight.data(), out.data(), int64_t(x.shape(0)), int(inputs), int(outputs), accumulate,
-                    is_table});
+    multiply_dense(product);
 }
 
 // A token mixer, and what it needs alive.
@@ -808,7 +820,7 @@ NB_MODULE(_native, module) {
     module.def("score", &score_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert());
 
     module.def("multiply_dense", &multiply_dense_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(),
-               "accumulate"_a, "is_table"_a = false);
+               "is_table"_a = false, "scales"_a.noconvert() = nb::none());
     module.def("activate", &activate_py, "x"_a.noconvert(), "out"_a.noconvert(), "activation"_a);
 
     using MaybeFloats = std::optional<Floats1>;

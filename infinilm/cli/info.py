@@ -161,7 +161,11 @@ def _describe_guarantee(
 
 
 def _is_ordered(checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int) -> bool:
-    """Whether sums have one order by default."""
+    """Whether sums have one order by default, if the native library attends on a CPU."""
+    if device == "cpu":
+        from infinilm.models.registry import keeps_quantized
+
+        return keeps_quantized(config.model_type)
     import torch
 
     from infinilm.models.auto import make_choices

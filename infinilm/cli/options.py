@@ -45,7 +45,7 @@ _ENGINE_OPTIONS = {
     "dtype": _engine_option(str, "The type to compute in: auto, float32, float16, bfloat16. auto: float32 on a CPU."),
     "quantization": _engine_option(
         str,
-        f"How weights are kept, fp8 on a GPU: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them.",
+        f"How weights are kept: {', '.join(QUANTIZATIONS)}. Default: as the checkpoint has them.",
     ),
     "activation_bits": _engine_option(
         int, "Bits of what quantised matrices are multiplied with on a CPU: 16, or 8 for faster prompts. Default: 16."

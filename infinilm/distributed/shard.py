@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from infinilm.distributed.grouped import GroupedFormat
-from infinilm.errors import EngineError, InvalidValueError
+from infinilm.errors import CheckpointError, EngineError, InvalidValueError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -166,7 +166,10 @@ class PackedShard:
             assert order is not None  # or the format would have none
             cast(ReorderedMatrix, self.matrix).set_input_order(order)
         for blocks, rows in reader.read_packed(name, self.matrix.format, self.starts, self.shape):
-            self.matrix.load(blocks, rows)
+            try:
+                self.matrix.load(blocks, rows)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name!r} {error}") from error
 
 
 def _cut(full: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:

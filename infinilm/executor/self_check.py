@@ -13,7 +13,7 @@ from infinilm.attention.batch import HostBatch
 from infinilm.cache.paged import Cache
 from infinilm.cache.specs import CacheSpec, LatentSpec, StateSpec
 from infinilm.layers.formats import DenseWeight, TiledWeight
-from infinilm.layers.formats.experts import DenseExperts, PackedExperts
+from infinilm.layers.formats.experts import DenseExperts, Float8Experts, PackedExperts
 from infinilm.layers.linear import Linear
 from infinilm.layers.moe import SparseMLP
 
@@ -80,7 +80,8 @@ def _is_native(module: DenseWeight | TiledWeight | SparseMLP) -> bool:
     """Whether the native library multiplies."""
     if isinstance(module, SparseMLP):
         experts = module.experts.matrix
-        return isinstance(experts, PackedExperts) or (isinstance(experts, DenseExperts) and experts.is_native)
+        is_own = isinstance(experts, PackedExperts | Float8Experts)
+        return is_own or (isinstance(experts, DenseExperts) and experts.is_native)
     return isinstance(module, DenseWeight) and module.is_native
 
 

@@ -1,5 +1,7 @@
 """The choice of experts and their products in plain torch: the twins of `experts`, and what runs without Triton."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,13 +47,22 @@ def mix_experts_torch(
     def product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         return multiply(x, matrix.t(), bias) if is_native else F.linear(x, matrix, bias)
 
+    def compute(expert: int, x: Tensor) -> Tensor:
+        first, second = (None if bias is None else bias[expert] for bias in biases)
+        own = x if is_native else pad_rows(x)
+        return product(gate_torch(product(own, gate_up[expert], first), gate), down[expert], second)[: len(x)]
+
+    return mix_each(x, ids, weights, compute, residual)
+
+
+def mix_each(
+    x: Tensor, ids: Tensor, weights: Tensor, compute: Callable[[int, Tensor], Tensor], residual: Tensor | None
+) -> Tensor:
+    """The same with any experts: `compute` gives one's result of some rows."""
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
-        first, second = (None if bias is None else bias[expert] for bias in biases)
-        own = x[rows] if is_native else pad_rows(x[rows])
-        result = product(gate_torch(product(own, gate_up[expert], first), gate), down[expert], second)[: len(rows)]
-        mixed.index_add_(0, rows, result.float() * weights[rows, places, None])
+        mixed.index_add_(0, rows, compute(expert, x[rows]).float() * weights[rows, places, None])
     mixed = mixed.to(x.dtype)
     return mixed if residual is None else mixed.add_(residual)
 

@@ -28,18 +28,23 @@ def is_native(device: torch.device | str, dtype: torch.dtype) -> bool:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, is_table: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    is_table: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weight`, or with a table `x @ weight.t()`, plus bias and residual, whose memory may become the result's."""
-    is_added_to = bias is not None or residual is not None
-    if residual is not None:
-        out = residual.contiguous() if bias is None else residual + bias
-    elif bias is not None:
-        out = bias.repeat(len(x), 1)
-    else:
-        out = x.new_empty(len(x), weight.shape[0 if is_table else 1])
-    load_library().multiply_dense(*arrays_of(x.contiguous(), weight, out), is_added_to, is_table)
-    return out
+    """`x @ weight`, or with a table `x @ weight.t()`, plus bias and residual, whose memory may become the result's.
+
+    Codes of 8-bit floats, uint8, have `scales` `[groups of inputs, outputs]`.
+    """
+    out = x.new_empty(len(x), weight.shape[0 if is_table else 1])
+    load_library().multiply_dense(*arrays_of(x.contiguous(), weight, out), is_table, *arrays_of(scales))
+    if bias is not None:
+        out += bias
+    return out if residual is None else residual.add_(out)
 
 
 def pad_rows(x: Tensor, size: int = TILE) -> Tensor:

@@ -13,7 +13,7 @@ from infinilm.kernels.invariant import sigmoid
 from infinilm.kernels.routing import Gate, Routing
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, DenseWeight, LayerOptions, WeightFormats, WeightOptions, below
-from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, PackedExperts, UnpackedExperts
+from infinilm.layers.formats.experts import DenseExperts, ExpertWeights, Float8Experts, PackedExperts, UnpackedExperts
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.mlp import MLP
@@ -53,13 +53,15 @@ class Experts(nn.Module):
             packed = [[each for part in own for each in part or ()] for own in found]
             matrices = [formats.find_matrices(names) for names in self._tensor_names()]
             self.matrix = PackedExperts(packed, matrices, *sizes, **how, activation_bits=formats.activation_bits)
-        elif kinds := self._device_formats(formats):
+        elif (kinds := self._common_formats(formats)) and not formats.is_native:
             self.matrix = UnpackedExperts(kinds, *sizes, **how)
+        elif kinds and not names.has_biases:
+            self.matrix = Float8Experts(kinds, *sizes, gate=gate, device=options["device"])
         else:
             self.matrix = DenseExperts(*sizes, **how, is_ordered=formats.is_ordered)
 
-    def _device_formats(self, formats: WeightFormats) -> tuple[str, str] | None:
-        """The formats of gate and up, and of down, if a device keeps those of all experts in one."""
+    def _common_formats(self, formats: WeightFormats) -> tuple[str, str] | None:
+        """The formats of gate and up, and of down, if those of all experts are kept in one."""
         gate_ups = [name for names in self._tensor_names() for name in names[:2]]
         downs = [names[2] for names in self._tensor_names()]
         kinds = formats.find_of_experts(gate_ups, self._hidden), formats.find_of_experts(downs, self._inner)

@@ -157,12 +157,16 @@ class QuantizedCheckpoint(CodedCheckpoint):
             if grouped is None:
                 yield piece.to_blocks(format), places
             else:
-                import torch
-
-                parts = piece.codes[:, order], piece.scales
-                codes, scales = (torch.from_numpy(np.ascontiguousarray(each)) for each in parts)
-                zeros = None if piece.zeros is None else torch.from_numpy(np.ascontiguousarray(piece.zeros))
+                codes, scales = _as_tensor(piece.codes[:, order]), _as_tensor(piece.scales)
+                zeros = None if piece.zeros is None else _as_tensor(piece.zeros)
                 yield grouped.pack(codes, scales, zeros), places
+
+
+def _as_tensor(array: Any) -> "Tensor":
+    """Of memory that can be written to, which a mapped file's can't: torch warns of that."""
+    import torch
+
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
 def _find_matrices(stored: SafetensorsCheckpoint) -> dict[str, QuantizedMatrix]:

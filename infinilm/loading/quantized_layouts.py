@@ -19,7 +19,7 @@ FP8_TYPE = "F8_E4M3"
 MIDDLE = 8
 """The code of 0 without zeros."""
 _PER_WORD = 8
-_BLOCK = 32  # of GGML's formats
+_BLOCK = 32  # of GGML's formats; and groups of 8-bit floats have a multiple in the native library
 Span = tuple[int, int]
 """Where rows or columns start, and how many there are."""
 
@@ -167,6 +167,10 @@ class Fp8Matrix(QuantizedMatrix):
         group = None if width >= self.shape[1] else width
         rounds_inputs = group is None and self._rounds_inputs
         return GroupedFormat(8, group, self._tensors.formats()[self._scales], rounds_inputs=rounds_inputs)
+
+    def native_format(self) -> str | None:
+        format = self.device_format()
+        return None if format is None or (format.group or 0) % _BLOCK else format.name
 
 
 class Int4Matrix(QuantizedMatrix):

@@ -20,7 +20,7 @@ from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.native_model import weight_shapes, why_no_token_mixers
 from infinilm.models.quantization import check_has_short, choose_formats, note_dense
-from infinilm.models.registry import FAMILIES, create_model
+from infinilm.models.registry import FAMILIES, create_model, keeps_quantized
 from infinilm.platforms import has_bfloat16, require_device, require_torch, select_indices, split_device
 from infinilm.sampling_params import MODEL_DEFAULTS, SamplingParams
 
@@ -165,7 +165,8 @@ def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dt
     import torch
 
     if device.type == "cpu":
-        return dtype == torch.float32 and select_attention("auto", config, device, prefers_native=True) == "native"
+        is_known = dtype == torch.float32 and keeps_quantized(config.model_type)
+        return is_known and select_attention("auto", config, device, prefers_native=True) == "native"
     is_known = (
         has_kernels(device)
         and torch.cuda.get_device_capability(device)[0] == HOPPER

@@ -19,7 +19,7 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import PackedShard, Shard, WeightShard
 from infinilm.kernels import native
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below, is_native
+from infinilm.layers.formats import DENSE, FORMATS, LayerOptions, WeightFormats, below, is_native
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.moe import Experts
@@ -259,7 +259,8 @@ class Decoder(nn.Module):
             name: shard.matrix if isinstance(shard, PackedShard) else shard.tensor.detach().numpy()
             for name, shard in targets.items()
         }
-        is_other = any(isinstance(shard, PackedShard) and not is_native(shard) for shard in targets.values())
+        quantised = [shard for shard in targets.values() if isinstance(shard, PackedShard)]
+        is_other = any(not is_native(shard) or shard.matrix.format not in FORMATS for shard in quantised)
         if is_other or not are_packed(weights):
             return None
         rotaries = {layer: _to_native(rotary) for layer, rotary in self.rotaries.items()}

@@ -170,7 +170,8 @@ def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
             continue
         format = formats.by_name.get(name)
         if format not in FORMATS or shape[1] % FORMATS[format].block_columns:
-            return f"dense weights, such as {name} (quantization='q8' makes them quantised),"
+            kind = "dense weights" if format is None else "8-bit floats"
+            return f"{kind}, such as {name} (quantization='q8' makes them Q8_0),"
     return None
 
 

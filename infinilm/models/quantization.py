@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1", "int4": "Q4_0"}
 """The format of each setting, except for the embedding and the head, and for `_DEVICE_FORMATS`."""
 _DEVICE_FORMATS = {"fp8": GroupedFormat(8, None, "F32"), "int4": GroupedFormat(4, 128, "F16")}
-"""On a GPU. Rows that are not whole groups have smaller ones."""
+"""On a GPU, and 8-bit floats on a CPU, too. Rows that are not whole groups have smaller ones."""
 OUTER_FORMAT = "Q8_0"
 """Of the embedding and the head, where rounding errors cost most. With fp8 they are 8-bit floats."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -56,8 +56,10 @@ def choose_formats(
 
 def check_has_short(formats: WeightFormats, activation_bits: int, device: "torch.device | HostDevice") -> None:
     """Refuse 8-bit activations where nothing would have them."""
-    if activation_bits != 16 and not (formats.is_native and formats.by_name):
-        here = "the matrices are dense" if device.type == "cpu" else f"the model runs on {device}"
+    has_blocks = formats.is_native and any(format in FORMATS for format in formats.by_name.values())
+    if activation_bits != 16 and not has_blocks:
+        kept = "are 8-bit floats" if formats.by_name else "are dense"
+        here = f"the matrices {kept}" if device.type == "cpu" else f"the model runs on {device}"
         raise InvalidValueError(
             f"activation_bits={activation_bits} is for quantised matrices on a CPU, which the native library "
             f"multiplies, and here {here}; use a GGUF file or quantization='q8' with device='cpu', or "
@@ -80,13 +82,14 @@ def _find_formats(
     inexact: Counter[str] = Counter()
     shapes = checkpoint.shapes()
     for name, stored in checkpoint.formats().items():
-        is_table = name == OUTER_NAMES[0] and not is_native  # which a GPU looks up dense
+        # A GPU looks the embedding up dense, and so does a CPU beside 8-bit floats.
+        is_table = name == OUTER_NAMES[0] and (not is_native or quantization == "fp8")
         packed = checkpoint.packed_format(name, is_native=is_native)
         if len(shapes[name]) != 2 or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
             continue
-        if packed in FORMATS or (packed is not None and GroupedFormat.parse(packed)):
+        if packed is not None and (packed in FORMATS or not (is_native and quantization in QUANTIZED_TO)):
             found[name] = packed
-            if is_native and stored in QUANTIZED_KINDS:
+            if packed in FORMATS and is_native and stored in QUANTIZED_KINDS:
                 exact[stored, packed] += 1
         elif quantization is not None:
             found[name] = _format_of(name, shapes[name][1], quantization, is_native=is_native)
@@ -111,7 +114,7 @@ def _find_formats(
 
 def _format_of(name: str, columns: int, quantization: str, *, is_native: bool) -> str:
     """The format that a dense matrix is quantised to."""
-    device = None if is_native else _DEVICE_FORMATS.get(quantization)
+    device = None if is_native and quantization != "fp8" else _DEVICE_FORMATS.get(quantization)
     if name in OUTER_NAMES and quantization != "fp8":
         return OUTER_FORMAT
     if device is None:
@@ -148,8 +151,6 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
 def _check_quantization(model_type: str, quantization: str, dtype: str, device: "torch.device | HostDevice") -> None:
     """Refuse settings under which nothing can be quantised."""
     asked = f"quantization={quantization!r}"
-    if device.type == "cpu" and quantization not in QUANTIZED_TO:
-        raise InvalidValueError(f"{asked} is for GPUs: the native library has no 8-bit floats; use quantization='q8'")
     if device.type == "cpu" and dtype not in ("auto", "float32"):
         raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")
     if not keeps_quantized(model_type):

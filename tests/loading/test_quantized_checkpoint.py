@@ -99,7 +99,6 @@ def test_checkpoints_of_the_benchmarks_are_as_the_library_writes_them(name: str)
         ("compressed-int4-zeros", "Q5_0"),
         ("compressed-int4-rows", "Q4_0"),
         ("gptq-order", None),
-        ("fp8-tensor", None),
     ],
 )
 def test_blocks_of_the_native_library_have_the_same_values(written: Written, name: str, format: str | None) -> None:

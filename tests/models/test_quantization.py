@@ -79,12 +79,19 @@ def test_plain_matrices_are_quantised_if_asked_for(plain: Checkpoint) -> None:
     outer = {"model.embed_tokens.weight", "lm_head.weight"}
     assert {name for name, format in formats.items() if format == "Q8_0"} == outer
     assert set(formats.values()) == {"Q8_0", "Q4_1"}
+    formats = choose_formats(plain, "llama", **{**SETTINGS, "quantization": "fp8"}).by_name
+    assert set(formats.values()) == {"FP8 row F32"}
+    assert "lm_head.weight" in formats
+    assert "model.embed_tokens.weight" not in formats
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "fp8"}, "quantization='fp8' is for GPUs: .* no 8-bit floats; use quantization='q8'"),
+        (
+            {"dtype": "float16", "quantization": "fp8"},
+            "quantization='fp8' computes in float32, and dtype='float16'; use dtype='auto'",
+        ),
         ({"dtype": "bfloat16"}, "quantization='q8' computes in float32, and dtype='bfloat16'; use dtype='auto'"),
     ],
 )

@@ -1,61 +1,107 @@
-"""Products of float32 matrices against torch; and that a row's result depends on nothing but the row."""
+"""Products with matrices of floats against torch; and that a row's result depends on nothing but the row."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from infinilm.kernels.native import arrays_of
+
 # Outputs: whole tiles, some vectors, less than one; inputs: several runs, a part of one, an odd number.
 SHAPES = [(576, 192), (130, 100), (7, 5), (48, 1)]
 ROW_COUNTS = [1, 2, 5, 6, 7, 23, 24, 25, 200]
+TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
 
-def make_product(num_rows: int, num_inputs: int, num_outputs: int, *, is_table: bool) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(num_inputs)
-    x = torch.randn(num_rows, num_inputs, generator=generator)
-    weight = torch.randn(num_inputs, num_outputs, generator=generator)
-    return x, weight.t().contiguous() if is_table else weight
+@dataclass
+class Matrix:
+    """Of so many inputs and outputs."""
+
+    stored: Tensor
+    values: Tensor  # float64 [in, out]
+    is_table: bool = False
+    scales: Tensor | None = None
+
+    @classmethod
+    def make(
+        cls, shape: tuple[int, int], dtype: torch.dtype, *, is_table: bool = False, num_groups: int = 1
+    ) -> "Matrix":
+        generator = torch.Generator().manual_seed(shape[0])
+        stored = torch.randn(*shape, generator=generator).to(dtype)
+        values, scales = stored.double(), None
+        if dtype == torch.float8_e4m3fn:
+            scales = torch.rand(num_groups, shape[1], generator=generator) + 0.5
+            values *= scales.double().repeat_interleave(shape[0] // num_groups, 0)
+            stored = stored.view(torch.uint8)
+        return cls(stored.t().contiguous() if is_table else stored, values, is_table, scales)
+
+    def product(self, native: Any, x: Tensor) -> Tensor:
+        out = torch.full((len(x), self.values.shape[1]), torch.nan)
+        native.multiply_dense(*arrays_of(x.contiguous(), self.stored, out), self.is_table, *arrays_of(self.scales))
+        return out
 
 
-def multiply(native: Any, x: Tensor, weight: Tensor, *, is_table: bool, start: float = 0.0) -> Tensor:
-    out = torch.full((len(x), weight.shape[0 if is_table else 1]), start)
-    native.multiply_dense(x.contiguous(), weight, out, True, is_table)
-    return out
+def matrices(shape: tuple[int, int]) -> list[Matrix]:
+    """Of all types, scales and layouts that a shape can have."""
+    found = [Matrix.make(shape, dtype) for dtype in TYPES]
+    found += [Matrix.make(shape, dtype, is_table=True) for dtype in TYPES[:-1]]
+    found += [Matrix.make(shape, TYPES[-1], num_groups=count) for count in (2, 3, 18) if shape[0] % (32 * count) == 0]
+    return found
 
 
-@pytest.mark.parametrize("is_table", [False, True])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_products_equal_torch(native: Any, num_inputs: int, num_outputs: int, is_table: bool) -> None:
-    x, weight = make_product(max(ROW_COUNTS), num_inputs, num_outputs, is_table=is_table)
-    expected = x.double() @ (weight.t() if is_table else weight).double()
-    for num_rows in ROW_COUNTS:
-        product = multiply(native, x[:num_rows], weight, is_table=is_table, start=2.0)
-        torch.testing.assert_close(product.double(), expected[:num_rows] + 2, rtol=1e-5, atol=1e-4)
-    product = torch.full((len(x), num_outputs), torch.nan)
-    native.multiply_dense(x, weight, product, False, is_table)
-    torch.testing.assert_close(product.double(), expected, rtol=1e-5, atol=1e-4)
-    assert multiply(native, x[:0], weight, is_table=is_table).shape == (0, num_outputs)
+def make_rows(num_inputs: int) -> Tensor:
+    return torch.randn(max(ROW_COUNTS), num_inputs, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("is_table", [False, True])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), SHAPES)
-def test_a_row_does_not_depend_on_others_or_threads(
-    native: Any, num_inputs: int, num_outputs: int, is_table: bool
-) -> None:
-    x, weight = make_product(max(ROW_COUNTS), num_inputs, num_outputs, is_table=is_table)
-    together = multiply(native, x, weight, is_table=is_table)
-    for num_rows in ROW_COUNTS:
-        first = max(ROW_COUNTS) - num_rows
-        assert multiply(native, x[first:], weight, is_table=is_table).equal(together[first:]), num_rows
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_equal_torch(native: Any, shape: tuple[int, int]) -> None:
+    x = make_rows(shape[0])
+    for matrix in matrices(shape):
+        expected = x.double() @ matrix.values
+        for num_rows in ROW_COUNTS:
+            product = matrix.product(native, x[:num_rows])
+            torch.testing.assert_close(product.double(), expected[:num_rows], rtol=1e-5, atol=1e-4)
+        assert matrix.product(native, x[:0]).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_depend_on_others_or_threads(native: Any, shape: tuple[int, int]) -> None:
+    x = make_rows(shape[0])
     before = native.num_threads()
-    try:
-        for num_threads in (1, 3):
-            native.set_num_threads(num_threads)
-            for num_rows in (1, 24, max(ROW_COUNTS)):
-                assert multiply(native, x[:num_rows], weight, is_table=is_table).equal(together[:num_rows])
-    finally:
-        native.set_num_threads(before)
+    for matrix in matrices(shape):
+        together = matrix.product(native, x)
+        for num_rows in ROW_COUNTS:
+            first = max(ROW_COUNTS) - num_rows
+            assert matrix.product(native, x[first:]).equal(together[first:]), num_rows
+        try:
+            for num_threads in (1, 3):
+                native.set_num_threads(num_threads)
+                for num_rows in (1, 24, max(ROW_COUNTS)):
+                    assert matrix.product(native, x[:num_rows]).equal(together[:num_rows])
+        finally:
+            native.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_table", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_types_of_16_bits_have_the_bits_of_their_values_in_float32(
+    native: Any, dtype: torch.dtype, is_table: bool
+) -> None:
+    matrix = Matrix.make((130, 100), dtype, is_table=is_table)
+    wide = Matrix(matrix.stored.float(), matrix.values, is_table)
+    x = make_rows(130)
+    for num_rows in ROW_COUNTS:
+        assert matrix.product(native, x[:num_rows]).equal(wide.product(native, x[:num_rows]))
+
+
+def test_all_8_bit_floats(native: Any) -> None:
+    """But for NaN, which codes 127 and 255 are."""
+    codes = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    matrix = Matrix(codes.unsqueeze(0), torch.empty(1, len(codes)), scales=torch.ones(1, len(codes)))
+    product = matrix.product(native, torch.ones(1, 1))
+    assert product[0].equal(codes.view(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
@@ -76,11 +122,22 @@ def test_activations(native: Any, name: str) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused(native: Any) -> None:
-    x, weight = torch.ones(2, 3), torch.ones(3, 4)
+    x, weight, out = torch.ones(2, 32), torch.ones(32, 4), torch.ones(2, 4)
     for wrong in (torch.ones(2, 3), torch.ones(1, 4)):
         with pytest.raises(ValueError, match=r"out \[T, out\]"):
-            native.multiply_dense(x, weight, wrong, False)
+            native.multiply_dense(x, weight, wrong)
     with pytest.raises(ValueError, match=r"weight \[in, out\]"):
-        native.multiply_dense(x, weight, torch.ones(2, 4), False, True)
-    with pytest.raises(TypeError):
-        native.multiply_dense(x, weight.double(), torch.ones(2, 4), False)
+        native.multiply_dense(x, weight, out, True)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        native.multiply_dense(x, torch.ones(4, 32).t(), out)
+    with pytest.raises(ValueError, match="two dimensions"):
+        native.multiply_dense(x, torch.ones(32), out)
+    with pytest.raises(ValueError, match="floats must be float32"):
+        native.multiply_dense(x, weight.double(), out)
+    codes = torch.zeros(32, 4, dtype=torch.uint8)
+    for matrix, scales in ((codes, None), (weight, torch.ones(1, 4))):
+        with pytest.raises(ValueError, match="8-bit floats, and no other types"):
+            native.multiply_dense(x, matrix, out, False, scales)
+    for scales in (torch.ones(1, 3), torch.ones(2, 4), torch.ones(3, 4), torch.ones(0, 4)):
+        with pytest.raises(ValueError, match=r"scales must be \[groups, out\]"):
+            native.multiply_dense(x, codes, out, False, scales)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from infinilm.distributed.group import CommunicationGroup
     from infinilm.distributed.grouped import GroupedFormat
     from infinilm.layers.formats.dense import DenseWeight
+    from infinilm.layers.formats.float8 import Float8Weight
     from infinilm.layers.formats.gguf import GGUFWeight
     from infinilm.layers.formats.rounded import RoundedWeight
     from infinilm.layers.formats.tiled import TiledWeight
@@ -23,6 +24,7 @@ __all__ = [
     "DENSE",
     "FORMATS",
     "DenseWeight",
+    "Float8Weight",
     "GGUFWeight",
     "LayerOptions",
     "MatrixOutline",
@@ -37,6 +39,7 @@ __all__ = [
 
 _FILES = {
     "DenseWeight": "dense",
+    "Float8Weight": "float8",
     "GGUFWeight": "gguf",
     "RoundedWeight": "rounded",
     "TiledWeight": "tiled",
@@ -54,7 +57,7 @@ def __getattr__(name: str) -> Any:  # what needs torch is imported when it is as
 class WeightFormats:
     """In which formats matrices are to stay quantised, by their names in a checkpoint.
 
-    They are `FORMATS`, and on a GPU those that `GroupedFormat` names.
+    They are `FORMATS`, and those that `GroupedFormat` names: all of them on a GPU, 8-bit floats on a CPU.
     """
 
     by_name: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class WeightFormats:
     is_ordered: bool = False
     """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
     is_native: bool = True
-    """Whether the native library keeps matrices in `FORMATS`, or a device does."""
+    """Whether the native library multiplies matrices, or a device does."""
     activation_bits: int = 16
     """Of what the native library multiplies matrices with; see `bits_of`."""
 
@@ -91,14 +94,20 @@ class WeightFormats:
 
     def find_grouped(self, names: Sequence[str], columns: ShardRange) -> str | None:
         """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
+        name = self._find_common(names, columns)
+        if name is None or name in FORMATS:
+            return None
+        if self.is_native:
+            return name
         from infinilm.layers.formats.tiled import tile_format
 
-        name = self._find_common(names, columns)
-        return name if name is not None and name not in FORMATS and tile_format(name).has_tiles else None
+        return name if tile_format(name).has_tiles else None
 
     def find_of_experts(self, names: Sequence[str], columns: ShardRange) -> str | None:
-        """The format in which a device keeps all of these experts; None if they have none, or several, or it has their
-        inputs in another order."""
+        """The format in which a device, or a CPU if it is none of `FORMATS`, keeps all of these experts.
+
+        None if they have none, or several, or their inputs are in another order.
+        """
         from infinilm.distributed.grouped import GroupedFormat
 
         name = self._find_common(names, columns)
@@ -109,7 +118,7 @@ class WeightFormats:
         from infinilm.distributed.grouped import GroupedFormat
 
         (name, *others) = {self.by_name.get(self.prefix + name) for name in names}
-        if name is None or others or self.is_native:
+        if name is None or others:
             return None
         grouped = GroupedFormat.parse(name)
         if grouped is not None and grouped.order and columns.length < columns.full:
@@ -136,6 +145,7 @@ class WeightFormats:
         If all can stay quantised they do; otherwise all are dense. This is where a format is chosen.
         """
         from infinilm.layers.formats.dense import DenseWeight
+        from infinilm.layers.formats.float8 import Float8Weight
         from infinilm.layers.formats.gguf import GGUFWeight
         from infinilm.layers.formats.rounded import RoundedWeight, can_round
         from infinilm.layers.formats.tiled import TiledWeight
@@ -144,10 +154,12 @@ class WeightFormats:
         if found and self.is_native:
             bits = self.bits_of(self.prefix + names[0])
             return GGUFWeight(found, rows, columns.length, device, self.find_matrices(names), activation_bits=bits)
+        if grouped and self.is_native and not is_table:
+            return Float8Weight(grouped, rows, columns.length, device=device)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "is_ordered": self.is_ordered}
         if grouped and not is_table and not self.is_ordered and can_round(grouped, rows, columns.length, dtype, device):
             return RoundedWeight(grouped, rows, columns.length, dtype=dtype, device=device)
-        if (found or grouped) and not is_table:
+        if (found or grouped) and not is_table and not self.is_native:
             return TiledWeight(found or [str(grouped)] * len(rows), rows, columns.length, **options)
         return DenseWeight(rows, columns.length, is_table=is_table, **options)
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from infinilm.distributed.shard import Shard, ShardRange, WeightShard
-from infinilm.kernels.experts_torch import mix_experts_torch
+from infinilm.kernels.experts_torch import gate_torch, mix_each, mix_experts_torch
 from infinilm.kernels.invariant import is_native
 from infinilm.kernels.native import arrays_of, load_library
 from infinilm.kernels.routing import ClampedGate, Gate, native_gate
 from infinilm.kernels.support import has_kernels
+from infinilm.layers.formats.float8 import Float8Weight
 from infinilm.layers.formats.gguf import GGUFWeight
 from infinilm.layers.formats.lines import Lines
 
@@ -163,6 +164,55 @@ class UnpackedExperts(nn.Module):
             matrices = [self.gate_up.dequantized().view(len(down), -1, down.shape[1]), down]
         mixed: Tensor = mix(x, ids, weights, *matrices, residual, **options)
         return mixed
+
+
+class Float8Experts(nn.Module):
+    """See `ExpertWeights`: 8-bit floats on a CPU. Those of an expert that no row chose are not read."""
+
+    def __init__(
+        self,
+        formats: tuple[str, str],
+        num_experts: int,
+        hidden_size: int,
+        expert_size: int,
+        *,
+        gate: Gate,
+        device: torch.device | str,
+    ) -> None:
+        """`formats` are those of all gates and ups, and of all downs. There are no biases."""
+        super().__init__()
+        self._gate = gate
+        sizes = [expert_size, expert_size]
+        self.gate_ups = nn.ModuleList(
+            Float8Weight(formats[0], sizes, hidden_size, device=device) for _ in range(num_experts)
+        )
+        self.downs = nn.ModuleList(
+            Float8Weight(formats[1], [hidden_size], expert_size, device=device) for _ in range(num_experts)
+        )
+
+    def _pairs(self) -> list[tuple[Float8Weight, Float8Weight]]:
+        return cast(list[tuple[Float8Weight, Float8Weight]], list(zip(self.gate_ups, self.downs, strict=True)))
+
+    @property
+    def num_bytes(self) -> int:
+        """See `ExpertWeights`."""
+        return sum(weight.nbytes for weight in self.parameters())
+
+    def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
+        """See `ExpertWeights`."""
+        return [
+            [*gate_up.shards([inner, inner], hidden), *down.shards([hidden], inner)] for gate_up, down in self._pairs()
+        ]
+
+    def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+        """See `ExpertWeights`."""
+        experts = self._pairs()
+
+        def compute(expert: int, x: Tensor) -> Tensor:
+            gate_up, down = experts[expert]
+            return down.multiply(gate_torch(gate_up.multiply(x), self._gate))
+
+        return mix_each(x, ids, weights, compute, residual)
 
 
 def _halves(lines: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
