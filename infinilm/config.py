@@ -67,7 +67,8 @@ class Config:
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU. Others by name, see `docs/devices.md`."""
     dtype: str = "auto"
-    """auto: float32 on a CPU, the checkpoint's own elsewhere. Any other: a CPU converts quantised weights to it."""
+    """auto: float32 on a CPU, with matrices of 16 bits kept as they are; the checkpoint's own elsewhere. Any other: a
+    CPU converts weights to it, quantised ones too."""
     quantization: str | None = None
     """How matrices are stored. None: as in the checkpoint, see `docs/quantization.md`; on a CPU quantised ones stay so
     if `dtype` is auto. fp8, int4, q8, q4: dense matrices are quantised while they are read. none: all are
@@ -84,7 +85,7 @@ class Config:
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
     """Give a request the same tokens and log-probabilities, bit for bit, whatever else the engine computes and however
-    it divides the work. None: where that costs little, which is on a CPU unless dense weights have 16 bits, and for a
+    it divides the work. None: where that costs little, which is on a CPU unless `dtype` has 16 bits, and for a
     dense model of about 7 billion parameters or more on a Hopper GPU (`docs/determinism.md`). What is met:
     `LLM.stats().guarantee`."""
     attention_backend: str = "auto"

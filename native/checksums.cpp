@@ -2,9 +2,11 @@
 // machine: `make aarch64` compares those of an emulated aarch64 with this machine's. Not a part of the module.
 #include <cstdio>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "decoder.h"
+#include "dense.h"
 #include "dispatch.h"
 #include "half.h"
 
@@ -63,6 +65,22 @@ void check_products(const Format& format, int bits) {
     }
 }
 
+// Random bits, but for those of large numbers and NaN.
+void check_float_products(FloatType type, int bytes) {
+    constexpr int kInputs = 130, kOutputs = 37;
+    std::vector<uint8_t> weight(size_t(kInputs) * kOutputs * bytes);
+    for (size_t i = 0; i < weight.size(); ++i) weight[i] = uint8_t(random_bits() & (i % bytes == size_t(bytes) - 1 ? 0xb7 : 0xff));
+    const std::vector<float> scales(kOutputs, 0.75f);
+    for (int rows : {1, 5, 64}) {
+        const std::vector<float> x = random_floats(size_t(rows) * kInputs);
+        std::vector<float> out(size_t(rows) * kOutputs);
+        FloatProduct product{x.data(), weight.data(), type, out.data(), rows, kInputs, kOutputs, false};
+        if (type == FloatType::kFloat8) product.scales = scales.data(), product.group = kInputs;
+        multiply_dense(product);
+        print("floats", bytes, out);
+    }
+}
+
 void check_attention(int head_dim) {
     constexpr int kHeads = 4, kKeyHeads = 2, kBlock = 16, kBlocks = 5, kTokens = 70;
     std::vector<float> cache = random_floats(size_t(kBlocks) * kBlock * 2 * kKeyHeads * head_dim);
@@ -109,6 +127,9 @@ int main() {
     for (int bits : {16, 8}) {
         for (const infinilm::Format& format : infinilm::kFormats) infinilm::check_products(format, bits);
     }
+    const std::pair<infinilm::FloatType, int> types[] = {{infinilm::FloatType::kFloat32, 4}, {infinilm::FloatType::kFloat16, 2},
+                                                         {infinilm::FloatType::kBFloat16, 2}, {infinilm::FloatType::kFloat8, 1}};
+    for (const auto& [type, bytes] : types) infinilm::check_float_products(type, bytes);
     for (int head_dim : {64, 80, 128}) infinilm::check_attention(head_dim);
     for (int dim : {32, 128}) infinilm::check_delta_rule(dim);
     for (int rank : {48, 512}) infinilm::check_latents(rank);

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16")  # types whose memory needs are compared …
 QUANTIZED = "quantised"  # … with those of weights kept as they are stored
+HALVES = "16-bit weights"  # … with those of dense weights kept so on a CPU, which computes in float32
 
 
 def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str, Any]:
@@ -163,9 +164,10 @@ def _describe_guarantee(
 def _is_ordered(checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int) -> bool:
     """Whether sums have one order by default, if the native library attends on a CPU."""
     if device == "cpu":
+        from infinilm.kernels.native import has_vectors
         from infinilm.models.registry import keeps_quantized
 
-        return keeps_quantized(config.model_type)
+        return keeps_quantized(config.model_type) and has_vectors()
     import torch
 
     from infinilm.models.auto import make_choices
@@ -217,11 +219,13 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
     # By name: the compute dtype, the cache dtype, and the bytes of the weights.
     dtypes = {name: _find_dtype(name, device) for name in DTYPES}
     kinds = {name: (dtype, dtype, num_parameters * dtype.itemsize) for name, dtype in dtypes.items()}
-    formats = choose_formats(checkpoint, model_config.model_type, quantization=None, dtype="auto", device=device)
-    if formats.by_name:
-        names = ("float32", "float16") if device.type == "cpu" else ("bfloat16", "bfloat16")
+    settings: Any = {"quantization": None, "dtype": "auto", "device": device, "keeps_halves": True}
+    formats = choose_formats(checkpoint, model_config.model_type, **settings)
+    if formats.by_name or formats.halves:
+        names = ("float32", "float16" if formats.by_name else "float32")
+        names = names if device.type == "cpu" else ("bfloat16", "bfloat16")
         weight_bytes = _weigh_quantized(model_config, formats, names[0], device)
-        kinds[QUANTIZED] = (*(_find_dtype(name, device) for name in names), weight_bytes)
+        kinds[QUANTIZED if formats.by_name else HALVES] = (*(_find_dtype(name, device) for name in names), weight_bytes)
     for name, (dtype, kv_dtype, weight_bytes) in kinds.items():
         token_bytes = context_bytes(model_config, 2, kv_dtype) - context_bytes(model_config, 1, kv_dtype)
         workspace_bytes = estimate_workspace(config, model_config, dtype, device, max_model_len=max_len).total(max_len)
@@ -382,7 +386,7 @@ def _memory_table(facts: dict[str, Any]) -> "Table":
     from infinilm.executor.memory import format_bytes
 
     needs, context = facts["memory"], facts["max_context_len"]
-    kinds = [name for name in (*DTYPES, QUANTIZED) if name in needs]
+    kinds = [name for name in (*DTYPES, QUANTIZED, HALVES) if name in needs]
     table = make_table("memory", *kinds)
     rows = {
         "weights": "weight_bytes",

@@ -63,7 +63,7 @@ _ENGINE_OPTIONS = {
     "deterministic": _engine_option(
         bool,
         "Give a request the same answer, bit for bit, whatever else is computed. Default: where that costs little: "
-        "on a CPU unless dense weights have 16 bits; for dense models of 7 billion parameters or more on a Hopper GPU.",
+        "on a CPU unless dtype has 16 bits; for dense models of 7 billion parameters or more on a Hopper GPU.",
         "--deterministic/--no-deterministic",
     ),
     "max_model_len": _engine_option(int, "Most tokens of prompt and answer together. Default: the checkpoint's."),

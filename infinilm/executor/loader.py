@@ -163,6 +163,7 @@ def _choose_run(checkpoint: Checkpoint, config: Config, model_config: ModelConfi
             dtype=config.dtype,
             device=HOST,
             activation_bits=config.activation_bits,
+            keeps_halves=True,
         )
         reason = why_not_alone(model_config, formats)
     if reason is not None:
@@ -204,8 +205,9 @@ def _with_torch(
 ) -> _Run:
     tp_size, num_stages = distributed.tp_size, distributed.pp_size
     devices = select_devices(config.device, distributed, executor=config.executor)
-    settings = {name: getattr(config, name) for name in MODEL_SETTINGS}
-    choices = make_choices(model_config, checkpoint, devices[0], tp_size, formats=formats, **settings)
+    settings: dict[str, Any] = {name: getattr(config, name) for name in MODEL_SETTINGS}
+    settings |= {"formats": formats, "keeps_halves": True}
+    choices = make_choices(model_config, checkpoint, devices[0], tp_size, **settings)
     return _Run(
         devices[0],
         choices.dtype,

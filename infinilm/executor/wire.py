@@ -57,6 +57,7 @@ def handle_call(worker: RankWorker, command: Command, message: Message) -> Messa
                 source if isinstance(source, int) else Path(source),
                 WeightFormats(
                     values["formats"],
+                    halves=values["halves"],
                     is_ordered=values["is_ordered"],
                     is_native=values["is_native"],
                     activation_bits=values["activation_bits"],
@@ -102,6 +103,7 @@ def _write_load(config: ModelConfig, max_len: int, source: Path | int, formats: 
             "max_len": max_len,
             "source": source if isinstance(source, int) else str(source.absolute()),
             "formats": dict(formats.by_name),
+            "halves": dict(formats.halves),
             "is_ordered": formats.is_ordered,
             "is_native": formats.is_native,
             "activation_bits": formats.activation_bits,

@@ -62,6 +62,12 @@ def _load_build(path: str) -> ModuleType:
     return module
 
 
+def has_vectors() -> bool:
+    """Whether the library has instructions here, AVX2 at least, with which it multiplies floats as fast as torch."""
+    library = load()
+    return library is not None and library.instruction_set() != "generic"
+
+
 def load_library() -> Any:
     """The native library, or an error where it is not installed."""
     library = load()

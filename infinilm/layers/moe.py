@@ -58,7 +58,8 @@ class Experts(nn.Module):
         elif kinds and not names.has_biases:
             self.matrix = Float8Experts(kinds, *sizes, gate=gate, device=options["device"])
         else:
-            self.matrix = DenseExperts(*sizes, **how, is_ordered=formats.is_ordered)
+            half = formats.find_half([name for names in self._tensor_names() for name in names])
+            self.matrix = DenseExperts(*sizes, **how, is_ordered=formats.is_ordered, half=half)
 
     def _common_formats(self, formats: WeightFormats) -> tuple[str, str] | None:
         """The formats of gate and up, and of down, if those of all experts are kept in one."""

@@ -12,6 +12,7 @@ from infinilm.cache.specs import LatentSpec, StateSpec
 from infinilm.checks import check_choice
 from infinilm.distributed.shard import WeightShard
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
+from infinilm.kernels.native import has_vectors
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, WeightFormats, is_native
 from infinilm.loading.sources import find_source, resolve
@@ -115,10 +116,12 @@ def make_choices(
     kv_cache_dtype: str = "auto",
     deterministic: bool | None = None,
     formats: WeightFormats | None = None,
+    keeps_halves: bool = False,
 ) -> ModelChoices:
     """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
 
-    `formats` are those of matrices, if they were chosen before. Without a checkpoint weights are random, and dense.
+    `formats` are those of matrices, if they were chosen before; for `keeps_halves` see `choose_formats`. Without a
+    checkpoint weights are random, and dense.
     """
     chosen = choose_dtype(dtype, config, device)
     if checkpoint is not None:
@@ -130,6 +133,7 @@ def make_choices(
             dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
             device=device,
             activation_bits=activation_bits,
+            keeps_halves=keeps_halves,
         )
         outline = check_fits(checkpoint, config, chosen, num_ranks, formats)
         note_dense(outline.weight_targets(), formats)
@@ -150,7 +154,7 @@ def make_choices(
         is_ordered = is_usual and _orders_cheaply(config, outline, chosen, device)
     else:
         is_ordered = deterministic and (device.type == "cpu" or has_kernels(device))
-    prefers_native = is_quantized or (is_ordered and device.type == "cpu")
+    prefers_native = is_quantized or (device.type == "cpu" and (is_ordered or bool(formats.halves)))
     attention = select_attention(attention_backend, config, device, prefers_native=prefers_native)
     kv_dtype = select_kv_dtype(kv_cache_dtype, device, chosen, is_half=is_quantized and attention == "native")
     return ModelChoices(chosen, replace(formats, is_ordered=is_ordered), outline, attention, kv_dtype)
@@ -165,7 +169,7 @@ def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dt
     import torch
 
     if device.type == "cpu":
-        is_known = dtype == torch.float32 and keeps_quantized(config.model_type)
+        is_known = dtype == torch.float32 and keeps_quantized(config.model_type) and has_vectors()
         return is_known and select_attention("auto", config, device, prefers_native=True) == "native"
     is_known = (
         has_kernels(device)

@@ -256,7 +256,7 @@ class Decoder(nn.Module):
             return None
         targets = {name: shard for name, shard in self.weight_targets().items() if name not in (EMBEDDING, HEAD)}
         weights = {
-            name: shard.matrix if isinstance(shard, PackedShard) else shard.tensor.detach().numpy()
+            name: shard.matrix if isinstance(shard, PackedShard) else native.arrays_of(shard.tensor)[0]
             for name, shard in targets.items()
         }
         quantised = [shard for shard in targets.values() if isinstance(shard, PackedShard)]

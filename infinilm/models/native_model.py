@@ -6,7 +6,6 @@ of such a family has the library compute its layers in the same way while no hoo
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -28,7 +27,7 @@ from infinilm.models.latent import DeepseekV3Config
 from infinilm.models.native_delta_net import build_delta_net, delta_net_shapes, is_recurrent, why_no_delta_net
 from infinilm.models.native_gemma4 import LayerInputs, build_gemma4_layer, gemma4_shapes
 from infinilm.models.native_latent import EXPANSION, build_latents, latent_shapes, why_no_latents
-from infinilm.models.quantization import ROUTERS
+from infinilm.models.quantization import is_router
 from infinilm.models.registry import FAMILIES
 from infinilm.models.sparse import SparseConfig
 from infinilm.platforms import HOST
@@ -126,7 +125,7 @@ def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
 
 def _stays_dense(name: str) -> bool:
     """Whether a matrix is never quantised."""
-    return name.endswith(EXPANSION) or any(fnmatchcase(name, pattern) for pattern in ROUTERS)
+    return name.endswith(EXPANSION) or is_router(name)
 
 
 def is_described(config: ModelConfig, model_class: type) -> bool:

@@ -13,7 +13,7 @@ from infinilm.errors import InvalidValueError
 from infinilm.kernels import native
 from infinilm.layers.formats import DENSE, FORMATS, WeightFormats
 from infinilm.loading.checkpoint import Checkpoint
-from infinilm.loading.quantize import QUANTIZERS
+from infinilm.loading.quantize import PLAIN_TYPES, QUANTIZERS
 from infinilm.models.registry import keeps_quantized
 from infinilm.platforms import HostDevice
 
@@ -34,6 +34,7 @@ ROUTERS = (
     "*.shared_expert_gate.weight",
 )
 """Routers and gates of experts, which stay dense: they are small, and a rounding error chooses another expert."""
+HALVES = ("float16", "bfloat16")
 QUANTIZED_KINDS = ("FP8", "INT4", MXFP4)
 """What checkpoints with a `quantization_config` call the types of quantised matrices."""
 _MAX_LISTED = 8
@@ -47,11 +48,26 @@ def choose_formats(
     dtype: str,
     device: "torch.device | HostDevice",
     activation_bits: int = 16,
+    keeps_halves: bool = False,
 ) -> WeightFormats:
-    """The formats of all matrices that are to be quantised. The arguments are the engine's settings."""
+    """The formats of all matrices that are to be quantised. The arguments are the engine's settings.
+
+    If it `keeps_halves`, dense matrices of 16 bits have the checkpoint's type on a CPU, too, where float32 is computed
+    in. Their results have the same bits; but a weight that is replaced later is rounded.
+    """
     formats = _find_formats(checkpoint, model_type, quantization, dtype, device)
     check_has_short(formats, activation_bits, device)
+    is_auto = device.type == "cpu" and dtype == "auto"
+    if keeps_halves and is_auto and keeps_quantized(model_type) and native.has_vectors():
+        formats = replace(formats, halves=_find_halves(checkpoint))
     return replace(formats, activation_bits=activation_bits) if formats.by_name else formats
+
+
+def _find_halves(checkpoint: Checkpoint) -> dict[str, str]:
+    shapes = checkpoint.shapes()
+    stored = {name: PLAIN_TYPES.get(format) for name, format in checkpoint.formats().items()}
+    halves = {name: type for name, type in stored.items() if type in HALVES and len(shapes[name]) == 2}
+    return {name: type for name, type in halves.items() if not is_router(name)}
 
 
 def check_has_short(formats: WeightFormats, activation_bits: int, device: "torch.device | HostDevice") -> None:
@@ -85,7 +101,7 @@ def _find_formats(
         # A GPU looks the embedding up dense, and so does a CPU beside 8-bit floats.
         is_table = name == OUTER_NAMES[0] and (not is_native or quantization == "fp8")
         packed = checkpoint.packed_format(name, is_native=is_native)
-        if len(shapes[name]) != 2 or is_table or any(fnmatchcase(name, pattern) for pattern in ROUTERS):
+        if len(shapes[name]) != 2 or is_table or is_router(name):
             continue
         if packed is not None and (packed in FORMATS or not (is_native and quantization in QUANTIZED_TO)):
             found[name] = packed
@@ -110,6 +126,11 @@ def _find_formats(
     if found and is_native and native.load() is None:  # `load` has logged why
         return DENSE
     return WeightFormats(found, is_native=is_native)
+
+
+def is_router(name: str) -> bool:
+    """Whether a matrix is one of `ROUTERS`."""
+    return any(fnmatchcase(name, pattern) for pattern in ROUTERS)
 
 
 def _format_of(name: str, columns: int, quantization: str, *, is_native: bool) -> str:

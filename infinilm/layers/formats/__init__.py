@@ -69,6 +69,9 @@ class WeightFormats:
     """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
     is_native: bool = True
     """Whether the native library multiplies matrices, or a device does."""
+    halves: Mapping[str, str] = field(default_factory=dict)
+    """torch's names of the 16-bit types that dense matrices have in memory on a CPU, by name: those of the checkpoint,
+    while float32 is computed in."""
     activation_bits: int = 16
     """Of what the native library multiplies matrices with; see `bits_of`."""
 
@@ -126,6 +129,11 @@ class WeightFormats:
         format = FORMATS.get(name) or grouped
         return name if format is not None and _has_whole_blocks(columns, format) else None
 
+    def find_half(self, names: Sequence[str]) -> str | None:
+        """The 16-bit type of dense matrices that are multiplied as one; None if they have none, or several."""
+        found = {self.halves.get(self.prefix + name) for name in names}
+        return found.pop() if len(found) == 1 else None
+
     def find_matrices(self, names: Sequence[str]) -> list[Any] | None:
         """Those of these `names` that are there already; None: they are to be made."""
         return [self.matrices[self.prefix + name] for name in names] if self.matrices else None
@@ -161,7 +169,7 @@ class WeightFormats:
             return RoundedWeight(grouped, rows, columns.length, dtype=dtype, device=device)
         if (found or grouped) and not is_table and not self.is_native:
             return TiledWeight(found or [str(grouped)] * len(rows), rows, columns.length, **options)
-        return DenseWeight(rows, columns.length, is_table=is_table, **options)
+        return DenseWeight(rows, columns.length, is_table=is_table, half=self.find_half(names), **options)
 
 
 DENSE = WeightFormats()

@@ -25,7 +25,10 @@ STRIP = 64
 
 
 class DenseWeight(nn.Module):
-    """See `Weight`. A `is_table` is looked up by rows as well as multiplied with. `is_ordered`: see `WeightFormats`."""
+    """See `Weight`. A `is_table` is looked up by rows as well as multiplied with. `is_ordered`: see `WeightFormats`.
+
+    With a `half` the weight has that 16-bit type, and the native library makes float32 of it while it multiplies.
+    """
 
     def __init__(
         self,
@@ -36,11 +39,14 @@ class DenseWeight(nn.Module):
         device: torch.device | str,
         is_table: bool = False,
         is_ordered: bool = False,
+        half: str | None = None,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
+        """What is computed in."""
         self._firsts = [0, *accumulate(rows)]
         num_rows = self._firsts.pop()
-        self.is_native = is_ordered and is_native(device, dtype)
+        self.is_native = (is_ordered or half is not None) and is_native(device, dtype)
         """Whether the native library multiplies: in an order that depends neither on other rows nor on threads."""
         self._pads_rows = is_ordered and not self.is_native and torch.device(device).type == "cpu"
         self.is_piecewise = False
@@ -49,7 +55,8 @@ class DenseWeight(nn.Module):
         # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
         self._is_input_first = torch.device(device).type == "cpu" and not is_table
         shape = (columns, num_rows) if self._is_input_first else (num_rows, columns)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+        kept = dtype if half is None else getattr(torch, half)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=kept, device=device), requires_grad=False)
         self._matrix = self.weight if self._is_input_first else self.weight.t()  # [columns, rows]
         self._activation = SiluAndMul(device)
         self._max_kernel_rows = 0
@@ -71,11 +78,6 @@ class DenseWeight(nn.Module):
     def out_features(self) -> int:
         """Its rows."""
         return self._matrix.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What is computed in."""
-        return self.weight.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -155,4 +157,4 @@ class DenseWeight(nn.Module):
 
     def look_up(self, rows: Tensor) -> Tensor:
         """See `Weight`."""
-        return F.embedding(rows, self.weight)
+        return F.embedding(rows, self.weight).to(self.dtype)

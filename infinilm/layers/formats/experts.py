@@ -53,14 +53,15 @@ class DenseExperts(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         is_ordered: bool = False,
+        half: str | None = None,
     ) -> None:
         """Of the ranks that share experts only one `adds_last_bias`, that of down.
 
-        `is_ordered` is that of `WeightFormats`.
+        `is_ordered` and `half` are as for `DenseWeight`.
         """
         super().__init__()
         self._gate = gate
-        self.is_native = is_ordered and is_native(device, dtype)
+        self.is_native = (is_ordered or half is not None) and is_native(device, dtype)
         """Whether the native library multiplies."""
         # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
         is_input_first = torch.device(device).type == "cpu"
@@ -68,7 +69,8 @@ class DenseExperts(nn.Module):
 
         def stacked(rows: int, columns: int) -> nn.Parameter:
             shape = (num_experts, columns, rows) if is_input_first else (num_experts, rows, columns)
-            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+            kept = dtype if half is None else getattr(torch, half)
+            return nn.Parameter(torch.empty(shape, dtype=kept, device=device), requires_grad=False)
 
         self.gate_up, self.down = stacked(2 * expert_size, hidden_size), stacked(hidden_size, expert_size)
         gate_up, down = (weight.transpose(1, 2) if is_input_first else weight for weight in (self.gate_up, self.down))
