@@ -164,10 +164,9 @@ def _describe_guarantee(
 def _is_ordered(checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int) -> bool:
     """Whether sums have one order by default, if the native library attends on a CPU."""
     if device == "cpu":
-        from infinilm.kernels.native import has_vectors
-        from infinilm.models.registry import keeps_quantized
+        from infinilm.models.quantization import has_native_floats
 
-        return keeps_quantized(config.model_type) and has_vectors()
+        return has_native_floats(config.model_type)
     import torch
 
     from infinilm.models.auto import make_choices

@@ -12,7 +12,6 @@ from infinilm.cache.specs import LatentSpec, StateSpec
 from infinilm.checks import check_choice
 from infinilm.distributed.shard import WeightShard
 from infinilm.errors import CheckpointError, InfinilmError, InvalidTypeError, InvalidValueError
-from infinilm.kernels.native import has_vectors
 from infinilm.kernels.support import has_kernels
 from infinilm.layers.formats import DENSE, WeightFormats, is_native
 from infinilm.loading.sources import find_source, resolve
@@ -20,8 +19,8 @@ from infinilm.loading.weights import check_shapes
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
 from infinilm.models.native_model import weight_shapes, why_no_token_mixers
-from infinilm.models.quantization import check_has_short, choose_formats, note_dense
-from infinilm.models.registry import FAMILIES, create_model, keeps_quantized
+from infinilm.models.quantization import check_has_short, choose_formats, has_native_floats, note_dense
+from infinilm.models.registry import FAMILIES, create_model
 from infinilm.platforms import has_bfloat16, require_device, require_torch, select_indices, split_device
 from infinilm.sampling_params import MODEL_DEFAULTS, SamplingParams
 
@@ -169,7 +168,7 @@ def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dt
     import torch
 
     if device.type == "cpu":
-        is_known = dtype == torch.float32 and keeps_quantized(config.model_type) and has_vectors()
+        is_known = dtype == torch.float32 and has_native_floats(config.model_type)
         return is_known and select_attention("auto", config, device, prefers_native=True) == "native"
     is_known = (
         has_kernels(device)

@@ -57,8 +57,7 @@ def choose_formats(
     """
     formats = _find_formats(checkpoint, model_type, quantization, dtype, device)
     check_has_short(formats, activation_bits, device)
-    is_auto = device.type == "cpu" and dtype == "auto"
-    if keeps_halves and is_auto and keeps_quantized(model_type) and native.has_vectors():
+    if keeps_halves and device.type == "cpu" and dtype == "auto" and has_native_floats(model_type):
         formats = replace(formats, halves=_find_halves(checkpoint))
     return replace(formats, activation_bits=activation_bits) if formats.by_name else formats
 
@@ -98,16 +97,16 @@ def _find_formats(
     inexact: Counter[str] = Counter()
     shapes = checkpoint.shapes()
     for name, stored in checkpoint.formats().items():
-        # A GPU looks the embedding up dense, and so does a CPU beside 8-bit floats.
-        is_table = name == OUTER_NAMES[0] and (not is_native or quantization == "fp8")
+        is_table = name == OUTER_NAMES[0]  # which a GPU looks up dense
         packed = checkpoint.packed_format(name, is_native=is_native)
-        if len(shapes[name]) != 2 or is_table or is_router(name):
+        if len(shapes[name]) != 2 or (is_table and not is_native) or is_router(name):
             continue
-        if packed is not None and (packed in FORMATS or not (is_native and quantization in QUANTIZED_TO)):
-            found[name] = packed
+        is_grouped = packed is not None and GroupedFormat.parse(packed) is not None
+        if packed in FORMATS or (is_grouped and not (is_native and quantization in QUANTIZED_TO)):
+            found[name] = str(packed)
             if packed in FORMATS and is_native and stored in QUANTIZED_KINDS:
                 exact[stored, packed] += 1
-        elif quantization is not None:
+        elif quantization is not None and not (is_table and quantization == "fp8"):  # 8-bit floats are no table
             found[name] = _format_of(name, shapes[name][1], quantization, is_native=is_native)
         elif stored in QUANTIZED_KINDS:
             inexact[stored] += 1
@@ -126,6 +125,11 @@ def _find_formats(
     if found and is_native and native.load() is None:  # `load` has logged why
         return DENSE
     return WeightFormats(found, is_native=is_native)
+
+
+def has_native_floats(model_type: str) -> bool:
+    """Whether the native library multiplies a model's matrices of floats on this CPU by default."""
+    return keeps_quantized(model_type) and native.has_vectors()
 
 
 def is_router(name: str) -> bool:

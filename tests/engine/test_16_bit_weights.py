@@ -11,6 +11,7 @@ from packing import needs_native
 
 from infinilm import LLM, InferEngine, SamplingParams
 from infinilm.cli.info import collect_facts
+from infinilm.kernels import native
 
 pytestmark = needs_native
 
@@ -87,8 +88,7 @@ def test_the_low_level_engine_has_float32(tmp_path: Path) -> None:
 def test_without_vector_instructions_torch_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's products of floats are slow then."""
     path = write(tmp_path, "llama-gqa", torch.bfloat16)
-    for module in ("models.auto", "kernels.native"):
-        monkeypatch.setattr(f"infinilm.{module}.has_vectors", lambda: False)
+    monkeypatch.setattr(native, "has_vectors", lambda: False)
     assert collect_facts(path)["deterministic"] == "yes, with deterministic=True"
     with LLM(path, **SMALL) as llm:
         assert set(kept_in(llm).values()) == {torch.float32}
