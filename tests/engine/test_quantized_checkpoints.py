@@ -218,6 +218,7 @@ def test_formats_on_a_gpu(written: Written) -> None:
         checkpoint.close()
 
 
+@needs_native
 def test_info_knows_the_formats(written: Written) -> None:
     facts = collect_facts(written["fp8-blocks"][0])
     assert facts["runs"]
