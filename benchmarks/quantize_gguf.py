@@ -2,8 +2,8 @@
 
     python -m benchmarks.quantize_gguf SOURCE.gguf TYPE TARGET.gguf
 
-Metadata, the embedding, the head and the norms stay as they are. Rows that are not whole blocks of 256, as the K types
-need them, get the type that llama.cpp takes instead.
+Metadata, the embedding, the head and the norms stay as they are; with F16 and BF16 the norms alone. Rows that are not
+whole blocks of 256, as the K types need them, get the type that llama.cpp takes instead.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinilm.loading.gguf import GGML_TYPES, GGUFFile, GGUFTensorInfo
-from infinilm.loading.quantize import QUANTIZERS, dequantize
+from infinilm.loading.quantize import PLAIN_TYPES, QUANTIZERS, dequantize
 
 INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Of K types, for rows that are not whole blocks."""
@@ -117,13 +117,15 @@ WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": to_q4_k,
     "Q5_K": to_q5_k,
     "Q6_K": to_q6_k,
+    "F16": lambda x: _bytes(x.half()),
+    "BF16": lambda x: _bytes(x.bfloat16()),
 }
 """Each takes blocks `[n, block elements]` float32 and gives them as bytes, uint8 `[n, block bytes]`."""
 
 
 def type_for(name: str, shape: tuple[int, ...], asked: str) -> str | None:
     """The type that a tensor gets; None: its own."""
-    if len(shape) != 2 or name in OUTER:
+    if len(shape) != 2 or (name in OUTER and asked not in PLAIN_TYPES):
         return None
     return asked if shape[1] % TYPES[asked][1].block_elements == 0 else INSTEAD[asked]
 

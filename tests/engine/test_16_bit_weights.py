@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_reference, save
+from gguf_files import write_gguf
 from narrow import dense, present, worker_of
 from packing import needs_native
 
@@ -51,6 +52,17 @@ def test_results_have_the_bits_of_float32_weights(tmp_path: Path, kind: str, dty
         assert scores_of(llm) == found
     wide = {name for name, own in kept.items() if own != dtype}
     assert {name.split(".")[-2] for name in wide} <= {"gate", "router", "proj", "kv_b_proj"}, wide  # routers, latents
+
+
+@pytest.mark.parametrize("format", ["F16", "BF16"])
+def test_a_gguf_file(tmp_path: Path, format: str) -> None:
+    """Whose rows of queries and keys are in another order."""
+    path = write_gguf(make_reference("llama-tied"), tmp_path / "model.gguf", "llama", format)
+    with LLM(path, **SMALL) as llm:
+        assert set(kept_in(llm).values()) == {{"F16": torch.float16, "BF16": torch.bfloat16}[format]}
+        found = scores_of(llm)
+    with LLM(path, dtype="float32", **SMALL) as llm:
+        assert scores_of(llm) == found
 
 
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
