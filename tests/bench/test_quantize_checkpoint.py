@@ -14,7 +14,7 @@ from benchmarks.random_checkpoint import Q4_K, write
 from infinilm.loading.checkpoint import open_checkpoint
 
 NAME = "model.layers.1.mlp.down_proj.weight"
-ERRORS = {"Q4": 0.1, "Q5": 0.05, "Q6": 0.03, "Q8": 0.01}
+ERRORS = {"Q4": 0.1, "Q5": 0.05, "Q6": 0.03, "Q8": 0.01, "BF": 0.003, "F1": 0.0005}
 """The largest share of a matrix's norm that rounding may cost."""
 
 
