@@ -13,6 +13,7 @@ from torch import Tensor
 
 Floats: TypeAlias = Tensor | npt.NDArray[np.float32]
 Ints: TypeAlias = Tensor | npt.NDArray[np.int64]
+AnyFloats: TypeAlias = Tensor | npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8]
 Bytes: TypeAlias = Tensor | npt.NDArray[np.uint8]
 
 def instruction_set() -> str:
@@ -55,6 +56,10 @@ class Matrix:
     def dequantize(self, rows: Ints, out: Floats) -> None:
         """Some rows `[n]` as floats `[n, columns]`. Group scales of the K formats are rounded to float16."""
 
+def float_matrix(weight: AnyFloats, scales: Floats | None = None) -> Matrix:
+    """A matrix of floats `[in, out]` where it is, as `multiply_dense` takes it; lines may lie apart. `in` is a multiple
+    of 16. Rows that are multiplied with it are not rounded."""
+
 class Linear:
     """Matrices with as many columns, their results side by side."""
 
@@ -91,9 +96,12 @@ def score(x: Floats, weight: Floats, out: Floats) -> None:
 def activate(x: Floats, out: Floats, activation: str) -> None:
     """Silu or gelu_pytorch_tanh of `x` `[T, n]`, contiguous but for T, into `out`."""
 
+def rms_norm(x: Floats, weight: Floats, out: Floats, eps: float) -> None:
+    """`x / rms(x) * weight` of the rows of `x` `[T, n]`, contiguous but for T, into `out`."""
+
 def multiply_dense(
     x: Floats,
-    weight: Tensor | npt.NDArray[np.float32 | np.float16 | np.uint16 | np.uint8],
+    weight: AnyFloats,
     out: Floats,
     is_table: bool = False,
     scales: Floats | None = None,

@@ -74,9 +74,9 @@ void check_float_products(FloatType type, int bytes) {
     for (int rows : {1, 5, 64}) {
         const std::vector<float> x = random_floats(size_t(rows) * kInputs);
         std::vector<float> out(size_t(rows) * kOutputs);
-        FloatProduct product{x.data(), weight.data(), type, out.data(), rows, kInputs, kOutputs, false};
-        if (type == FloatType::kFloat8) product.scales = scales.data(), product.group = kInputs;
-        multiply_dense(product);
+        FloatMatrix matrix{weight.data(), type, kInputs, kOutputs, kOutputs};
+        if (type == FloatType::kFloat8) matrix.scales = scales.data(), matrix.scale_stride = kOutputs, matrix.group = kInputs;
+        multiply_dense({{{matrix, x.data(), rows, out.data(), kOutputs}}});
         print("floats", bytes, out);
     }
 }

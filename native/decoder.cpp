@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "dense.h"
 #include "dispatch.h"
 #include "threads.h"
 
@@ -24,7 +25,15 @@ Matrix::Matrix(const std::string& format, int rows, int columns, int activation_
     view_.data = memory_.get();
 }
 
-size_t Matrix::num_bytes() const { return view_.panels() * view_.format->panel_bytes(view_.columns); }
+Matrix::Matrix(const FloatMatrix& floats)
+    : view_{nullptr, floats.outputs, floats.inputs, nullptr, kPlainBits}, floats_(floats) {
+    if (floats.inputs % kLeastColumns != 0 || floats.is_table) {
+        throw std::invalid_argument("a matrix of floats must be [in, out], with a multiple of " +
+                                    std::to_string(kLeastColumns) + " inputs");
+    }
+}
+
+size_t Matrix::num_bytes() const { return floats_ ? 0 : view_.panels() * view_.format->panel_bytes(view_.columns); }
 
 void Matrix::load(const uint8_t* blocks, const int64_t* rows, int64_t count) {
     const Format& format = *view_.format;
@@ -42,6 +51,11 @@ void Matrix::dequantize(const int64_t* rows, int64_t count, float* out) const {
 }
 
 const Activations& QuantizedRows::reserve(int64_t rows, int columns, int bits, int64_t fewest) {
+    if (bits == kPlainBits) {
+        view_ = {};
+        view_.rows = rows, view_.columns = columns, view_.bits = bits, view_.plain = plain_.reserve(size_t(rows) * columns);
+        return view_;
+    }
     const int blocks = (columns / kGroup + kBlockGroups - 1) / kBlockGroups;
     const size_t count = size_t(rows) * blocks, groups = count * kBlockGroups;
     const bool is_short = bits == 8, has_bytes = is_short || fewest < kAlwaysMany, has_whole = !is_short && rows >= kAlwaysFew;
@@ -55,7 +69,8 @@ const Activations& QuantizedRows::reserve(int64_t rows, int columns, int bits, i
              sums_.reserve(groups),
              halves_.reserve(2 * groups),
              is_short ? fine_halves_.reserve(2 * groups) : nullptr,
-             is_short ? fine_groups_.reserve(count) : nullptr};
+             is_short ? fine_groups_.reserve(count) : nullptr,
+             nullptr};
     return view_;
 }
 
@@ -99,12 +114,29 @@ void Linear::list_products(int64_t first_row, int64_t end_row, float* out, bool 
                            std::vector<Product>& products) const {
     int first = 0;
     for (const auto& matrix : matrices_) {
-        products.push_back({&matrix->view(), first_row, end_row, bias_ ? bias_ + first : nullptr, out + first, rows_, accumulate});
+        const float* bias = bias_ ? bias_ + first : nullptr;
+        products.push_back({&matrix->view(), matrix->floats(), first_row, end_row, bias, out + first, rows_, accumulate});
         first += matrix->view().rows;
     }
 }
 
+namespace {
+
+void multiply_plain(const std::vector<Product>& products, const Activations& x) {
+    static thread_local std::vector<DenseProduct> dense;
+    dense.clear();
+    for (const Product& each : products) {
+        const FloatProduct product{*each.floats, x.plain + each.first_row * x.columns, each.end_row - each.first_row,
+                                   each.out + each.first_row * each.stride, each.stride};
+        dense.push_back({product, each.bias, each.accumulate});
+    }
+    multiply_dense(dense);
+}
+
+}  // namespace
+
 void multiply_all(const std::vector<Product>& products, const Activations& x) {
+    if (x.bits == kPlainBits) return multiply_plain(products, x);
     // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
     // a thread that is held up by something else does not hold up the others.
     constexpr int kTaskPanels = 4;  // of many rows, which are read once for all of them

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -12,19 +13,27 @@
 
 namespace infinilm {
 
-// A weight that owns its memory.
+// A weight. If it is packed it owns its memory.
 class Matrix {
 public:
     // All zero. Rows that are multiplied with it are rounded to so many bits, 8 or 16.
     Matrix(const std::string& format, int rows, int columns, int activation_bits = 16);
+    // Floats in somebody else's memory. Rows that are multiplied with it are not rounded, and have a multiple of 16 columns.
+    explicit Matrix(const FloatMatrix& floats);
 
+    // Of floats the numbers of rows and columns alone.
     const PackedMatrix& view() const { return view_; }
+    // Null if it is packed.
+    const FloatMatrix* floats() const { return floats_ ? &*floats_ : nullptr; }
+    // What it owns.
     size_t num_bytes() const;
+    // Of packed matrices alone.
     void load(const uint8_t* blocks, const int64_t* rows, int64_t count);
     void dequantize(const int64_t* rows, int64_t count, float* out) const;
 
 private:
     PackedMatrix view_;
+    std::optional<FloatMatrix> floats_;
     std::shared_ptr<uint8_t> memory_;
 };
 
@@ -42,12 +51,14 @@ private:
     Buffer<float> scales_, sums_;
     Buffer<int32_t> halves_, fine_halves_;
     Buffer<uint8_t> fine_groups_;
+    Buffer<float> plain_;
     Activations view_{};
 };
 
 // Some rows of x times a matrix.
 struct Product {
     const PackedMatrix* matrix;
+    const FloatMatrix* floats;  // instead, or null
     int64_t first_row, end_row;
     const float* bias;  // or null
     float* out;         // of row 0, the matrix's first column

@@ -161,9 +161,14 @@ inline void quantize_bytes(float* x, int groups, int row, int block, const Activ
     round(x, out.place(row, block), out);
 }
 
-// Round a row of which `numbers(column)` gives a vector.
+// Round a row of which `numbers(column)` gives a vector, unless it is to stay plain.
 template <typename Numbers>
 inline void quantize_row(int row, const Activations& out, const Numbers& numbers) {
+    if (out.bits == kPlainBits) {
+        float* plain = out.plain + int64_t(row) * out.columns;
+        for (int i = 0; i < out.columns; i += kLanes) store(plain + i, numbers(i));
+        return;
+    }
     constexpr int kBlock = kBlockGroups * kGroup;
     alignas(64) float x[kBlock];
     for (int first = 0; first < out.columns; first += kBlock) {
@@ -190,7 +195,7 @@ void add_normed(const float* x, const float* norm, float eps, float scale, int c
     for (; i + kLanes <= columns; i += kLanes) {
         Floats part = load(x + i);
         if (norm) part = part * factor * load(norm + i);
-        store(hidden + i, multiply_add(part, all(scale), load(hidden + i)));
+        store(hidden + i, load(hidden + i) + part * all(scale));
     }
     for (; i < columns; ++i) hidden[i] += (norm ? x[i] * factor * norm[i] : x[i]) * scale;
 }
@@ -239,15 +244,15 @@ void gate_quantize(const float* gate_up, int64_t stride, const Gating& gating, i
     }
 }
 
-// Turn a head by a position's cosines and sines.
+// Turn a head by a position's cosines and sines. Rounded as torch's addcmul does, with which layers turn heads one by one.
 inline void turn(float* head, const float* angles, const RopeStore& how) {
     const int half = how.rotary_dim / 2;
     const float* sines = angles + half;
     if (how.is_interleaved) {
         for (int i = 0; i < half; ++i) {
             const float a = head[2 * i], b = head[2 * i + 1];
-            head[2 * i] = a * angles[i] - b * sines[i];
-            head[2 * i + 1] = b * angles[i] + a * sines[i];
+            head[2 * i] = multiply_add(-b, sines[i], a * angles[i]);
+            head[2 * i + 1] = multiply_add(a, sines[i], b * angles[i]);
         }
         return;
     }
@@ -255,13 +260,13 @@ inline void turn(float* head, const float* angles, const RopeStore& how) {
     int i = 0;
     for (; i + kLanes <= half; i += kLanes) {
         const Floats a = load(head + i), b = load(partners + i), cosine = load(angles + i), sine = load(sines + i);
-        store(head + i, a * cosine - b * sine);
-        store(partners + i, b * cosine + a * sine);
+        store(head + i, multiply_add(-b, sine, a * cosine));
+        store(partners + i, multiply_add(a, sine, b * cosine));
     }
     for (; i < half; ++i) {
         const float a = head[i], b = partners[i];
-        head[i] = a * angles[i] - b * sines[i];
-        partners[i] = b * angles[i] + a * sines[i];
+        head[i] = multiply_add(-b, sines[i], a * angles[i]);
+        partners[i] = multiply_add(a, sines[i], b * angles[i]);
     }
 }
 

@@ -39,10 +39,10 @@ struct Lines {
     }
 };
 
-inline Lines lines_of(const FloatProduct& p, int first, int output, int bytes) {
-    const float* scales = p.scales == nullptr ? nullptr : p.scales + int64_t(first / p.group) * p.outputs;
-    const void* numbers = static_cast<const uint8_t*>(p.weight) + int64_t(first) * p.outputs * bytes;
-    return Lines{numbers, p.outputs, scales, p.outputs, first, p.group}.from_output(output, bytes);
+inline Lines lines_of(const FloatMatrix& m, int first, int output, int bytes) {
+    const float* scales = m.scales == nullptr ? nullptr : m.scales + (first / m.group) * m.scale_stride;
+    const void* numbers = static_cast<const uint8_t*>(m.numbers) + first * m.stride * bytes;
+    return Lines{numbers, m.stride, scales, m.scale_stride, first, m.group}.from_output(output, bytes);
 }
 
 // Add the products of a tile's rows and `count` lines from `begin` on to what is in `out`.
@@ -90,11 +90,11 @@ template <FloatType kType, int kRows, int kVectors, bool kFetches>
 inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const Lines& lines, int count, int output) {
     if constexpr (kRows > 0) {
         for (; row + kRows <= end_row; row += kRows) {
-            const float* x = p.x + row * p.inputs + lines.first;
-            float* out = p.out + row * p.outputs + output;
+            const float* x = p.x + row * p.matrix.inputs + lines.first;
+            float* out = p.out + row * p.out_stride + output;
             for (int i = 0; i < count; i += kFloatRun) {
-                add_run<kType, kRows, kVectors, kFetches>(x + i, p.inputs, lines, i, std::min(kFloatRun, count - i), out,
-                                                          p.outputs);
+                add_run<kType, kRows, kVectors, kFetches>(x + i, p.matrix.inputs, lines, i, std::min(kFloatRun, count - i),
+                                                          out, p.out_stride);
             }
         }
         add_rows<kType, kRows - 1, kVectors, kFetches>(p, row, end_row, lines, count, output);
@@ -106,22 +106,22 @@ template <FloatType kType>
 inline void add_last(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     const int count = end_output - output;
     alignas(64) float numbers[kManyLines * kLanes], scales[kManyLines / kFloatRun * kLanes], sums[kFloatRows * kLanes];
-    for (int first = 0; count > 0 && first < p.inputs; first += kManyLines) {
-        const int num_lines = std::min(kManyLines, p.inputs - first);
-        const Lines lines = lines_of(p, first, output, kNumberBytes<kType>);
+    for (int first = 0; count > 0 && first < p.matrix.inputs; first += kManyLines) {
+        const int num_lines = std::min(kManyLines, p.matrix.inputs - first);
+        const Lines lines = lines_of(p.matrix, first, output, kNumberBytes<kType>);
         for (int i = 0; i < num_lines; ++i) {
             store(numbers + i * kLanes, load_some_numbers<kType>(lines.numbers, i * lines.stride, count));
-            if (i % kFloatRun == 0 && p.scales) store(scales + i / kFloatRun * kLanes, load_some(lines.scales_of(i), count));
+            if (i % kFloatRun == 0 && lines.scales) store(scales + i / kFloatRun * kLanes, load_some(lines.scales_of(i), count));
         }
-        const Lines copied{numbers, kLanes, p.scales ? scales : nullptr, kLanes, first, kFloatRun};
+        const Lines copied{numbers, kLanes, lines.scales ? scales : nullptr, kLanes, first, kFloatRun};
         for (int64_t begin = row; begin < end_row; begin += kFloatRows) {
             const int rows = int(std::min<int64_t>(kFloatRows, end_row - begin));
-            float* out = p.out + begin * p.outputs + output;
+            float* out = p.out + begin * p.out_stride + output;
             FloatProduct tile = p;
-            tile.x += begin * p.inputs, tile.out = sums, tile.outputs = kLanes;
-            for (int r = 0; r < rows; ++r) store(sums + r * kLanes, load_some(out + int64_t(r) * p.outputs, count));
+            tile.x += begin * p.matrix.inputs, tile.out = sums, tile.out_stride = kLanes;
+            for (int r = 0; r < rows; ++r) store(sums + r * kLanes, load_some(out + r * p.out_stride, count));
             add_rows<FloatType::kFloat32, kFloatRows, 1, false>(tile, 0, rows, copied, num_lines, 0);
-            for (int r = 0; r < rows; ++r) store_some(out + int64_t(r) * p.outputs, load(sums + r * kLanes), count);
+            for (int r = 0; r < rows; ++r) store_some(out + r * p.out_stride, load(sums + r * kLanes), count);
         }
     }
 }
@@ -147,10 +147,10 @@ inline int for_vectors(int output, int end_output, const Function& function) {
 template <FloatType kType>
 void multiply_few(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     int last = output;
-    for (int first = 0; first < p.inputs; first += kFloatRun) {
-        const int count = std::min(kFloatRun, p.inputs - first);
+    for (int first = 0; first < p.matrix.inputs; first += kFloatRun) {
+        const int count = std::min(kFloatRun, p.matrix.inputs - first);
         last = for_vectors(output, end_output, [&](auto vectors, int o) {
-            const Lines lines = lines_of(p, first, o, kNumberBytes<kType>);
+            const Lines lines = lines_of(p.matrix, first, o, kNumberBytes<kType>);
             add_rows<kType, kFloatRows, vectors, true>(p, row, end_row, lines, count, o);
         });
     }
@@ -161,11 +161,11 @@ template <FloatType kType>
 void multiply_many(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     alignas(64) float numbers[kManyLines * kFloatVectors * kLanes];
     int last = output;
-    for (int first = 0; first < p.inputs; first += kManyLines) {
-        const int count = std::min(kManyLines, p.inputs - first);
+    for (int first = 0; first < p.matrix.inputs; first += kManyLines) {
+        const int count = std::min(kManyLines, p.matrix.inputs - first);
         last = for_vectors(output, end_output, [&](auto vectors, int o) {
             constexpr int kWidth = vectors * kLanes;
-            Lines lines = lines_of(p, first, o, kNumberBytes<kType>);
+            Lines lines = lines_of(p.matrix, first, o, kNumberBytes<kType>);
             for (int i = 0; i < count; ++i) {
                 for (int v = 0; v < kWidth; v += kLanes) {
                     store(numbers + i * kWidth + v, load_numbers<kType>(lines.numbers, i * lines.stride + v));
@@ -185,7 +185,7 @@ void multiply_floats_of(const FloatProduct& p, int64_t row, int64_t end_row, int
 }
 
 void multiply_floats(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
-    switch (p.type) {
+    switch (p.matrix.type) {
         case FloatType::kFloat32: return multiply_floats_of<FloatType::kFloat32>(p, row, end_row, output, end_output);
         case FloatType::kFloat16: return multiply_floats_of<FloatType::kFloat16>(p, row, end_row, output, end_output);
         case FloatType::kBFloat16: return multiply_floats_of<FloatType::kBFloat16>(p, row, end_row, output, end_output);
@@ -202,8 +202,8 @@ inline void multiply_table_tile(const FloatProduct& p, int64_t row, int64_t end_
     constexpr int kOutputs = kLanes / kRows;
     const float* x[kRows];
     int64_t lines[kOutputs];
-    for (int r = 0; r < kRows; ++r) x[r] = p.x + std::min(row + r, end_row - 1) * p.inputs;
-    for (int o = 0; o < kOutputs; ++o) lines[o] = int64_t(std::min(output + o, end_output - 1)) * p.inputs;
+    for (int r = 0; r < kRows; ++r) x[r] = p.x + std::min(row + r, end_row - 1) * p.matrix.inputs;
+    for (int o = 0; o < kOutputs; ++o) lines[o] = std::min(output + o, end_output - 1) * p.matrix.stride;
     Floats sums[kLanes];
     for (int i = 0; i < kLanes; ++i) sums[i] = all(0.0f);
     const auto add = [&](int i, int count) {
@@ -211,17 +211,17 @@ inline void multiply_table_tile(const FloatProduct& p, int64_t row, int64_t end_
         for (int r = 0; r < kRows; ++r) inputs[r] = load_some(x[r] + i, count);
 #pragma GCC unroll 16
         for (int o = 0; o < kOutputs; ++o) {
-            const Floats line = load_some_numbers<kType>(p.weight, lines[o] + i, count);
+            const Floats line = load_some_numbers<kType>(p.matrix.numbers, lines[o] + i, count);
             for (int r = 0; r < kRows; ++r) sums[o * kRows + r] = multiply_add(inputs[r], line, sums[o * kRows + r]);
         }
     };
     int i = 0;
-    for (; i + kLanes <= p.inputs; i += kLanes) add(i, kLanes);
-    if (i < p.inputs) add(i, p.inputs - i);
+    for (; i + kLanes <= p.matrix.inputs; i += kLanes) add(i, kLanes);
+    if (i < p.matrix.inputs) add(i, p.matrix.inputs - i);
     float results[kLanes];
     store(results, sums_of(sums));
     for (int o = 0; o < kOutputs && output + o < end_output; ++o) {
-        for (int r = 0; r < kRows && row + r < end_row; ++r) p.out[(row + r) * p.outputs + output + o] += results[o * kRows + r];
+        for (int r = 0; r < kRows && row + r < end_row; ++r) p.out[(row + r) * p.out_stride + output + o] += results[o * kRows + r];
     }
 }
 
@@ -238,7 +238,7 @@ void multiply_table_of(const FloatProduct& p, int64_t row, int64_t end_row, int 
 }
 
 void multiply_float_table(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
-    switch (p.type) {
+    switch (p.matrix.type) {
         case FloatType::kFloat32: return multiply_table_of<FloatType::kFloat32>(p, row, end_row, output, end_output);
         case FloatType::kFloat16: return multiply_table_of<FloatType::kFloat16>(p, row, end_row, output, end_output);
         case FloatType::kBFloat16: return multiply_table_of<FloatType::kBFloat16>(p, row, end_row, output, end_output);

@@ -7,7 +7,7 @@
 
 namespace infinilm {
 
-// Rows of floats, rounded to 16 bits or to 8, with coarse and fine from -127 to 127.
+// Rows of floats, rounded to 16 bits or to 8, unless bits are 32, with coarse and fine from -127 to 127.
 //
 // 16 bits by blocks of 256 columns: x = scale * whole, with whole = 255 * coarse + fine.
 // 8 bits by groups of 32 columns: x = scale * (coarse + fine / 254), with fine numbers in groups with outliers only.
@@ -26,10 +26,14 @@ struct Activations {
     int32_t* halves;  // [blocks, rows, kBlockGroups, 2], sums of halves of groups: of whole, or of 8 bits of coarse
     int32_t* fine_halves;  // likewise of fine, for 8 bits, like the rest
     uint8_t* fine_groups;  // [blocks, rows], a bit for each group that has fine numbers
+    float* plain;     // [rows, columns], if bits are 32: nothing is rounded, and there is nothing else
 
     // The first group of a row in a block.
     int64_t place(int64_t row, int block) const { return (block * rows + row) * kBlockGroups; }
 };
+
+constexpr int kPlainBits = 32;
+constexpr int kLeastColumns = 16;  // of plain rows, a multiple: the widest vector's
 
 // Products of fewer rows than the first multiply bytes, those of at least the second multiply whole numbers. In between it
 // depends on the format and the instruction set.
@@ -145,17 +149,25 @@ struct LatentTask {
     float scale;
 };
 
-// A product of float32 rows and a matrix of floats of any type.
-struct FloatProduct {
-    const float* x;       // [rows, inputs]
-    const void* weight;   // [inputs, outputs]; a table's [outputs, inputs]
-    FloatType type;       // of the weight
-    float* out;           // [rows, outputs]
-    int64_t rows;
+// A matrix of floats of any type.
+struct FloatMatrix {
+    const void* numbers;  // [inputs, outputs]; a table's [outputs, inputs]
+    FloatType type;
     int inputs, outputs;
-    bool is_table;
-    const float* scales = nullptr;  // [groups of inputs, outputs], what a weight is multiplied by; null: nothing. Not of tables
+    int64_t stride;       // from input to input; a table's from output to output
+    bool is_table = false;
+    const float* scales = nullptr;  // [groups of inputs, outputs], what a number is multiplied by; null: nothing. Not of tables
+    int64_t scale_stride = 0;
     int group = 0;        // inputs of a group: all, or a multiple of kFloatRun
+};
+
+// Its product with float32 rows.
+struct FloatProduct {
+    FloatMatrix matrix;
+    const float* x;       // [rows, inputs]
+    int64_t rows;
+    float* out;           // [rows, outputs]
+    int64_t out_stride;
 };
 
 constexpr int kFloatRun = 32;  // inputs that are summed before their scale is applied

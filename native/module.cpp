@@ -263,26 +263,56 @@ void activate_py(Rows2 x, Array<float, 2> out, const std::string& activation) {
     });
 }
 
-void multiply_dense_py(Array<const float, 2> x, const AnyArray& weight, Array<float, 2> out, bool is_table,
-                       const std::optional<Array<const float, 2>>& scales) {
-    require(weight.ndim() == 2, "weight must have two dimensions");
-    require_contiguous(weight);
-    const size_t inputs = weight.shape(is_table ? 1 : 0), outputs = weight.shape(is_table ? 0 : 1);
-    require(x.shape(1) == inputs && out.shape(0) == x.shape(0) && out.shape(1) == outputs,
-            "x must be [T, in], weight [in, out], or of a table [out, in], and out [T, out]");
+void rms_norm_py(Rows2 x, Floats1 weight, Array<float, 2> out, float eps) {
     const int64_t rows = int64_t(x.shape(0));
-    FloatProduct product{x.data(), weight.data(), float_type(weight), out.data(), rows, int(inputs), int(outputs), is_table};
-    require(scales.has_value() == (product.type == FloatType::kFloat8), "8-bit floats, and no other types, have scales");
-    if (scales) {
-        const size_t groups = scales->shape(0);
-        require(!is_table && scales->shape(1) == outputs && groups > 0 && inputs % groups == 0 &&
-                    (groups == 1 || inputs / groups % kFloatRun == 0),
-                "scales must be [groups, out], and a group a multiple of 32 inputs or all; a table has none");
-        product.scales = scales->data();
-        product.group = int(inputs / groups);
-    }
+    const int columns = int(x.shape(1));
+    require(int64_t(out.shape(0)) == rows && int(out.shape(1)) == columns && int(weight.size()) == columns &&
+                (rows == 0 || x.stride(1) == 1 || columns == 1),
+            "x and out must be [T, n], contiguous but for T, and weight [n]");
     nb::gil_scoped_release release;
-    multiply_dense(product);
+    parallel_for(rows, 4, [&](int64_t t) {
+        kernels().rms_norm(x.data() + t * x.stride(0), weight.data(), eps, columns, out.data() + t * columns);
+    });
+}
+
+// A matrix [in, out], whose lines may lie apart.
+FloatMatrix view_floats(const AnyArray& weight, const std::optional<AnyArray>& scales) {
+    require(weight.ndim() == 2 && (weight.stride(1) == 1 || weight.shape(1) == 1), "weight must be [in, out], of numbers in a row");
+    FloatMatrix matrix{weight.data(), float_type(weight), int(weight.shape(0)), int(weight.shape(1)), weight.stride(0)};
+    require(scales.has_value() == (matrix.type == FloatType::kFloat8), "8-bit floats, and no other types, have scales");
+    if (scales) {
+        require(scales->ndim() == 2 && scales->dtype() == nb::dtype<float>() && scales->shape(0) > 0 &&
+                    int(scales->shape(1)) == matrix.outputs && (scales->stride(1) == 1 || scales->shape(1) == 1),
+                "scales must be float32 [groups, out]");
+        const int groups = int(scales->shape(0));
+        require(matrix.inputs % groups == 0 && (groups == 1 || matrix.inputs / groups % kFloatRun == 0),
+                "a group of scales must be a multiple of 32 inputs or all");
+        matrix.scales = static_cast<const float*>(scales->data());
+        matrix.scale_stride = scales->stride(0);
+        matrix.group = matrix.inputs / groups;
+    }
+    return matrix;
+}
+
+// A matrix of floats with what keeps them alive.
+std::shared_ptr<Matrix> keep_floats(const AnyArray& weight, const std::optional<AnyArray>& scales) {
+    auto arrays = std::make_pair(weight, scales);
+    return std::shared_ptr<Matrix>(new Matrix(view_floats(weight, scales)), [arrays](Matrix* matrix) { delete matrix; });
+}
+
+void multiply_dense_py(Array<const float, 2> x, const AnyArray& weight, Array<float, 2> out, bool is_table,
+                       const std::optional<AnyArray>& scales) {
+    FloatMatrix matrix = view_floats(weight, scales);
+    if (is_table) {
+        require(!scales, "a table has no scales");
+        matrix.is_table = true;
+        std::swap(matrix.inputs, matrix.outputs);
+    }
+    const int64_t rows = int64_t(x.shape(0));
+    require(int(x.shape(1)) == matrix.inputs && int64_t(out.shape(0)) == rows && int(out.shape(1)) == matrix.outputs,
+            "x must be [T, in], weight [in, out], or of a table [out, in], and out [T, out]");
+    nb::gil_scoped_release release;
+    multiply_dense({{{matrix, x.data(), rows, out.data(), matrix.outputs}}});
 }
 
 // A token mixer, and what it needs alive.
@@ -777,7 +807,7 @@ NB_MODULE(_native, module) {
 
     nb::class_<Matrix>(module, "Matrix")
         .def(nb::init<const std::string&, int, int, int>(), "format"_a, "rows"_a, "columns"_a, "activation_bits"_a = 16)
-        .def_prop_ro("format", [](const Matrix& matrix) { return matrix.view().format->name; })
+        .def_prop_ro("format", [](const Matrix& matrix) { return matrix.floats() ? "floats" : matrix.view().format->name; })
         .def_prop_ro("rows", [](const Matrix& matrix) { return matrix.view().rows; })
         .def_prop_ro("columns", [](const Matrix& matrix) { return matrix.view().columns; })
         .def_prop_ro("activation_bits", [](const Matrix& matrix) { return matrix.view().activation_bits; })
@@ -785,6 +815,7 @@ NB_MODULE(_native, module) {
         .def(
             "load",
             [](Matrix& matrix, Array<const uint8_t, 2> blocks, Ints1 rows) {
+                require(!matrix.floats(), "floats are loaded where they are");
                 const Format& format = *matrix.view().format;
                 const size_t row_bytes = size_t(matrix.view().columns / format.block_columns) * format.block_bytes;
                 require(blocks.shape(0) == rows.size() && blocks.shape(1) == row_bytes,
@@ -797,6 +828,7 @@ NB_MODULE(_native, module) {
         .def(
             "dequantize",
             [](const Matrix& matrix, Ints1 rows, Array<float, 2> out) {
+                require(!matrix.floats(), "floats are looked up where they are");
                 require(out.shape(0) == rows.size() && int(out.shape(1)) == matrix.view().columns,
                         "out must be [rows, " + std::to_string(matrix.view().columns) + "]");
                 check_rows(matrix, rows);
@@ -805,6 +837,7 @@ NB_MODULE(_native, module) {
             },
             "rows"_a.noconvert(), "out"_a.noconvert());
 
+    module.def("float_matrix", &keep_floats, "weight"_a.noconvert(), "scales"_a.noconvert() = nb::none());
     nb::class_<PyLinear>(module, "Linear")
         .def(nb::init<std::vector<std::shared_ptr<const Matrix>>, std::optional<Floats1>>(), "matrices"_a,
              "bias"_a.noconvert().none())
@@ -822,6 +855,7 @@ NB_MODULE(_native, module) {
     module.def("multiply_dense", &multiply_dense_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(),
                "is_table"_a = false, "scales"_a.noconvert() = nb::none());
     module.def("activate", &activate_py, "x"_a.noconvert(), "out"_a.noconvert(), "activation"_a);
+    module.def("rms_norm", &rms_norm_py, "x"_a.noconvert(), "weight"_a.noconvert(), "out"_a.noconvert(), "eps"_a);
 
     using MaybeFloats = std::optional<Floats1>;
     nb::class_<PyTokenMixer>(module, "TokenMixer");

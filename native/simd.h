@@ -73,6 +73,14 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+inline float multiply_add(float a, float b, float c) {
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // Rounded to the nearest integer, ties to even: beyond 2^23 a float has no bits for a fraction.
 inline Floats round_to_even(Floats a) {
     const Floats shift = all(12582912.0f);  // 1.5 * 2^23

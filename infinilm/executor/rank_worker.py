@@ -36,6 +36,7 @@ from infinilm.loading.weights import load_weights
 from infinilm.models import InfinilmModel, ModelConfig, create_model
 from infinilm.models.base import StagedModel
 from infinilm.models.cpu import ThreadUsers
+from infinilm.models.decoder import Decoder
 from infinilm.models.random_weights import fill_randomly
 from infinilm.platforms import is_nvidia, sampling_device
 
@@ -186,6 +187,8 @@ class RankWorker:
                 )
             else:
                 target.tensor.copy_(shard)
+        if isinstance(self.model, Decoder):
+            self.model.note_new_weights()
         self._wait_for_weights()
 
     def _wait_for_weights(self) -> None:

@@ -47,6 +47,14 @@ def multiply(
     return out if residual is None else residual.add_(out)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / rms(x) * weight` over the last dimension, by the native library."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape)
+    load_library().rms_norm(*arrays_of(rows, weight, out), eps)
+    return out.view(x.shape)
+
+
 def pad_rows(x: Tensor, size: int = TILE) -> Tensor:
     """`x` `[n, …]` with zeros behind it, so that it has whole tiles of `size` rows."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % size)) if len(x) % size else x

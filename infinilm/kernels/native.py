@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NAME = "infinilm._native"
+_COLUMNS_STEP = 16
+"""The library's layers take matrices of floats with a multiple of so many inputs."""
 
 
 @cache
@@ -88,6 +90,13 @@ def _array_of(tensor: "Tensor") -> "npt.NDArray[Any]":
     import torch
 
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def float_matrix(weight: "Tensor", scales: "Tensor | None" = None) -> Any | None:
+    """A matrix of floats `[in, out]` for the library's layers, in the same memory; None if they can't take it."""
+    if len(weight) % _COLUMNS_STEP or weight.stride(1) != 1:
+        return None
+    return load_library().float_matrix(*arrays_of(weight, scales))
 
 
 def draw(logits: "Tensor", settings: "Tensor", rows: "Tensor", positions: "Tensor") -> "tuple[Tensor, Tensor]":

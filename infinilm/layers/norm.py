@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import ShardRange
+from infinilm.kernels import invariant
 from infinilm.kernels.support import has_kernels
 
 
@@ -28,6 +29,8 @@ class RMSNorm(nn.Module):
             from infinilm.kernels.norm import rms_norm
 
             return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
+        if invariant.is_native(x.device, x.dtype):
+            return invariant.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         # Not F.rms_norm: on a CPU its mean takes ten times as long for a few hundred rows.
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -41,12 +44,19 @@ def normalized(x: Tensor, eps: float | Tensor) -> Tensor:
     return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt_()
 
 
+def _weighted(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / rms(x) * weight`, computed in float32 and rounded at the end."""
+    if invariant.is_native(x.device, x.dtype):
+        return invariant.rms_norm(x, weight, eps)
+    return (normalized(x, eps) * weight).to(x.dtype)
+
+
 class WideRMSNorm(RMSNorm):
     """`x / rms(x) * weight`, computed in float32 and rounded at the end, as Gemma 4 was trained."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` `[…, size]`."""
-        return (normalized(x, self._eps) * self.weight.float()).to(x.dtype)
+        return _weighted(x, self.weight.float(), self.eps)
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -58,7 +68,7 @@ class ZeroCentredRMSNorm(RMSNorm):
             from infinilm.kernels.norm import rms_norm
 
             return rms_norm(x.flatten(0, -2), self.weight, self.eps, is_zero_centred=True).view(x.shape)
-        return (normalized(x, self._eps) * (1 + self.weight.float())).to(x.dtype)
+        return _weighted(x, 1 + self.weight.float(), self.eps)
 
 
 class ParallelRMSNorm(RMSNorm):

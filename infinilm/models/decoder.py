@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 from infinilm.distributed.shard import PackedShard, Shard, WeightShard
 from infinilm.kernels import native
 from infinilm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from infinilm.layers.formats import DENSE, FORMATS, LayerOptions, WeightFormats, below, is_native
+from infinilm.layers.formats import DENSE, LayerOptions, WeightFormats, below, is_native
+from infinilm.layers.formats.float8 import Float8Part
 from infinilm.layers.linear import Linear
 from infinilm.layers.mixer import ForwardContext, Mixer
 from infinilm.layers.moe import Experts
@@ -30,7 +32,15 @@ from infinilm.layers.state_plan import check_states, plan_states
 from infinilm.models.base import InfinilmModel
 from infinilm.models.config import ModelConfig
 from infinilm.models.dense import LlamaConfig
-from infinilm.models.native_model import EMBEDDING, HEAD, NativeDecoder, Rotary, are_packed, is_described
+from infinilm.models.native_model import (
+    EMBEDDING,
+    HEAD,
+    NativeDecoder,
+    Rotary,
+    are_packed,
+    is_described,
+    stays_dense,
+)
 from infinilm.models.stages import Stage
 
 PLAIN = (bool, int, float, str, type(None))
@@ -255,16 +265,17 @@ class Decoder(nn.Module):
         if not is_described(self.config, type(self)):
             return None
         targets = {name: shard for name, shard in self.weight_targets().items() if name not in (EMBEDDING, HEAD)}
-        weights = {
-            name: shard.matrix if isinstance(shard, PackedShard) else native.arrays_of(shard.tensor)[0]
-            for name, shard in targets.items()
-        }
-        quantised = [shard for shard in targets.values() if isinstance(shard, PackedShard)]
-        is_other = any(not is_native(shard) or shard.matrix.format not in FORMATS for shard in quantised)
-        if is_other or not are_packed(weights):
+        weights = {name: _to_array_or_matrix(name, shard) for name, shard in targets.items()}
+        matrices = [weight for weight in weights.values() if not isinstance(weight, np.ndarray)]
+        bits = {matrix.activation_bits for matrix in matrices if matrix is not None}
+        if None in matrices or len(bits) > 1 or not are_packed(weights):
             return None
         rotaries = {layer: _to_native(rotary) for layer, rotary in self.rotaries.items()}
         return NativeDecoder(cast(LlamaConfig, self.config), weights, rotaries, self.stage.layers)
+
+    def note_new_weights(self) -> None:
+        """Call this after weights were replaced: the native library's layers have copies of some vectors."""
+        self.__dict__.pop("_native", None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `InfinilmModel`."""
@@ -306,6 +317,17 @@ class Decoder(nn.Module):
         matrix_bytes = sum(module.matrix.num_bytes for module in self.modules() if isinstance(module, kinds))
         others = sum(weight.nbytes for name, weight in self.named_parameters() if ".matrix." not in name)
         return matrix_bytes + others + sum(rotary.table.nbytes for rotary in set(self.rotaries.values()))
+
+
+def _to_array_or_matrix(name: str, shard: Shard) -> Any | None:
+    """What `NativeDecoder` takes; None if it can't take the weight."""
+    if isinstance(shard, PackedShard):
+        if isinstance(shard.matrix, Float8Part):
+            return shard.matrix.as_native()
+        return shard.matrix if is_native(shard) else None
+    if len(shard.full_shape) != 2 or stays_dense(name):
+        return native.arrays_of(shard.tensor)[0]
+    return native.float_matrix(shard.tensor.detach().t())
 
 
 def _to_native(rotary: RotaryEmbedding) -> Rotary:

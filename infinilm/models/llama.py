@@ -15,7 +15,7 @@ from infinilm.cache.dynamic import DynamicCache, KVShape
 from infinilm.checks import check_integer
 from infinilm.debug.taps import Taps
 from infinilm.distributed.group import SINGLE
-from infinilm.distributed.shard import dense_weights
+from infinilm.distributed.shard import WeightShard, dense_weights
 from infinilm.errors import EngineError, InvalidTypeError, InvalidValueError
 from infinilm.generation import GenerationMixin, GenerationStep, NextTokens
 from infinilm.generation.arrays import read_rows
@@ -113,6 +113,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         )
         self._thread_users = ThreadUsers.of(self.model, self.backend)
         self._hookable = tuple(self.modules())[1:] if self.backend.name == "native" else ()
+        self._is_dense = all(isinstance(shard, WeightShard) for shard in self.model.weight_targets().values())
         if checkpoint is None:
             fill_randomly(self.model.weight_targets(), config.initializer_range, seed)
         else:
@@ -184,9 +185,12 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         return LlamaOutput(logits.view(num_rows, -1, logits.shape[-1]), cache)
 
     def _taps(self) -> Taps | None:
-        """Taps for nobody, with which the layers run one by one, if modules have hooks of torch's; else None."""
+        """Empty taps, with which the layers run one by one; None where the native library may run them in one call.
+
+        One by one they call the hooks of torch's that modules have, and see dense weights that were changed in place.
+        """
         is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self._hookable)
-        return Taps((), None, SINGLE) if is_hooked else None
+        return Taps((), None, SINGLE) if is_hooked or (self._is_dense and self._hookable) else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `torch.nn.Module`. Quantised matrices are no tensors, so a model that has some refuses."""

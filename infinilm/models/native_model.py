@@ -123,8 +123,8 @@ def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
     return shapes
 
 
-def _stays_dense(name: str) -> bool:
-    """Whether a matrix is never quantised."""
+def stays_dense(name: str) -> bool:
+    """Whether a matrix is an array for the library, and never quantised."""
     return name.endswith(EXPANSION) or is_router(name)
 
 
@@ -139,7 +139,7 @@ def is_described(config: ModelConfig, model_class: type) -> bool:
 def are_packed(weights: Mapping[str, Any]) -> bool:
     """Whether all matrices but those that stay dense are the library's own."""
     arrays = [name for name, weight in weights.items() if isinstance(weight, np.ndarray) and weight.ndim == 2]
-    return all(map(_stays_dense, arrays))
+    return all(map(stays_dense, arrays))
 
 
 def _why_no_mixers(config: LlamaConfig) -> str | None:
@@ -165,7 +165,7 @@ def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
     if (reason := _why_no_mixers(config)) is not None:
         return reason
     for name, shape in weight_shapes(config).items():
-        if len(shape) != 2 or _stays_dense(name):
+        if len(shape) != 2 or stays_dense(name):
             continue
         format = formats.by_name.get(name)
         if format not in FORMATS or shape[1] % FORMATS[format].block_columns:
@@ -318,7 +318,7 @@ class NativeModel:
         make: Any = MatrixOutline if is_outline else load_library().Matrix
         self.weights: dict[str, Any] = {
             name: make(formats.by_name[name], *shape, formats.bits_of(name))
-            if len(shape) == 2 and not _stays_dense(name)
+            if len(shape) == 2 and not stays_dense(name)
             else np.zeros(shape, dtype=np.float32)
             for name, shape in weight_shapes(config).items()
         }

@@ -360,7 +360,8 @@ def operations_of(engine: InferEngine) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-def test_without_hooks_a_step_is_what_it_would_be_if_there_were_none(kind, reference) -> None:
+def test_without_hooks_a_step_is_what_it_would_be_if_there_were_none(kind, reference, monkeypatch) -> None:
+    monkeypatch.setattr(decoder, "is_described", lambda *_: False)  # or all layers would be one call of the library
     with engine_of(reference) as engine:
         operations = operations_of(engine)
         worker = worker_of(engine._executor)

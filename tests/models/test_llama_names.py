@@ -74,6 +74,21 @@ def test_a_cache_made_in_any_mode_can_be_used_in_any_other(model) -> None:
     later[0, 0, 0] = 1.0  # what is given out may be edited
 
 
+@pytest.mark.parametrize("kind", ["llama-bias", "gemma3"])
+def test_weights_may_be_changed_in_place_between_calls(kind: str, tmp_path: Path) -> None:
+    reference = make_reference(kind)
+    model = LlamaForCausalLM.from_pretrained(save(reference, tmp_path))
+    rows = random_rows(1, 9)
+    before = model(rows).logits
+    for name, parameter in reference.named_parameters():
+        parameter.data.mul_(0.9)
+        own = dense(model.model.weight_targets()[name]).tensor
+        own.data.copy_(parameter.data)
+    after = model(rows).logits
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(after, reference_logits(reference, rows), atol=1e-4, rtol=0)
+
+
 def test_reset_and_mismatches_of_caches(model) -> None:
     cache = DynamicCache()
     assert (cache.get_seq_length(), cache.batch_size) == (0, 0)

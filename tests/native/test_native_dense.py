@@ -128,16 +128,55 @@ def test_shapes_that_do_not_fit_are_refused(native: Any) -> None:
             native.multiply_dense(x, weight, wrong)
     with pytest.raises(ValueError, match=r"weight \[in, out\]"):
         native.multiply_dense(x, weight, out, True)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        native.multiply_dense(x, torch.ones(4, 32).t(), out)
-    with pytest.raises(ValueError, match="two dimensions"):
-        native.multiply_dense(x, torch.ones(32), out)
+    for wrong in (torch.ones(4, 32).t(), torch.ones(32)):
+        with pytest.raises(ValueError, match=r"\[in, out\], of numbers in a row"):
+            native.multiply_dense(x, wrong, out)
     with pytest.raises(ValueError, match="floats must be float32"):
         native.multiply_dense(x, weight.double(), out)
     codes = torch.zeros(32, 4, dtype=torch.uint8)
     for matrix, scales in ((codes, None), (weight, torch.ones(1, 4))):
         with pytest.raises(ValueError, match="8-bit floats, and no other types"):
             native.multiply_dense(x, matrix, out, False, scales)
-    for scales in (torch.ones(1, 3), torch.ones(2, 4), torch.ones(3, 4), torch.ones(0, 4)):
-        with pytest.raises(ValueError, match=r"scales must be \[groups, out\]"):
+    for scales in (torch.ones(1, 3), torch.ones(0, 4), torch.ones(1, 4).double()):
+        with pytest.raises(ValueError, match=r"scales must be float32 \[groups, out\]"):
             native.multiply_dense(x, codes, out, False, scales)
+    for scales in (torch.ones(2, 4), torch.ones(3, 4)):
+        with pytest.raises(ValueError, match="a group of scales must be a multiple of 32 inputs or all"):
+            native.multiply_dense(x, codes, out, False, scales)
+    with pytest.raises(ValueError, match="a table has no scales"):
+        native.multiply_dense(torch.ones(2, 4), codes, torch.ones(2, 32), True, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_layers_of_matrices_where_they_lie(native: Any, dtype: torch.dtype) -> None:
+    """Two neighbours, and one of another memory, side by side."""
+    both, third = Matrix.make((64, 100), dtype), Matrix.make((64, 37), dtype)
+    parts = [
+        native.float_matrix(*arrays_of(both.stored[:, part], None if both.scales is None else both.scales[:, part]))
+        for part in (slice(0, 70), slice(70, 100))
+    ]
+    bias, x = torch.randn(137), make_rows(64)
+    linear = native.Linear([*parts, native.float_matrix(*arrays_of(third.stored, third.scales))], *arrays_of(bias))
+    assert (linear.in_features, linear.out_features) == (64, 137)
+    for num_rows in (1, 7, 200):
+        own = x[:num_rows]
+        expected = torch.cat((both.product(native, own), third.product(native, own)), dim=1) + bias
+        out = torch.full((num_rows, 137), torch.nan)
+        linear.multiply(*arrays_of(own, out), False)
+        assert out.equal(expected)
+        out = start = torch.randn(num_rows, 137)
+        linear.multiply(*arrays_of(own, out := start.clone()), True)
+        assert out.equal(start + expected)
+
+
+def test_matrices_of_floats_that_do_not_fit_are_refused(native: Any) -> None:
+    with pytest.raises(ValueError, match="a multiple of 16 inputs"):
+        native.float_matrix(torch.ones(24, 4))
+    with pytest.raises(ValueError, match="numbers in a row"):
+        native.float_matrix(torch.ones(32, 8)[:, ::2])
+    matrix = native.float_matrix(torch.ones(32, 8))
+    assert (matrix.rows, matrix.columns, matrix.num_bytes, matrix.format) == (8, 32, 0, "floats")
+    with pytest.raises(ValueError, match="looked up where they are"):
+        matrix.dequantize(torch.zeros(1, dtype=torch.int64), torch.ones(1, 32))
+    with pytest.raises(ValueError, match="must have the same activation_bits"):
+        native.Linear([matrix, native.Matrix("Q8_0", 8, 32)], None)

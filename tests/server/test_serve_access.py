@@ -86,7 +86,7 @@ def test_too_many_tokens_and_requests_are_refused(server: Server) -> None:
 def test_tenants_take_turns(server: Server) -> None:
     """One sends four requests, then another sends one: it does not wait for all four."""
     order: list[str] = []
-    asyncio.run(_ask_together(server, [(ONE, 150)] * 5 + [(TWO, 50)], order))
+    asyncio.run(_ask_together(server, [(ONE, 150)] * 5 + [(TWO, 50)], order, pause=0.005))
     assert order.index(TWO) < 5
 
 

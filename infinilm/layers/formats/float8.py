@@ -11,6 +11,7 @@ from infinilm.distributed.grouped import GroupedFormat
 from infinilm.distributed.shard import PackedShard, Shard, ShardRange
 from infinilm.errors import CheckpointError
 from infinilm.kernels.invariant import multiply
+from infinilm.kernels.native import float_matrix
 from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
 
@@ -41,6 +42,10 @@ class Float8Part:
             )
         own = torch.as_tensor(rows)
         self._codes[:, own], self._scales[:, own] = codes.t(), scales.t()
+
+    def as_native(self) -> Any | None:
+        """The native library's matrix in the same memory; None if it has none of such a size."""
+        return float_matrix(self._codes, self._scales)
 
     def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
         """See `PackedMatrix`."""
