@@ -193,7 +193,7 @@ class FrontLink(DeltaQueue):
             self._deltas.append(delta)
             if request.num_open == 0:
                 self._forget(request)
-        elif request.error is not None and request.error.code != "engine_error":  # a delta says so
+        elif request.error is not None:
             self._flush()
             self._refuse(request, request.error)
 

@@ -36,6 +36,11 @@ class DeltaQueue:
     def is_empty(self) -> bool:
         return not self._items
 
+    @property
+    def next_delta(self) -> AnswerDelta | None:
+        """What is read next, if it is a delta."""
+        return self._items[0][1] if self._items else None
+
     async def wait(self) -> None:
         """Wait until there is something to read."""
         await self._has_items.wait()
@@ -89,8 +94,6 @@ class EngineRequest:
         if delta.finish_reason is not None:
             self.num_open -= 1
             self.metrics = delta.metrics
-            if delta.error is not None:
-                self.fail(ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error"))
         self.output.put(self, delta)
 
     def fail(self, error: ApiError) -> None:

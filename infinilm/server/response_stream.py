@@ -77,6 +77,8 @@ class ResponseStream:
         try:
             await self._output.wait()
             self._raise_error()
+            if (delta := self._output.next_delta) is not None and not delta.token_ids:
+                _check(delta)
         except BaseException as error:
             self._note_failure(error)
             self.close()
@@ -84,13 +86,16 @@ class ResponseStream:
 
     async def read_chunks(self) -> list[Chunk]:
         """The output since the last call; waits if there is none."""
-        chunks: list[Chunk] = []
         try:
             items = await self._output.read_all()
             self._raise_error()
+            return self._make_chunks(items)
         except BaseException as error:
             self._note_failure(error)
             raise
+
+    def _make_chunks(self, items: list[tuple[EngineRequest, AnswerDelta | None]]) -> list[Chunk]:
+        chunks: list[Chunk] = []
         for request, delta in items:
             assert delta is not None
             _, index, token_ids, logprobs, finish_reason, stop_reason, _, _, _ = delta
@@ -99,6 +104,8 @@ class ResponseStream:
                 continue
             self._metrics.num_output_tokens += len(token_ids)
             text = answer.append(token_ids, finish_reason, stop_reason)
+            if answer.stop_reason is None:  # an error after a stop string is of no interest
+                _check(delta)
             if logprobs is not None:
                 answer.logprobs += logprobs
                 if num_dropped := len(answer.logprobs) - answer.num_tokens:  # tokens after a stop string
@@ -229,3 +236,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if isinstance(value, (int, float)))
+
+
+def _check(delta: AnswerDelta) -> None:
+    """Raise the engine's error if it gave an answer up."""
+    if delta.error is not None:
+        raise ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error")
