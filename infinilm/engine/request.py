@@ -87,7 +87,7 @@ class SequenceAnswer(Answer):
             seq.finish_reason,
             self.stop_reason,
             prompt_logprobs,
-            request.error if seq.finish_reason == "abort" else None,
+            request.error,
             request.metrics(),
         )
 

@@ -239,6 +239,6 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _check(delta: AnswerDelta) -> None:
-    """Raise the engine's error if it gave an answer up."""
-    if delta.error is not None:
+    """Raise the engine's error if it gave the answer up. Other answers' last deltas have the error, too."""
+    if delta.error is not None and delta.finish_reason == "abort":
         raise ApiError(500, f"the engine gave the request up: {delta.error}", code="engine_error")

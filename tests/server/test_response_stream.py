@@ -53,7 +53,7 @@ async def read(tokenizer: Tokenizer, *deltas: Delta) -> tuple[list[Answer], list
     answers = [Answer(tokenizer, index, stops=["!"]) for index in range(2)]
     stream = ResponseStream(cast(EngineClient, client), Metrics(), requests=[request], answers=answers, output=output)
     for index, text, end in deltas:
-        error = ERROR if end == "abort" else None
+        error = ERROR if end is not None else None  # an answer that ends otherwise has its request's error, too
         ids = tokenizer.encode(text)
         request.append_delta(AnswerDelta("r", index, ids, None, end, None, None, error, RequestMetrics()), 1.0)
     request.is_ended = request.num_open == 0
