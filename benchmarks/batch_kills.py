@@ -3,11 +3,12 @@
     python -m benchmarks.batch_kills --rows 2000 --kills 20            # on this machine alone
     python -m benchmarks.batch_kills --rows 2000 --kills 20 --cluster  # on Ray, with two engines
 
-Each job is killed with SIGKILL (only the command itself: the engine, and Ray, have to notice), started again, and so on
-until it ends. A third of the kills are while it starts, the others after it has answered some more rows. Its output is
-compared with that of an unbroken job: every row once, in order, greedy answers equal. With `--cluster`, one cluster of
-this machine runs all the time, and jobs connect to it.
-Needs a checkout: the model is one of the tiny random checkpoints of the tests.
+Each job is killed with SIGKILL and started again, until it ends. Only the command itself is killed; the engine and Ray
+have to notice. A third of the kills happen while the job starts, the others after it has answered some more rows. The
+output is compared with that of an uninterrupted job: it has every row once, in order, with equal greedy answers. With
+`--cluster`, one cluster of this machine runs all the time, and jobs connect to it.
+
+The script needs a checkout: the model is one of the tiny random checkpoints of the tests.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EMPTY_S = 20.0
-"""For processes to end after the last job."""
+"""The time for processes to end after the last job."""
 
 
 def make_model(directory: Path) -> Path:
@@ -64,7 +65,7 @@ class Jobs:
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def read(self, output: Path) -> list[dict[str, Any]]:
-        """The answers without ids and times, and without what the prefix cache had by chance."""
+        """The answers without ids, times and prefix cache hits, which depend on chance."""
         files = sorted(output.glob("part-*.jsonl")) if self.is_cluster else [output]
         answers = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
         for answer in answers:
@@ -80,7 +81,7 @@ class Jobs:
         return sum(path.read_bytes().count(b"\n") for path in paths if path.exists())
 
     def run_unbroken(self) -> tuple[list[dict[str, Any]], float, float]:
-        """The answers, the seconds to the first of them, and those from there to the end."""
+        """Run a job without kills. Returns the answers, the seconds to the first one, and the seconds after it."""
         output = self.folder / "unbroken"
         begin = time.monotonic()
         process = self.start(output)
@@ -93,7 +94,7 @@ class Jobs:
 
 
 def start_cluster() -> Callable[[], None]:
-    """Start a cluster, and let jobs find it. Returns what stops it."""
+    """Start a cluster that jobs find. Returns a function that stops it."""
     import ray
 
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -110,7 +111,7 @@ def processes_with(text: str) -> list[int]:
         try:
             if text.encode() in (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
                 found.append(int(path.name))
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return [pid for pid in found if pid != os.getpid()]
 

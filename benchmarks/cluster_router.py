@@ -53,13 +53,13 @@ class Replica:
         return next((index for index, each in enumerate(blocks) if each not in self.cache), len(blocks))
 
     def take(self, turn: Turn) -> tuple[int, float]:
-        """Answer a turn: the blocks that were cached, and the time to its first token."""
+        """Answer a turn. Returns the number of cached blocks, and the time to the first token."""
         num_cached = self.count_cached(turn.blocks)
         num_tokens = (len(turn.blocks) - num_cached) * BLOCK
         self.num_computed += num_tokens
         self.busy_until = max(self.busy_until, turn.time) + num_tokens / PREFILL_RATE
         heapq.heappush(self.ends, self.busy_until + turn.num_answer_tokens * TOKEN_S)
-        for each in reversed(turn.blocks):  # the beginning is used last, and so forgotten last
+        for each in reversed(turn.blocks):  # the beginning is touched last, so it is evicted last
             if each not in self.cache:
                 self.added.add(each)
                 self.removed.discard(each)
@@ -109,7 +109,7 @@ def make_trace(options: argparse.Namespace) -> Iterator[Turn]:
 
 
 class Cluster:
-    """Replicas, and what the router has heard of them."""
+    """The replicas, and the router's view of them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.names = [f"r{number}" for number in range(options.replicas)]
@@ -153,7 +153,7 @@ class Cluster:
         return name
 
     def by_hash(self, turn: Turn) -> str:
-        """The conversation's beginning, as far as all its turns have it: the system prompt and the first question."""
+        """Hash the beginning that all turns of a conversation share: the system prompt and the first question."""
         place = bisect.bisect(self.ring_keys, xxh3_64_intdigest(f"c{turn.conversation}".encode()))
         return self.ring_names[place % len(self.ring_names)]
 

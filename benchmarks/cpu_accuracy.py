@@ -2,11 +2,11 @@
 
     python benchmarks/cpu_accuracy.py [MODEL.gguf] [--threads N] [--max-len 512] [--quick] [--json FILE]
 
-The reference is `LLM(dtype="float32")`, which computes with the file's weights as they are, dequantised, and matches
-transformers (`infinilm verify`). Held against it, on the same token ids: this engine with its defaults, which
-multiplies packed weights, the same with `activation_bits=8`, and llama.cpp. All read the texts twice: as prompts, many
-tokens at a time, and as decoding would, one token at a time, because engines may compute the two in different ways.
-The columns:
+The reference is `LLM(dtype="float32")`, which computes with the file's dequantised weights and matches transformers
+(`infinilm verify`). Three engines are compared with it on the same token ids: this engine with its defaults, which
+multiplies packed weights; the same with `activation_bits=8`; and llama.cpp. All read the texts twice: as prompts, many
+tokens at a time, and one token at a time, as decoding does, because engines may compute the two in different ways. The
+columns:
 
 - `mean KL`, with its standard error, and `max`: the Kullback-Leibler divergence of the whole vocabulary's distribution
   from the reference's, in nats, computed in float64.
@@ -39,7 +39,7 @@ ROWS = {"prefill": 512, "decode": 1}
 
 
 class Engine(Protocol):
-    """What tells the logits of a text."""
+    """An engine that returns the logits of a text."""
 
     def logits(self, token_ids: Sequence[int], rows: int) -> Floats:
         """The logits of each next token: `[tokens, vocab]`. `rows` tokens are computed at a time."""
@@ -49,7 +49,10 @@ class Engine(Protocol):
 def compare(
     texts: dict[str, list[int]], exact: Engine, engines: dict[str, Engine]
 ) -> tuple[Distance, dict[str, Distance]]:
-    """Read every text with every engine, as a prompt and token by token: the reference itself, and the others."""
+    """Read every text with every engine, as a prompt and token by token.
+
+    Returns the reference compared with itself, and the engines compared with the reference.
+    """
     reference = Distance()
     found = {f"{name} {way}": Distance() for name in engines for way in ROWS}
     for text, token_ids in texts.items():
@@ -104,7 +107,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def check_llamacpp(path: Path, num_threads: int) -> None:
-    """Let a process of its own try llama.cpp first: it can die of a build for another CPU, and then says so."""
+    """Try llama.cpp in a separate process, which may die if it was built for another CPU. The error says so then."""
     work = Workload("try", num_prompts=1, input_len=8, output_len=2)
     with EngineProcess(LLAMA_CPP, {"model": str(path)}, num_threads) as process:
         process.run(work, work.prompts(process.vocab_size, repeat=0))

@@ -2,12 +2,13 @@
 
     python benchmarks/cpu_growth.py [MODEL.gguf] [--threads N] [--repeat 2] [--quick] [--plot FILE] [--json FILE]
 
-Each engine runs in a process of its own, by turns, on the same random token ids. A point is the median time between
-two tokens over all streams and repeats, as tokens per second of all streams together. The time before the first token
+Each engine runs in its own process, by turns, on the same random token ids. A point is the median time between two
+tokens over all streams and repeats, shown as tokens per second of all streams together. The time before the first token
 does not count.
 
-- *Context*: one stream, whose last tokens are the last of so many.
-- *Streams*: so many at once, each with a prompt of 32 tokens, in llama.cpp by its C interface's batches.
+- *Context*: one stream, whose answer ends at the given context length.
+- *Streams*: several streams at once, each with a prompt of 32 tokens. llama.cpp computes them in batches of its C
+  interface.
 """
 
 import argparse
@@ -40,7 +41,7 @@ Series = dict[int, dict[str, float]]
 
 
 def measure_context(engines: Sequence[EngineProcess], lengths: Sequence[int], repeat: int) -> Series:
-    """One stream at each depth that the model is made for."""
+    """Measure one stream at each context length that the model supports."""
     longest = min(engine.max_len for engine in engines)
     works = {
         length: Workload(f"context {length}", num_prompts=1, input_len=length - OUTPUT_LEN, output_len=OUTPUT_LEN)
@@ -51,7 +52,7 @@ def measure_context(engines: Sequence[EngineProcess], lengths: Sequence[int], re
 
 
 def measure_streams(engines: Sequence[EngineProcess], counts: Sequence[int], repeat: int) -> Series:
-    """So many streams at once."""
+    """Measure each number of concurrent streams."""
     works = {
         count: Workload(f"streams {count}", num_prompts=count, input_len=32, output_len=OUTPUT_LEN) for count in counts
     }

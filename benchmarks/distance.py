@@ -1,4 +1,4 @@
-"""The logits of every position of a text, and how far two models' are apart."""
+"""Computes the logits of every position of a text, and the distance between the logits of two models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ class Ours:
     def _compute(self, batch: HostBatch) -> Floats:
         executor = self.engine.executor
         worker = executor.worker if isinstance(executor, LocalExecutor) else None
-        if isinstance(worker, NativeWorker):  # which has no forward passes of its own
+        if isinstance(worker, NativeWorker):  # has no forward passes of its own
             assert worker.cache is not None
             with worker.computing():
                 hidden = worker.model.forward(batch, batch.input_ids, worker.cache)
@@ -56,15 +56,15 @@ class Ours:
 
 @dataclass(slots=True)
 class Distance:
-    """What was found at the positions of all texts, in nats."""
+    """The distance of two models at the positions of all texts, in nats."""
 
     divergences: list[float] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
-    """Of the token that is there in truth: minus the logarithm of its probability."""
+    """Minus the log-probability of each token of the text."""
     num_same_top: int = 0
 
     def add(self, reference: Floats, logits: Floats, following: npt.NDArray[np.int64]) -> None:
-        """Count positions: logits `[n, vocab]` of both and the token that follows each."""
+        """Add positions: the logits `[n, vocab]` of both models, and the token that follows each position."""
         for start in range(0, len(following), SLICE):
             rows = slice(start, start + SLICE)
             expected, found = log_softmax(reference[rows]), log_softmax(logits[rows])
@@ -74,11 +74,11 @@ class Distance:
 
     @property
     def perplexity(self) -> float:
-        """Of the texts."""
+        """The perplexity of the texts."""
         return float(np.exp(np.mean(self.surprises)))
 
     def summary(self, reference: "Distance") -> dict[str, float]:
-        """The figures, next to the reference's."""
+        """The figures, compared with those of the reference."""
         return {
             "mean_kl": float(np.mean(self.divergences)),
             "mean_kl_error": float(np.std(self.divergences) / np.sqrt(len(self.divergences))),

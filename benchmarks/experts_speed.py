@@ -22,14 +22,14 @@ from infinilm.kernels.precompile import compile_together
 from infinilm.kernels.routing import Routing
 
 READ_BYTES_PER_S = 4.26e12
-"""What an H200 reads from memory at best."""
+"""The best memory read rate of an H200."""
 FLOPS_PER_S = 800e12
-"""What it multiplies in bfloat16 at best."""
+"""Its best rate of bfloat16 products."""
 MAX_SHARED_BYTES = 227 << 10
 
 
 class Layer:
-    """A layer's experts and some inputs with different choices."""
+    """Inputs of a layer, which choose different experts."""
 
     def __init__(self, num_rows: int, args: argparse.Namespace) -> None:
         self.args, self.num_rows = args, num_rows
@@ -99,7 +99,7 @@ def candidates(rows: int, is_gated: bool) -> Iterator[Tile]:
 
 
 def sweep(layer: Layer, gate_up: Tensor, down: Tensor, until: float) -> None:
-    """Try other tiles, one product at a time, and print the best. Kernels are compiled side by side."""
+    """Try other tiles, one product at a time, and print the best. Kernels are compiled in parallel."""
     best = choose_tiles(layer.num_rows, layer.args.top_k, len(down))
     x, _, ids, weights = layer.inputs[0]
     expected = mix_experts(x, ids, weights, gate_up, down)

@@ -1,4 +1,4 @@
-"""What the scripts for GPUs have in common: the workloads, running them, tables."""
+"""Code that the scripts for GPUs share: the workloads, running them, tables."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,12 +13,12 @@ from infinilm import LLM, RequestOutput, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts of token ids, and how many tokens to answer each with."""
+    """Prompts of token ids, and the number of tokens to generate for each."""
 
     prompts: list[list[int]]
     output_lens: list[int]
     shared_len: int = 0
-    """How many tokens all prompts begin with."""
+    """The length of the beginning that all prompts share."""
 
     @property
     def params(self) -> list[SamplingParams]:
@@ -26,7 +26,7 @@ class Work:
         return [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length) for length in self.output_lens]
 
     def within(self, vocab_size: int) -> "Work":
-        """The same with token ids that a small vocabulary has too."""
+        """The same work with token ids below `vocab_size`."""
         prompts = [[token % vocab_size for token in prompt] for prompt in self.prompts]
         return Work(prompts, self.output_lens, self.shared_len)
 
@@ -47,7 +47,7 @@ def single(scale: float = 1.0, seed: int = 1) -> Work:
 
 
 def prefix(scale: float = 1.0, seed: int = 2) -> Work:
-    """256 prompts of 64 tokens behind 1,024 that all have in common, 64 out."""
+    """256 prompts of 64 tokens after a shared beginning of 1,024 tokens, 64 out."""
     random = Random(seed)
     common = tokens(random, scaled(1024, scale))
     prompts = [common + tokens(random, scaled(64, scale)) for _ in range(scaled(256, scale))]
@@ -62,21 +62,21 @@ def long(scale: float = 1.0, seed: int = 3) -> Work:
 
 
 WORKLOADS: dict[str, Callable[..., Work]] = {"single": single, "nano": nano, "prefix": prefix, "long": long}
-"""By default they are those that every engine is timed on; with another seed, as much work on other prompts."""
+"""The default seed gives the prompts on which every engine is timed, another seed as much work on other prompts."""
 
 
 def scaled(number: int, scale: float) -> int:
-    """A share of a number, at least 2: one token is drawn by the prompt's own step."""
+    """A share of a number, at least 2, because the prompt's own step draws one token."""
     return max(2, round(number * scale))
 
 
 def tokens(random: Random, count: int) -> list[int]:
-    """Token ids of no meaning."""
+    """Random token ids."""
     return [random.randint(3, 10000) for _ in range(count)]
 
 
 def timed_generate(llm: LLM, work: Work) -> tuple[float, list[RequestOutput]]:
-    """The seconds that a workload took, and what came of it."""
+    """Run a workload. Returns the seconds that it took, and its outputs."""
     params = work.params
     start_time = perf_counter()
     outputs = llm.generate(work.prompts, params, use_tqdm=False)
@@ -87,7 +87,7 @@ def timed_generate(llm: LLM, work: Work) -> tuple[float, list[RequestOutput]]:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns as wide as what is in them; the first is a name and on the left, all others are figures."""
+    """Print columns as wide as their content. The first holds names, aligned left; the others hold figures."""
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for name, *figures in lines:
@@ -96,6 +96,6 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write a report if a file was asked for."""
+    """Write a report, if there is a path."""
     if path is not None:
         Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

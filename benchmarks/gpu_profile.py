@@ -38,18 +38,18 @@ KINDS = {
     "sampling": r"^_scan|^_settle|topk|sort|softmax|argmax",
     "norm, rope, activation": r"norm|rope|silu|^_store_kernel",
 }
-"""What a kernel is for, by its name; the first that matches counts."""
+"""The kinds of kernels, with patterns of their names. The first match counts."""
 OTHER = "other"
 NUM_OWN = 16
-"""Tokens of a prompt that are its own when the others are shared."""
+"""Tokens at the end of a prompt that are not shared, if the others are."""
 LONG_GAP_NS = 100_000
-"""A gap that is no kernel's launch, but the host's being late."""
+"""A longer gap is not a kernel's launch: the host was late."""
 MAX_KERNELS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that the profiler saw: a kernel or a copy on the device, or a call of the host's."""
+    """An event of the profiler: a kernel or a copy on the device, or a call on the host."""
 
     name: str
     start_ns: int
@@ -57,7 +57,7 @@ class Event:
 
     @property
     def end_ns(self) -> int:
-        """When it was over."""
+        """When the event ended."""
         return self.start_ns + self.duration_ns
 
 
@@ -76,11 +76,11 @@ class Timeline:
     kernels: dict[str, Kernel] = field(default_factory=lambda: defaultdict(Kernel))
     gap_seconds: float = 0.0
     long_gap_seconds: float = 0.0
-    """The part of the gaps in those longer than `LONG_GAP_NS`."""
+    """The seconds in gaps longer than `LONG_GAP_NS`."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Timeline":
-        """Go through the events in time, counting for each what was not covered by those before."""
+        """Go through the events by time, and count for each the time that no earlier event covers."""
         found = cls()
         end_ns = None
         for event in sorted(events, key=lambda event: event.start_ns):
@@ -97,35 +97,35 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the device was at work."""
+        """How long the device was busy."""
         return sum(kernel.seconds for kernel in self.kernels.values())
 
     def by_kind(self) -> dict[str, float]:
-        """Seconds of each kind of kernel, most first."""
+        """Seconds of each kind of kernel, the longest first."""
         kinds: dict[str, float] = dict.fromkeys((*KINDS, OTHER), 0.0)
         for name, kernel in self.kernels.items():
             kinds[kind_of(name)] += kernel.seconds
         return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
     def by_kernel(self, steps: int = 1) -> list[dict[str, Any]]:
-        """All kernels of the whole time, or of the mean step, longest first."""
+        """All kernels of the whole run, or of the mean step, longest first."""
         kernels = sorted(self.kernels.items(), key=lambda item: -item[1].seconds)
         return [{"name": name, "seconds": k.seconds / steps, "count": k.count / steps} for name, k in kernels]
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is for."""
+    """The kind of a kernel."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def is_wait(name: str) -> bool:
-    """Whether an event is the host's waiting for the device, as the runtime calls it or as the driver notes it."""
+    """Whether the host waits for the device in an event, by the runtime's or the driver's name for it."""
     return re.search(r"Synchronize|(Event|Stream|Context) Sync", name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was seen while a function ran."""
+    """The events while a function ran."""
 
     seconds: float
     device: Timeline
@@ -134,16 +134,16 @@ class Profile:
 
     @classmethod
     def of(cls, function: Callable[[], object]) -> "Profile":
-        """Run a function while the profiler looks at the device."""
+        """Run a function while the profiler records the device."""
         activity = ProfilerActivity.CPU
         if torch.cuda.is_available():
             activity = ProfilerActivity.CUDA
-            torch.cuda.synchronize()  # what is still under way is not seen; what the function starts is
+            torch.cuda.synchronize()  # so that earlier work is not recorded
         with profile(activities=[activity]) as profiler:
             start_time = perf_counter()
             function()
             seconds = perf_counter() - start_time
-        # The raw events: the profiler's own tables take minutes for some hundred thousand kernels.
+        # Use the raw events: the profiler's own tables take minutes for some hundred thousand kernels.
         events, waits = [], []
         for raw in profiler.profiler.kineto_results.events():
             event = Event(raw.name(), raw.start_ns(), raw.duration_ns())
@@ -154,7 +154,7 @@ class Profile:
         return cls(seconds, Timeline.of(events), Timeline.of(waits).busy_seconds)
 
     def parts(self) -> dict[str, float]:
-        """What the wall time consists of, in seconds."""
+        """The parts of the wall time, in seconds."""
         device = self.device
         return {
             **device.by_kind(),
@@ -165,13 +165,13 @@ class Profile:
 
 
 def profile_step(llm: LLM, *, rows: int, context: int, is_shared: bool, steps: int) -> dict[str, Any]:
-    """One decode step by kernel; times in seconds."""
+    """Measure one decode step by kernel. Times are in seconds."""
     random = Random(0)
     common = tokens(random, context - NUM_OWN) if is_shared else []
     prompts = [common + tokens(random, context - len(common)) for _ in range(rows)]
     work = Work(prompts, [steps + 4] * rows).within(llm.model_config.vocab_size)
     timed_generate(llm, work)  # captures the graph, and leaves the prompts in the prefix cache
-    # The request that started last has seen nothing but decode steps.
+    # The request that started last took part in decode steps only.
     gaps = [output.metrics.itl for output in timed_generate(llm, work)[1]]
     seconds = min(gap for gap in gaps if gap is not None)
 
@@ -193,7 +193,7 @@ def profile_step(llm: LLM, *, rows: int, context: int, is_shared: bool, steps: i
 
 
 def start_all(llm: LLM, work: Work) -> list[str]:
-    """Queue requests and compute steps until all of them are being decoded. Returns their names."""
+    """Queue requests and compute steps until all of them are being decoded. Returns their ids."""
     requests = [llm.add_request(*pair) for pair in zip(work.prompts, work.params, strict=True)]
     lengths = dict.fromkeys(requests, 0)
     while min(lengths.values()) < 2:
@@ -206,7 +206,7 @@ def start_all(llm: LLM, work: Work) -> list[str]:
 
 
 def profile_workload(llm: LLM, name: str, scale: float) -> dict[str, Any]:
-    """A workload's time by what it was spent on, in seconds."""
+    """Measure the parts of a workload's time, in seconds."""
     seeds: list[dict[str, int]] = [{}, {"seed": 11}, {"seed": 12}]
     works = [WORKLOADS[name](scale, **seed).within(llm.model_config.vocab_size) for seed in seeds]
     first, seconds = (timed_generate(llm, work)[0] for work in works[:2])
@@ -229,7 +229,7 @@ def profile_workload(llm: LLM, name: str, scale: float) -> dict[str, Any]:
 
 
 def print_kernels(kernels: list[dict[str, Any]]) -> None:
-    """A table of the kernels that take longest."""
+    """Print a table of the kernels that take longest."""
     rows = [(k["name"][:90], k["seconds"] * 1e6, k["count"]) for k in kernels[:MAX_KERNELS]]
     print()
     print_table(

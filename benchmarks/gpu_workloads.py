@@ -39,19 +39,19 @@ from infinilm.bench.measure import describe_machine
 from infinilm.models import ModelConfig
 
 OTHER_SEED = 100
-"""Of prompts that no timed run has left in the prefix cache."""
+"""The seed of prompts that no timed run has left in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device can do in a second."""
+    """The rates that a device reaches."""
 
     bytes_per_second: float
     operations_per_second: float
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype) -> "Limits":
-        """Measure a large copy, each byte of which is read and written, and a large product of matrices."""
+        """Measure a large copy, which reads and writes each byte, and a large product of matrices."""
         is_gpu = device.type == "cuda"
         num_bytes, side = (2 << 30, 8192) if is_gpu else (1 << 27, 512)
         source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
@@ -79,14 +79,14 @@ def _seconds(function: Callable[[], object], device: torch.device, repeats: int 
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a device has done all it was asked to."""
+    """Wait until a device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What no engine can avoid for a workload."""
+    """The reads and operations that no engine can avoid for a workload."""
 
     decode_bytes: int
     decode_operations: int
@@ -94,22 +94,22 @@ class Needs:
 
     @classmethod
     def of(cls, work: Work, config: ModelConfig, itemsize: int) -> "Needs":
-        """Count: weights and keys and values of `itemsize` bytes, two operations for a weight and token.
+        """Count weights, keys and values of `itemsize` bytes, and two operations for each weight and token.
 
-        Decoding takes at least as many steps as the longest answer has tokens. Of a beginning that all prompts have
-        in common, the first computes the keys and values for all.
+        Decoding takes at least as many steps as the longest answer has tokens. If all prompts share a beginning, the
+        first prompt computes its keys and values for all.
         """
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
         layers = config.num_hidden_layers * layer
         weights = layers + config.vocab_size * config.hidden_size
-        kv_reads = sum(  # one for each token that each new token looks back at
+        kv_reads = sum(  # one for each earlier token, for each new token
             new * len(prompt) + new * (new - 1) // 2 for prompt, new in zip(work.prompts, work.output_lens, strict=True)
         )
         kv_values = 2 * config.num_hidden_layers * kv_size
         own_lens = [len(prompt) - work.shared_len * (index > 0) for index, prompt in enumerate(work.prompts)]
-        # A token's query meets half of its prompt's keys, and then their values: 4 operations each.
+        # On average a query is multiplied with half of its prompt's keys, and then values: 4 operations each.
         attention = sum(4 * q_size * config.num_hidden_layers * length**2 // 2 for length in own_lens)
         return cls(
             decode_bytes=itemsize * (max(work.output_lens) * weights + kv_reads * kv_values),
@@ -118,13 +118,13 @@ class Needs:
         )
 
     def floor(self, limits: Limits) -> float:
-        """The least seconds that a device needs."""
+        """The minimum of seconds that a device needs."""
         decode = max(self.decode_bytes / limits.bytes_per_second, self.decode_operations / limits.operations_per_second)
         return decode + self.prefill_operations / limits.operations_per_second
 
 
 def run(llm: LLM, work: Work) -> dict[str, Any]:
-    """What came of a workload, times in seconds."""
+    """Run a workload. Returns its results, with times in seconds."""
     num_steps = llm.stats().num_steps
     seconds, outputs = timed_generate(llm, work)
     ttfts = [output.metrics.ttft for output in outputs if output.metrics.ttft is not None]
@@ -159,7 +159,7 @@ def run_by_steps(llm: LLM, work: Work) -> dict[str, float]:
 
 
 def run_all(llm: LLM, works: dict[str, Work], others: dict[str, Work]) -> dict[str, dict[str, Any]]:
-    """The results of all workloads, then of those that tell the times between tokens."""
+    """Run all workloads, then the `others`, which measure the times between tokens. Returns the results."""
     results = {}
     for name, work in works.items():
         runs = [run(llm, work) for _ in range(2 if name == "single" else 1)]
@@ -173,7 +173,7 @@ def run_all(llm: LLM, works: dict[str, Work], others: dict[str, Work]) -> dict[s
 
 
 def compare(seconds: float, needs: Needs, limits: Limits) -> dict[str, float]:
-    """What was achieved in a time, next to what the device could do."""
+    """The rates that were reached, compared with the device's limits."""
     operations = needs.decode_operations + needs.prefill_operations
     floor = needs.floor(limits)
     return {
@@ -185,7 +185,7 @@ def compare(seconds: float, needs: Needs, limits: Limits) -> dict[str, float]:
 
 
 def process_age() -> float | None:
-    """Seconds since this process was started, if the system tells."""
+    """Seconds since this process was started, if the system reports it."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return None

@@ -21,7 +21,7 @@ PROMPT_LEN, OUTPUT_LEN = 512, 128
 
 
 def measure(model: str, activation_bits: int) -> tuple[float, float]:
-    """Our prefill and decode, in tokens per second."""
+    """InfiniLM's prefill and decode, in tokens per second."""
     prompt = list(range(1000, 1000 + PROMPT_LEN))
     settings = {"device": "cpu", "max_model_len": 2 * PROMPT_LEN, "enable_prefix_caching": False}
     with LLM(model, activation_bits=activation_bits, **settings) as llm:
@@ -39,7 +39,7 @@ def measure(model: str, activation_bits: int) -> tuple[float, float]:
 
 
 def measure_peer(program: str, model: str, threads: int) -> tuple[float, float]:
-    """The same by `llama-bench`."""
+    """Prefill and decode of `llama-bench`, in tokens per second."""
     sizes = ["-p", str(PROMPT_LEN), "-n", str(OUTPUT_LEN), "-t", str(threads), "-o", "json"]
     run = subprocess.run([program, "-m", model, *sizes], capture_output=True, text=True, check=True)
     prefill, decode = json.loads(run.stdout[run.stdout.index("[") :])

@@ -28,13 +28,13 @@ SETUPS = {"lean": "", "serve": "[serve]", "torch": "[torch]"}
 START = ["generate", "--max-tokens", "1", "--temperature", "0", "The capital of France is"]
 
 
-_UNWANTED = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # Python keeps what it compiles at the first start
+_UNWANTED = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # the first start writes Python's bytecode cache
 HEADS = ("", "packages", "installed", "`pip install`", "`import infinilm`", "start to first token")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one set-up; medians of seconds, and peaks of resident memory in bytes."""
+    """The figures of one set-up: medians of seconds, and peaks of resident memory in bytes."""
 
     num_bytes: int
     num_packages: int

@@ -67,7 +67,7 @@ CRASHES = r"^Error:|PanicException|refused: \w+Error:|more memory or a deeper st
 
 @dataclass
 class Found:
-    """What came of the schemas."""
+    """The results of compiling the schemas."""
 
     compiled: list[Path] = field(default_factory=list)
     refused: dict[str, list[Path]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Found:
 
 
 def reason_of(message: str) -> str:
-    """The row of the table that a refusal belongs to."""
+    """The row of the table that counts a refusal."""
     return next((name for name, pattern in REASONS if re.search(pattern, message)), "other: " + message[:100])
 
 
@@ -90,7 +90,7 @@ def compile_all(compiler: GrammarCompiler, files: list[Path], log: TextIO | None
     for path in files:
         start = time.perf_counter()
         message = refusal(compiler, path)
-        for _ in range(NUM_RETRIES):  # the limit is one of wall-clock time, and the machine may be busy
+        for _ in range(NUM_RETRIES):  # the limit is in wall-clock time, and the machine may be busy
             if message is not None and "longer than" in message:
                 message = refusal(compiler, path)
         found.seconds.append(time.perf_counter() - start)
@@ -134,7 +134,7 @@ class RandomWriter:
         self._draws = np.random.default_rng(0)
 
     def write(self, schema: str) -> str | None:
-        """One answer; None if it does not come to an end."""
+        """One answer, or None if it does not end."""
         matcher = self._compiler.compile(StructuredOutput(json_schema=schema)).matcher([], [self._end], 0)
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         drawn: list[int] = []
@@ -183,7 +183,7 @@ def random_answers(writer: RandomWriter, files: list[Path]) -> Iterator[tuple[Pa
 
 
 def validator_of(schema: Any) -> Any:
-    """The validator of the draft that a schema names; if it names none, of the latest one whose rules it keeps."""
+    """The validator of the draft that a schema names, or else of the latest draft whose rules the schema keeps."""
     if "$schema" in schema:
         kind = jsonschema.validators.validator_for(schema)
     else:

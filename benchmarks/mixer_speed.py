@@ -91,7 +91,7 @@ def time_latent(heads: int, count: int, query_len: int, context_len: int) -> Non
 
 
 def time_latent_rest(heads: int, num_tokens: int) -> None:
-    """The products by head and the store, against torch's products alone."""
+    """Time the products by head and the store, and torch's products alone."""
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     query, matrix = torch.randn(num_tokens, heads, 192, **kind), torch.randn(heads, 128, RANK, **kind)
     latents, table = torch.randn(num_tokens, RANK + ROPE, **kind), torch.randn(8192, ROPE, device="cuda")
@@ -147,7 +147,7 @@ def time_delta(count: int, query_len: int) -> None:
 
 
 def sweep_latent() -> None:
-    """Other tiles of keys, for few and for many rows of a tile."""
+    """Try other tiles of keys, for few and for many rows of a tile."""
     usual = dict(latent_attention.TILES)
     for rows, tiles in (
         (16, ((32, 4, 3), (32, 8, 2), (64, 4, 2), (64, 8, 2))),
@@ -176,7 +176,7 @@ def sweep_delta() -> None:
 
 
 def attempt(work: Callable[..., None], *args: int) -> None:
-    """Go on with the others if one fails."""
+    """Run `work`. If it fails, print the error and return, so that the others still run."""
     try:
         work(*args)
     except Exception:

@@ -28,9 +28,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 MIDDLE = 8
 Tensors = dict[str, Tensor]
 Coded = tuple[Tensors, Tensor]
-"""The tensors of a layer by the ends of their names, and the values that they stand for, float32 `[out, in]`."""
+"""The tensors of a layer by the ends of their names, and the values that they encode, float32 `[out, in]`."""
 REST = "rest.safetensors"
-"""The file of everything that belongs to no layer."""
+"""The file of all tensors outside the layers."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -41,7 +41,7 @@ class Format:
     config: dict[str, Any] | None
     write: Callable[[Tensor], Coded]
     bits: float | None = None
-    """Of a number, if it is stored in another format than the one whose values it has."""
+    """The bits of a number in the format whose values are written, if they are stored in another format."""
 
 
 def fp8_blocks(weight: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,9 +66,9 @@ def write_fp8_tensor(weight: Tensor) -> Coded:
 
 
 def int4(weight: Tensor, zeros: bool, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes `[out, in]`, scales and zeros `[out, groups]`, and the values; `groups` are those of the inputs."""
+    """Codes `[out, in]`, scales and zeros `[out, groups]`, and the values. `groups` has the group of each input."""
     order = groups.argsort(stable=True)
-    members = weight[:, order].view(len(weight), int(groups.max()) + 1, -1)  # groups have one size
+    members = weight[:, order].view(len(weight), int(groups.max()) + 1, -1)  # all groups have the same size
     if zeros:
         low, high = members.amin(2).clamp(max=0), members.amax(2).clamp(min=0)
         scales = ((high - low) / 15).clamp(min=2.0**-24).half()
@@ -82,12 +82,12 @@ def int4(weight: Tensor, zeros: bool, groups: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def in_groups(weight: Tensor, size: int) -> Tensor:
-    """The group of each input; one for all of them if the `size` is 0."""
+    """The group of each input. If `size` is 0, all inputs are one group."""
     return torch.arange(weight.shape[1]) // (size or weight.shape[1])
 
 
 def pack(codes: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight codes in an int32 along `dim`."""
+    """Pack eight codes into an int32 along `dim`."""
     parts = codes.long().reshape(*codes.shape[:dim], -1, 8, *codes.shape[dim + 1 :]).unbind(dim + 1)
     words = sum(parts[place] << (4 * index) for index, place in enumerate(order))
     assert isinstance(words, Tensor)
@@ -119,13 +119,13 @@ def write_gptq(weight: Tensor, group: int, *, zeros: bool = False, shift: int = 
 
 
 def write_compressed_fp8(weight: Tensor, height: int, width: int) -> Coded:
-    """As compressed-tensors does; a height or width of 0 is that of the matrix."""
+    """Write as compressed-tensors does. A height or width of 0 means that of the matrix."""
     codes, scales, values = fp8_blocks(weight, height or len(weight), width or weight.shape[1])
     return {"weight": codes, "weight_scale": scales.flatten() if not height else scales}, values
 
 
 def write_compressed_int4(weight: Tensor, group: int, *, zeros: bool) -> Coded:
-    """As compressed-tensors does, with scales in float16."""
+    """Write as compressed-tensors does, with scales in float16."""
     codes, scales, zero, values = int4(weight, zeros, in_groups(weight, group))
     tensors = {
         "weight_packed": pack(codes, 1),
@@ -138,7 +138,7 @@ def write_compressed_int4(weight: Tensor, group: int, *, zeros: bool) -> Coded:
 
 
 def write_mxfp4_values(weight: Tensor) -> Coded:
-    """A dense matrix of the values that MXFP4 has: only GPT-OSS's experts are stored in it."""
+    """Write MXFP4's values as a dense matrix, because only GPT-OSS's experts are stored as MXFP4."""
     from infinilm.loading.mxfp4 import decode, unpack_codes
 
     blocks, scales = encode_mxfp4(weight)
@@ -147,7 +147,7 @@ def write_mxfp4_values(weight: Tensor) -> Coded:
 
 
 def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 `[out, in / 32, 16]` and exponents uint8 `[out, in / 32]`, as `loading.mxfp4` has them."""
+    """Codes uint8 `[out, in / 32, 16]` and exponents uint8 `[out, in / 32]`, in the layout of `loading.mxfp4`."""
     groups = weight.view(len(weight), -1, 32)
     exponents = groups.abs().amax(2).clamp(min=2.0**-100).log2().floor().int() - 2  # the largest float is 6 = 1.5 * 2^2
     steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -19,7 +19,7 @@ from infinilm.loading.gguf import GGML_TYPES, GGUFFile, GGUFTensorInfo
 from infinilm.loading.quantize import PLAIN_TYPES, QUANTIZERS, dequantize
 
 INSTEAD = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""Of K types, for rows that are not whole blocks."""
+"""The types that replace K types for rows that are not whole blocks."""
 OUTER = ("token_embd.weight", "output.weight")
 ALIGNMENT = 32
 TYPES = {type.name: (number, type) for number, type in GGML_TYPES.items()}
@@ -39,7 +39,7 @@ def _inverse(scale: Tensor) -> Tensor:
 
 
 def _signed(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The scale, float16, and codes around the middle: the number with the largest magnitude gets the lowest code."""
+    """The float16 scale, and codes around the middle. The number with the largest magnitude gets the lowest code."""
     middle = 2 ** (bits - 1)
     peak = x.gather(1, x.abs().argmax(1, keepdim=True))
     scale = (peak / -middle).half()
@@ -47,7 +47,7 @@ def _signed(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _fifth_bits(codes: Tensor) -> Tensor:
-    """Four bytes of the fifth bits of 32 codes."""
+    """The fifth bits of 32 codes, in four bytes."""
     shifts = torch.arange(8, dtype=torch.uint8)
     return ((codes >> 4).view(-1, 4, 8) << shifts).sum(2, dtype=torch.uint8)
 
@@ -120,11 +120,11 @@ WRITERS: dict[str, Callable[[Tensor], Tensor]] = {
     "F16": lambda x: _bytes(x.half()),
     "BF16": lambda x: _bytes(x.bfloat16()),
 }
-"""Each takes blocks `[n, block elements]` float32 and gives them as bytes, uint8 `[n, block bytes]`."""
+"""Each takes float32 blocks `[n, block elements]` and returns their bytes, uint8 `[n, block bytes]`."""
 
 
 def type_for(name: str, shape: tuple[int, ...], asked: str) -> str | None:
-    """The type that a tensor gets; None: its own."""
+    """The type that a tensor gets. None: it keeps its own."""
     if len(shape) != 2 or (name in OUTER and asked not in PLAIN_TYPES):
         return None
     return asked if shape[1] % TYPES[asked][1].block_elements == 0 else INSTEAD[asked]

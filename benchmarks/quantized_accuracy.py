@@ -65,13 +65,13 @@ HEADER = ("format", "bits", "kept as", "mean KL", "perplexity", "change", "same 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A checkpoint to be read, and how."""
+    """A checkpoint to measure, and the settings to load it with."""
 
     name: str
     write: Callable[[], Path]
     settings: dict[str, Any] = field(default_factory=dict)
     format: Format | None = None
-    """If it is one of `quantize_checkpoint`."""
+    """The format, if it is one of `quantize_checkpoint`."""
 
 
 class Bench:
@@ -117,7 +117,7 @@ class Bench:
         return target
 
     def run(self, case: Case) -> dict[str, Any]:
-        """The figures of a case; if it is refused, why."""
+        """The figures of a case, or the reason if it is refused."""
         start_time = perf_counter()
         try:
             path = case.write()
@@ -145,7 +145,7 @@ class Bench:
         return report | {"seconds": perf_counter() - start_time}
 
     def _describe(self, path: Path, own: dict[str, Any]) -> dict[str, Any]:
-        """What matrices take on disk, and what they are kept as."""
+        """The bits of a weight on disk, and the format of most matrices in memory."""
         with closing(open_checkpoint(path)) as checkpoint:
             asked = {key: own.get(key) for key in ("quantization", "dtype")}
             model_type = ModelConfig.from_dict(checkpoint.config).model_type
@@ -216,7 +216,7 @@ Weights = dict[str, Tensor]
 
 
 def find_library(path: Path, format: Format | None) -> tuple[str, Callable[[], Weights]] | None:
-    """The library that decodes a checkpoint, and its weights; None if it is not installed."""
+    """The library that decodes a checkpoint, and its weights. None if the library is not installed."""
     dense = path.parent / "dense"
     found: tuple[str, Callable[[], Weights]]
     if path.is_file():
@@ -255,7 +255,7 @@ def read_mxfp4(dense: Path) -> Weights:
 
 
 def read_by_gguf(path: Path) -> Weights:
-    """Decoded by gguf; names and the order of rows are this engine's, which `infinilm verify` holds to transformers."""
+    """Weights decoded by gguf. Names and the order of rows are this engine's, which `infinilm verify` checks."""
     from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
     from infinilm.loading import gguf_checkpoint

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 DEVIATION = 0.02
-"""Of all values."""
+"""The standard deviation of all values."""
 GROUP = 128
-# The standard deviations of codes: 8-bit floats as they are drawn, and 4-bit or 6-bit integers, all as likely.
+# The standard deviations of codes: 8-bit floats as drawn, and uniformly drawn 4-bit or 6-bit integers.
 FLOAT_DEVIATION, INT4_DEVIATION, INT6_DEVIATION = 100.0, 4.6, 18.5
 LARGEST_FP8 = 448.0
 Shape = tuple[int, ...]
@@ -36,7 +36,7 @@ class Draw:
         return values.add_(0.5).mul_(middle).to(dtype).cpu()
 
     def bytes(self, *shape: int) -> Tensor:
-        """uint8, all as likely."""
+        """uint8, uniformly drawn."""
         drawn = torch.randint(256, shape, generator=self._generator, device=self._device, dtype=torch.uint8)
         return drawn.cpu()
 
@@ -45,7 +45,7 @@ class Draw:
         return self.bytes(*shape[:-1], 4 * shape[-1]).view(torch.int32)
 
     def zeros(self, *shape: int, shift: int = 0) -> Tensor:
-        """int32, eight 4-bit zeros each, 7 or 8 less a `shift`."""
+        """int32, eight 4-bit zeros each: 7 or 8, minus `shift`."""
         least = torch.tensor(0x11111111 * (7 - shift), dtype=torch.int32)
         return (self.words(*shape) & 0x11111111) + least
 
@@ -84,7 +84,7 @@ def _gptq(draw: Draw, rows: int, columns: int) -> dict[str, Tensor]:
 
 
 def _gptq_in_order(draw: Draw, rows: int, columns: int) -> dict[str, Tensor]:
-    """As with `desc_act`: matrices with as many inputs have them in the same order."""
+    """As with `desc_act`. Matrices with equal numbers of inputs have them in the same order."""
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
     tensors = _gptq(draw, rows, columns)
     return {**tensors, "g_idx": tensors["g_idx"][order]}

@@ -33,7 +33,7 @@ class Client:
         self.http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS[name]}"}, timeout=600)
 
     async def times(self, prompt: str, max_tokens: int, stop: asyncio.Event | None = None) -> list[float]:
-        """Stream an answer: when it was asked for, and when each piece came."""
+        """Stream an answer. Returns the time of the request, and the time of each piece."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
         found = [time.perf_counter()]
         async with self.http.stream("POST", "/v1/completions", json=body) as response:

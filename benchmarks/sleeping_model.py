@@ -30,7 +30,7 @@ register_model("sleeping", "SleepingForCausalLM", builder=SleepingModel)
 
 
 def save_sleeping(directory: Path, num_layers: int) -> None:
-    """A checkpoint of it, with random weights."""
+    """Save a checkpoint of the model, with random weights."""
     config = LlamaConfig(
         model_type="sleeping",
         vocab_size=300,

@@ -94,7 +94,7 @@ def step(model: Path, pages: str) -> float:
 
 
 def run(way: str, model: Path, packed: Path) -> float:
-    """Measure one way in a process of its own."""
+    """Measure one way in a separate process."""
     command = [sys.executable, "-m", "benchmarks.weight_loading", str(model), "--way", way, "--packed", str(packed)]
     done = subprocess.run(command, env=environment(1), stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout)

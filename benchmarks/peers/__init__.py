@@ -1,4 +1,4 @@
-"""Other engines that `bench --peer` compares with on a CPU, each in a process of its own."""
+"""Other engines that `bench --peer` compares with on a CPU. Each runs in its own process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ OPENVINO = "openvino"
 
 @dataclass(frozen=True, slots=True)
 class PeerPackage:
-    """Where an engine comes from, and how a user would start it."""
+    """The package of an engine, and how a user would start it."""
 
     package: str
     module: str

@@ -1,7 +1,8 @@
 """An engine in a child process.
 
-It has its own memory and threads, and if it dies, as a library built for another CPU does, the parent reports that. The
-process reads work from stdin and answers on stdout, in JSON, a line each; it ends when its stdin does.
+The process has its own memory and threads. If it dies, for example because a library was built for another CPU, the
+parent reports that. The process reads work from stdin and replies on stdout, one line of JSON each. It ends when its
+stdin is closed.
 """
 
 import json
@@ -23,7 +24,7 @@ Runner = Callable[[Workload, list[list[int]]], Run]
 
 
 class EngineProcess:
-    """`name` is ours or that of one of `PEERS`; `settings` are a `Config`'s, of which peers use the model only."""
+    """`name` is `OURS` or one of `PEERS`. `settings` are those of a `Config`; peers use only the model."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], num_threads: int) -> None:
         self.name = name
@@ -87,7 +88,7 @@ class EngineProcess:
 
 
 def environment(num_threads: int) -> dict[str, str]:
-    """The environment of a process that computes with this many threads. Python keeps the modules that it compiles."""
+    """The environment of a process that computes with this many threads. Python may write its bytecode cache."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "OMP_NUM_THREADS": str(num_threads)}
 

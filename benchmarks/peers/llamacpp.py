@@ -1,7 +1,7 @@
-"""The same work done by llama.cpp, for `bench --peer llama.cpp` and the scripts for CPUs.
+"""Runs the workloads with llama.cpp, for `bench --peer llama.cpp` and the scripts for CPUs.
 
-Nothing here imports torch, so that the memory of the process is llama.cpp's own. Its C interface is used, which costs
-less per token than llama-cpp-python's classes and computes several streams at once.
+Nothing here imports torch, so that the memory of the process is llama.cpp's own. This module calls llama.cpp's C
+interface, which costs less per token than llama-cpp-python's classes and computes several streams at once.
 """
 
 import logging
@@ -27,7 +27,7 @@ REMEDY = (
 )
 """For a virtual machine that reports instructions that it does not have, such as AMX."""
 MAX_BATCH = 512
-"""Tokens per call: its default."""
+"""Tokens per call, which is llama.cpp's default."""
 CACHE_PIECE = 256
 """A stream's cache is a multiple of this many tokens."""
 
@@ -118,7 +118,7 @@ class _Context:
         self._lib.llama_free(self._context)
 
     def read(self, prompt: Sequence[int], stream: int) -> Logits:
-        """Compute a prompt; the logits after its last token: `[1, vocab]`."""
+        """Compute a prompt. Returns the logits after its last token: `[1, vocab]`."""
         for start in range(0, len(prompt), MAX_BATCH):
             piece = prompt[start : start + MAX_BATCH]
             end = start + len(piece)
@@ -129,7 +129,10 @@ class _Context:
     def decode(
         self, tokens: Sequence[int], places: Sequence[int], streams: Sequence[int], wanted: Sequence[bool]
     ) -> Logits:
-        """Compute tokens at their positions in their streams; the logits of `wanted`, valid until the next call."""
+        """Compute tokens at their positions in their streams.
+
+        Returns the logits of the `wanted` tokens, which are valid until the next call.
+        """
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, (token, place, stream, is_wanted) in enumerate(zip(tokens, places, streams, wanted, strict=True)):

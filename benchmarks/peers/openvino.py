@@ -1,4 +1,4 @@
-"""The same work done by OpenVINO GenAI, for `bench --peer openvino`. Nothing here imports torch."""
+"""Runs the workloads with OpenVINO GenAI, for `bench --peer openvino`. Nothing here imports torch."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +13,7 @@ from infinilm.errors import EngineError
 from infinilm.loading.gguf import GGUFFile
 
 CACHE_GIB = 1
-"""As much as this engine takes on a CPU."""
+"""The size of InfiniLM's own cache on a CPU."""
 
 
 class OpenVINO:

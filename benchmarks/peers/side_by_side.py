@@ -1,4 +1,4 @@
-"""This engine and another on the same file, prompts and threads: in turns, each in its own process."""
+"""Runs this engine and another by turns on the same file, prompts and threads, each in its own process."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FIRST_PROMPT = "The capital of France is"
 SETTLE_SECONDS = 0.05
-"""Between turns: idle threads spin for a moment before they sleep."""
+"""The pause between turns, because idle threads spin for a moment before they sleep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Works:
     prefill: Workload
     streams: Workload
     memory: Workload
-    """For the peak of resident memory: loading and this workload only."""
+    """For the peak of resident memory: the process loads the model and runs only this workload."""
 
 
 WORKS = Works(
@@ -144,7 +144,7 @@ def compare(setup: Setup, repeat: int, note: Callable[[str], None], works: Works
     for number in range(repeat + 1):
         for name in setup.engines:
             seconds = time_to_output(name, setup)
-            if number > 0:  # the first one reads files that the others find in memory
+            if number > 0:  # the first start reads the files from disk, later ones from memory
                 found.start_seconds.setdefault(name, []).append(seconds)
     return found
 
@@ -161,7 +161,7 @@ def _measure_workloads(found: Comparison, setup: Setup, repeat: int, note: Calla
 def run_by_turns(
     engines: Sequence[EngineProcess], workload: Workload, repeat: int, *, warm_up: bool = True
 ) -> dict[str, list[Run]]:
-    """Run a workload in turns, so that other load on the machine affects all engines alike: runs by engine."""
+    """Run a workload by turns, so that other load on the machine affects all engines alike. Returns runs by engine."""
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     if warm_up:
         _run_each_once(engines, replace(workload, output_len=min(workload.output_len, 4)), repeat)
@@ -206,7 +206,7 @@ def count_cores() -> int:
 
 
 def report(config: Config, num_threads: int | None, repeat: int, peer: str) -> tuple[dict[str, Any], "Table"]:
-    """Measure both engines: the report, and its figures as a table."""
+    """Measure both engines. Returns the report, and its figures as a table."""
     check_installed(peer)
     setup = make_setup(config, num_threads, peer)
     found = compare(setup, repeat, note)
@@ -229,7 +229,7 @@ def report(config: Config, num_threads: int | None, repeat: int, peer: str) -> t
 
 
 def make_setup(config: Config, num_threads: int | None, peer: str = LLAMA_CPP) -> Setup:
-    """How both engines are started; `num_threads` None: one per core."""
+    """How both engines are started. If `num_threads` is None, there is one thread per core."""
     path = resolve(config.model)
     if path.suffix != ".gguf":
         raise InvalidValueError(f"--peer {peer}: {path} is not a .gguf file, which both engines can read")

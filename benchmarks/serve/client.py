@@ -17,7 +17,7 @@ from benchmarks.serve.work import Load, Work
 LOOK_SECONDS = 1.0
 """How often the client measures its own CPU use."""
 PAUSE_SECONDS = 0.1
-"""After an error, until a stream of a closed loop sends its next request: a refusal may come at once."""
+"""The pause of a closed loop's stream after an error, because a refusal may be immediate."""
 MIN_STOCK = 16
 
 
@@ -34,7 +34,7 @@ class Plan:
 class Measured:
     traces: list[Trace] = field(default_factory=list)
     cpu_share: float = 0.0
-    """Share of one core, used by the client; by the busiest of its processes."""
+    """Share of one core that the client, or the busiest of its processes, used."""
     peak_cpu_share: float = 0.0
     """The same, in the busiest second."""
     is_interrupted: bool = False
@@ -73,7 +73,7 @@ class Client:
             raise
 
     async def open(self, number: int) -> None:
-        """Open connections in advance. Those that fail fail again, and are reported, when they are needed."""
+        """Open connections in advance. Failures are ignored: they recur, and are reported, when one is needed."""
         opened = await asyncio.gather(*(self._connector.connect() for _ in range(number)), return_exceptions=True)
         self._idle += [connection for connection in opened if isinstance(connection, Connection)]
 
@@ -87,7 +87,7 @@ class Client:
             except ConnectionResetError:
                 if connection.has_reply:
                     raise
-                continue  # the server closed it just when it was to be used again
+                continue  # the server closed it just before it was reused
             self._keep(connection)
             return
         connection = await self._connector.connect()
@@ -168,7 +168,7 @@ class LoadRun:
         gc.collect()
 
     async def run(self, begin: float, on_look: Callable[["LoadRun"], None] | None = None) -> Measured:
-        """Send requests from the time `begin` of `perf_counter` on; ends when all are answered, or after `stop`."""
+        """Send requests from `begin` (of `perf_counter`) on. Ends when all are answered, or after `stop`."""
         self._begin = begin
         gc.disable()  # a collection would hold up the clocks of all streams
         await asyncio.sleep(max(0.0, begin - perf_counter()))
@@ -252,5 +252,5 @@ class LoadRun:
 def _allow_many_files() -> None:
     """Raise the limit of open connections as far as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # not every system grants what it calls its limit
+    with suppress(ValueError, OSError):  # some systems refuse the limit that they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

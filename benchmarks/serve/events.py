@@ -11,7 +11,7 @@ INTERRUPTED = "interrupted"
 """The kind of error of requests that were open when the measurement was stopped."""
 
 _PLAIN = b'"finish_reason":null'
-"""In every event that brings text, and in no other but the first of a chat: these need not be decoded."""
+"""Every event with text contains this, and otherwise only a chat's first event. So such events need no decoding."""
 
 
 def _floats() -> "array[float]":
@@ -30,7 +30,7 @@ class Trace:
     start: float
     """Just before the request was sent, or its connection opened."""
     lateness: float = 0.0
-    """How much later that was than planned."""
+    """How much later `start` was than planned."""
     end: float = 0.0
     """When the last part of the reply arrived."""
     times: "array[float]" = field(default_factory=_floats)
@@ -77,7 +77,7 @@ class EventReader:
         self._status = 0
         self._content_type = ""
         self._body = b""
-        """Of a reply that is not a stream."""
+        """The body of a reply that is not a stream."""
         self._line = b""
         """The beginning of an incomplete line."""
         self._is_plain = False
@@ -125,7 +125,7 @@ class EventReader:
             trace.fail("empty", "the stream has no text")
 
     def _read_closely(self, lines: bytes) -> tuple[int, int]:
-        """Decode each event: the number of events with tokens, and of tokens."""
+        """Decode each event. Returns the number of events with tokens, and of tokens."""
         num_events = num_tokens = 0
         for line in lines.splitlines():
             if not line.startswith(b"data:"):
@@ -145,7 +145,7 @@ class EventReader:
         return num_events, num_tokens
 
     def _read_event(self, event: dict[str, Any]) -> int:
-        """The number of tokens in an event, as far as it is known."""
+        """The number of tokens in an event, if known."""
         if event.get("error"):
             self._trace.fail("error in the stream", error_message(event))
             return 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float64]
 MAX_POINTS = 2000
-"""Of a line: more are not visible."""
+"""The points of a plotted line. More would not be visible."""
 BLUE, ORANGE, GREY = "#2f6f9f", "#d9822b", "#8a8f98"
 
 
@@ -65,7 +65,7 @@ class Figures:
     num_output_tokens: int
     """Of answered and interrupted requests."""
     num_events: int
-    """Events that brought them: as many, if each brings one token."""
+    """Events that brought these tokens. The numbers are equal if each event brings one token."""
     has_usage: bool
     """Whether the server reported the number of tokens. If not, events are counted."""
     requests_per_second: float
@@ -81,9 +81,9 @@ class Figures:
     gap: Spread | None
     """Between two arrivals of tokens."""
     packet_gap: Spread | None
-    """Between two packets of tokens: arrivals within a millisecond of each other are one. What a reader notices."""
+    """Between two packets of tokens, as a reader notices. Arrivals within a millisecond of each other are one."""
     tpot: Spread | None
-    """Per answer, the mean time of a token after the first."""
+    """The mean time of a token after the first, for each answer."""
     latency: Spread | None
     """From sending a request to the end of its answer."""
     lateness: Spread | None

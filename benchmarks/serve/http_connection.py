@@ -22,7 +22,7 @@ class Reader(Protocol):
         ...
 
     def feed(self, data: bytes, now: float) -> None:
-        """A part of the body, received at that time of `perf_counter`."""
+        """Take a part of the body, received at the time `now` of `perf_counter`."""
         ...
 
 
@@ -94,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
         self._has_head = False
         self._is_chunked = False
         self._num_left: int | None = None
-        """Bytes of the body that are still missing. None: it ends with the connection."""
+        """Bytes of the body that are still missing. None: the body ends with the connection."""
         self._can_reuse = True
 
     @property
@@ -107,7 +107,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._has_head or bool(self._unread)
 
     async def exchange(self, request: bytes, reader: Reader) -> None:
-        """Send a request and pass the whole reply to `reader`; a `ConnectionResetError` if it is cut off."""
+        """Send a request and pass the whole reply to `reader`. Raises `ConnectionResetError` if it is cut off."""
         if self._transport is None:
             raise ConnectionResetError("the server has closed the connection")
         self._reset()

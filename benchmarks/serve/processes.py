@@ -1,7 +1,7 @@
-"""Runs a plan: in this process, or in several if one can't read all streams fast enough.
+"""Runs a plan in this process, or in several if one can't read all streams fast enough.
 
-A child process gets its plan and the start time on stdin, and reports on stdout that it is ready and at the end its
-measurements, all as JSON. When its stdin is closed it stops.
+A child process gets its plan and the start time on stdin. On stdout it reports that it is ready, and at the end its
+measurements, all as JSON. It stops when its stdin is closed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from benchmarks.serve.work import Load, Work
 from infinilm.errors import EngineError
 
 LEAD_SECONDS = 0.05
-"""From when all processes are ready until they begin."""
+"""The time between the moment when all processes are ready and their start."""
 
 
 async def measure(plan: Plan, num_processes: int, on_look: Callable[[LoadRun], None] | None = None) -> Measured:

@@ -21,7 +21,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """When requests are sent: one of `streams`, `rate` and `burst`; for how long: `requests` or `seconds`."""
+    """When requests are sent (one of `streams`, `rate` and `burst`), and for how long (`requests` or `seconds`)."""
 
     streams: int | None = None
     """Closed loop: this many at a time, each followed by another when it is answered."""
@@ -31,7 +31,7 @@ class Load:
     """This many at once."""
     requests: int | None = None
     seconds: float | None = None
-    """When to stop sending; open requests are still waited for."""
+    """When to stop sending. The run still waits for open requests."""
 
     def __post_init__(self) -> None:
         given = [name for name in ("streams", "rate", "burst") if getattr(self, name) is not None]
@@ -52,7 +52,7 @@ class Load:
             raise InvalidValueError("the load has no end; give requests or seconds")
 
     def arrivals(self, seed: int) -> Iterator[float]:
-        """For an open loop: send times, in seconds from the beginning."""
+        """The send times of an open loop, in seconds from the beginning."""
         if self.burst is not None:
             yield from [0.0] * self.burst
             return
@@ -82,11 +82,11 @@ def _plural(number: int, thing: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The requests: request `i` is the same in every run with the same seed."""
+    """The requests. Request `i` is the same in every run with the same seed."""
 
     model: str = ""
     input_len: int = 256
-    """Tokens of a prompt; of a chat, words."""
+    """Tokens of a prompt, or words of a chat."""
     output_len: int = 128
     prefix_len: int = 0
     """Leading tokens that all prompts share."""
