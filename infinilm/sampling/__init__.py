@@ -16,8 +16,8 @@ tie with the last one kept stay too, so the order of equal tokens never matters.
 
 Steps 3 to 5 are `draw`, with faster twins for GPUs (`infinilm.kernels.sampling`) and for CPUs (`native/sampling.cpp`).
 
-Rows do not influence each other. Where a faster way serves only some rows, each row's own values decide; sums
-that decide something are sums of integers, which come out the same in any order and grouping.
+Rows do not influence each other. If a faster way serves only some rows, each row's own values decide whether it is
+used. Sums that decide something are sums of integers, which are the same in any order and grouping.
 
 `InferEngine.Input` brings its own uniform number and asks for InfiniCore's rule instead, so that results match
 InfiniLM's: `check_uniform`, then `draw_uniform` (`uniform`). It draws straight from the raw logits by temperature,
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+def __getattr__(name: str) -> Any:  # imports what needs torch on first use
     if name in ("UniformValues", "check_uniform", "draw_uniform"):
         return getattr(import_module("infinilm.sampling.uniform"), name)
     raise AttributeError(f"module 'infinilm.sampling' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Changes to logits before truncation: bias, penalties, `min_tokens` and the request's own functions.
 
 All but the functions are operations over all rows of a step that use them (`HostArrays`, `DeviceArrays`). Their indices
-are computed once for as long as the step's rows stay the same (`_Batch`). No torch here.
+are computed once and reused as long as the step's rows stay the same (`_Batch`). Needs no torch.
 """
 
 import math
@@ -71,8 +71,8 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 class _RowRules:
     bias_ids: IntArray  # [b]
     biases: npt.NDArray[np.float32]  # [b]
-    stop_ids: IntArray  # [s], not to be drawn …
-    first_stop: int  # … before this position
+    stop_ids: IntArray  # [s], must not be drawn before `first_stop`
+    first_stop: int  # the first position at which `stop_ids` may be drawn
     slot: int | None  # of `TokenCounts`
     functions: tuple[LogitsProcessor, ...]
     output_ids: list[int]  # the answer so far, kept only for `functions`
