@@ -47,9 +47,9 @@ class Config:
     model: str | Path | None = None
     """A Hugging Face directory, a .gguf file, a hub id or an alias. None: the embedded model, `smollm2-135m`."""
     max_num_batched_tokens: int = 16384
-    """Tokens computed in one step, over all requests. Longer prompts are computed in chunks."""
+    """The most tokens computed in one step, over all requests. Longer prompts are computed in chunks."""
     max_num_seqs: int = 512
-    """Requests worked on in one step."""
+    """The most requests computed in one step."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together. None: the checkpoint's maximum, to which larger values are capped."""
     tensor_parallel_size: int = 1

@@ -17,7 +17,7 @@ MAX_SCHEMA_CHARS = 256 * 1024
 MAX_SCHEMA_TEXT_CHARS = 2 * 1024 * 1024
 """Of a schema's text as sent; some are indented very deep."""
 MAX_SCHEMA_DEPTH = 96
-"""Nested objects and lists. llguidance's parser accepts 128, some of which InfiniLM adds."""
+"""Nested objects and lists. llguidance's parser accepts 128 levels, and InfiniLM uses some of them itself."""
 MAX_REGEX_CHARS = 16 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CHOICES = 10_000

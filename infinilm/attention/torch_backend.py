@@ -65,13 +65,13 @@ class _Scoring:
     sinks: Tensor | None  # [kv_heads, group, 1]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`query` `[B, kv_heads, group, head_dim]`, one token each, to keys, values `[B, kv_heads, keys, head_dim]`."""
+        """`query` `[B, kv_heads, group, head_dim]`, a token each; `key` and `value` `[B, kv_heads, keys, head_dim]`."""
         if self.cap is None and self.sinks is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
         return self._weigh(query, key, value, mask, self.sinks)
 
     def attend_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`query` `[kv_heads, group, tokens, head_dim]` to keys and values likewise; without a mask causally."""
+        """`query` `[kv_heads, group, tokens, head_dim]`, `key` and `value` likewise. Without a mask, causally."""
         if self.cap is None and self.sinks is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
@@ -237,7 +237,7 @@ def _prefill(query: Tensor, cache: Tensor, scales: Tensor | None, row: _PrefillR
 
 
 def _sees_any(is_nonfinite: Tensor, num_new: int, window: int | None) -> Tensor:
-    """Which of the new tokens, the last of all, see a non-finite one: `[..., num_keys]` to `[..., num_new]`."""
+    """Which of the new tokens, which are the last, see a non-finite one: `[..., num_keys]` to `[..., num_new]`."""
     num_keys = is_nonfinite.shape[-1]
     num_before = F.pad(is_nonfinite.cumsum(-1), (1, 0))
     ends = torch.arange(num_keys - num_new + 1, num_keys + 1, device=is_nonfinite.device)

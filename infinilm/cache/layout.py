@@ -45,7 +45,7 @@ class CacheLayout:
     num_blocks: int
     block_size: int
     tables: "Callable[[int], npt.NDArray[np.int64]]"
-    """`tables(n)`, `[n, blocks of each]`: the blocks of n requests that bring no block tables, -1 for none."""
+    """`tables(n)`, `[n, blocks of each]`: the blocks of n requests without block tables, -1 for none."""
     dtype: str | None = None
     """None: the model's."""
     max_batch_size: int | None = None
@@ -53,7 +53,7 @@ class CacheLayout:
     max_cache_len: int | None = None
     """Tokens of one request. None: as many as its blocks hold."""
     takes_tables: bool = True
-    """Whether requests may bring block tables and slot mappings of their own."""
+    """Whether requests may have their own block tables and slot mappings."""
 
     def __post_init__(self) -> None:
         check_integer("num_blocks", self.num_blocks, low=1)
@@ -126,7 +126,7 @@ _STRATEGIES: dict[type[CacheConfig], CacheStrategy] = {StaticKVCacheConfig: _sta
 
 
 def register_cache(config_class: type[CacheConfig], strategy: CacheStrategy) -> None:
-    """Add a kind of cache: engines given a `config_class`, or a subclass, lay their cache out as `strategy` says."""
+    """Add a kind of cache. Engines with a `config_class`, or a subclass, use the layout that `strategy` returns."""
     if not (isinstance(config_class, type) and issubclass(config_class, CacheConfig)):
         raise InvalidTypeError(f"config_class={config_class!r} must be a subclass of CacheConfig")
     if config_class in _STRATEGIES:

@@ -182,7 +182,7 @@ class LLMEngine:
     def _collect_outputs(self, pending: dict[Request, None], outputs: dict[Request, RequestOutput]) -> None:
         """Make the outputs of requests that have ended, while a GPU computes the next step.
 
-        There may be many requests. Looks only at the first pending ones, because later ones have not started yet.
+        There may be many requests. Looks only at the first pending ones, because hardly any later one has started.
         """
         num_looked_at = NUM_LOOKED_AT * self.config.max_num_seqs
         while ended := [request for request in islice(pending, num_looked_at) if request.is_finished]:

@@ -72,10 +72,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     memory: MemoryLedger
-    """Of the fullest pipeline stage."""
+    """The memory of the fullest pipeline stage."""
     default_sampling_params: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     more_memory: tuple[MemoryLedger, ...] = ()
-    """Of the other pipeline stages."""
+    """The memory of the other pipeline stages."""
     guarantee: Guarantee = Guarantee()  # noqa: RUF009 (it is frozen)
     fingerprint: str = ""
     """`system_fingerprint` of replies."""

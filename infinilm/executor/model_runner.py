@@ -84,8 +84,8 @@ class ModelRunner:
         self._rows = Rows(len(self._cache.groups), max_num_rows, max_blocks, self._block_size)
         # One entry more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
-        # The inputs of graphs hold the tables of one group of attention layers. Models with more groups and pipeline
-        # stages run eagerly.
+        # The inputs of graphs hold the tables of one group of attention layers. Models with more groups run eagerly. So
+        # do pipeline stages.
         attention = [group for index, group in enumerate(self._cache.groups) if index not in self._cache.state_ends]
         use_graphs = settings.use_graphs and len(attention) == 1 and worker.stages.size == 1
         self._graphs = self._make_graphs(settings, max_blocks) if use_graphs else None

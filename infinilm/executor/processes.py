@@ -28,7 +28,7 @@ from infinilm.interrupts import interrupts_allowed, interrupts_held
 JOIN_LIMIT_S = 90.0
 """If the ranks have not joined within this time, the engine gives up and names those that are missing."""
 JOIN_ATTEMPTS = 20
-"""How often a rendezvous is tried, on a machine too busy for the ranks to join in time."""
+"""How often a rendezvous is tried if the machine is too busy for the ranks to join in time."""
 
 
 class ProcessExecutor(LocalExecutor):

@@ -48,7 +48,7 @@ PLACE_LIMIT_S = 20.0
 START_LIMIT_S = 120.0
 """The time for actors to start and import torch, and again to connect."""
 CAUSE_S = 1.8
-"""A lost connection may be the first sign of a node's death. So long the cause is looked for before it is reported."""
+"""How long to look for the cause of a lost connection, which may be the first sign of a node's death."""
 PROBE_S = 0.5
 HANDSHAKE_S = 5.0
 ROLES = (b"driver", b"rank")

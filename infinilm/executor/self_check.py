@@ -149,7 +149,7 @@ class _Trial:
 
 @torch.inference_mode()
 def computes_alike(compute: Callable[[HostBatch], Tensor], cache: Cache, vocab_size: int, num_tokens: int) -> bool:
-    """Whether two texts of up to `num_tokens` have the same hidden states whole, in one step, and in parts.
+    """Whether two texts of up to `num_tokens` have the same hidden states computed whole, in one step, and in parts.
 
     `compute` returns a batch's hidden states `[T, hidden]`. The texts use the first blocks of `cache`. Also False if
     the cache is too small for such texts.

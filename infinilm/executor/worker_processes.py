@@ -21,7 +21,7 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class RankProcess(Protocol):
-    """A process that runs one rank, with a socket to the driver. Its methods are those of `ChildProcess`."""
+    """A process that runs one rank, with a socket to the driver. The interface follows `ChildProcess`."""
 
     socket: socket.socket
 

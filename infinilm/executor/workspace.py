@@ -41,7 +41,7 @@ class StepShape:
     hidden: int
     queries: int
     keys: int
-    """Also the numbers of the values."""
+    """The same for values."""
     channels: int
     """The width of a channel mixer."""
     vocab: int
@@ -175,7 +175,7 @@ def _has_triton(config: Config, device: "Device") -> bool:
 
 
 def _attends_long(shape: StepShape, head_dim: int, dtype: "DType", device: "Device", max_model_len: int) -> bool:
-    """Whether `LongPrefill` computes any step of a prompt in chunks of the largest size."""
+    """Whether `LongPrefill` computes any step of a prompt that is divided into the largest possible chunks."""
     import torch
 
     from infinilm.attention.long_prefill import LongPrefill  # which needs Triton

@@ -5,8 +5,8 @@ The order of the rules, for each row on its own:
 1. The model's raw logits. Log-probabilities, if asked for, are taken here (`logprobs`).
 2. `logit_bias`, then `repetition_penalty` (tokens of prompt and answer), then `frequency_penalty` and
    `presence_penalty` (tokens of the answer), then stop ids become −inf until `min_tokens`, then the
-   `logits_processors` in their order
-   (`logits_processors`). Last, what the grammar of `structured` forbids becomes −inf (`masks`).
+   request's `logits_processors` in their order (`logits_processors`). Last, what the grammar of
+   `structured` forbids becomes −inf (`masks`).
 3. A greedy row takes the greatest logit, the first of equals, and is done.
 4. `temperature`, then a cut-off: `top_k`, then `top_p` of what `top_k` left, then `min_p` (`truncation`).
 5. The draw among what is left, keyed by seed and position (`noise`).

@@ -83,7 +83,7 @@ class _Batch:
     """The rules of a step's rows. A logit's index is `index of the row in the step * vocab + token id`."""
 
     rows: tuple[int, ...]
-    bias_indices: Any  # [b] int64, or None; this and the next three are where the logits are
+    bias_indices: Any  # [b] int64, or None; this and the next three are on the logits' device
     biases: Any  # [b] float32, or None
     penalized: Any  # [k] int64, places of rows with penalties, or None
     slots: Any  # [k] int64, or None
