@@ -36,7 +36,7 @@ __all__ = [
     "StructuredOutput",
 ]
 
-# Imported when they are asked for: some need torch, which takes a second to import.
+# Imported on first use, because some need torch, which takes a second to import.
 _LAZY = {
     "LLM": "infinilm.engine.llm_engine",
     "LLMEngine": "infinilm.engine.llm_engine",
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _LogPrinter(logging.Handler):
-    """Prints what the engine logs, as long as the program has set up no logging of its own."""
+    """Prints the engine's logs, unless the program has set up logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

@@ -22,7 +22,7 @@ def plain_items(value: Any) -> Any:
 
 
 def _num_dimensions(value: Any) -> int | None:
-    """Of a readable NumPy or torch value; None for anything else. Imports neither package."""
+    """The number of dimensions of a readable NumPy or torch value; None for anything else. Imports neither package."""
     if type(value).__module__.partition(".")[0] not in ("numpy", "torch"):
         return None
     is_readable = not any(getattr(value, name, False) for name in ("is_nested", "is_meta", "is_sparse"))

@@ -47,9 +47,9 @@ class Config:
     model: str | Path | None = None
     """A Hugging Face directory, a .gguf file, a hub id or an alias. None: the embedded model, `smollm2-135m`."""
     max_num_batched_tokens: int = 16384
-    """Tokens computed in one step, over all requests. Longer prompts are computed in chunks."""
+    """The most tokens computed in one step, over all requests. Longer prompts are computed in chunks."""
     max_num_seqs: int = 512
-    """Requests worked on in one step."""
+    """The most requests computed in one step."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together. None: the checkpoint's maximum, to which larger values are capped."""
     tensor_parallel_size: int = 1
@@ -67,16 +67,16 @@ class Config:
     device: str = "auto"
     """auto: a CUDA device if there is one, else the CPU. Others by name, see `docs/devices.md`."""
     dtype: str = "auto"
-    """auto: float32 on a CPU, with matrices of 16 bits kept as they are; the checkpoint's own elsewhere. Any other: a
-    CPU converts weights to it, quantised ones too."""
+    """auto: float32 on a CPU, with matrices of 16 bits kept as they are; elsewhere the checkpoint's own. With any other
+    value, a CPU converts weights to it, quantised ones too."""
     quantization: str | None = None
-    """How matrices are stored. None: as in the checkpoint, see `docs/quantization.md`; on a CPU quantised ones stay so
-    if `dtype` is auto. fp8, int4, q8, q4: dense matrices are quantised while they are read. none: all are
-    dense.
+    """How matrices are stored. None: as in the checkpoint, see `docs/quantization.md`; on a CPU quantised matrices stay
+    quantised if `dtype` is auto. fp8, int4, q8, q4: dense matrices are quantised while they are read. none: all
+    matrices are dense.
     """
     activation_bits: int = 16
-    """Bits of what quantised matrices are multiplied with on a CPU, 16 or 8. 8: prompts are computed faster, and
-    answers are less accurate (`docs/performance.md`). The head has 16 always."""
+    """Bits of the activations that quantised matrices are multiplied with on a CPU, 16 or 8. 8: prompts are computed
+    faster, and answers are less accurate (`docs/performance.md`). The head always uses 16."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`; float16 on a CPU whose weights are quantised. fp8: 8-bit floats with a scale for each token and
     head, about half the memory of 16 bits, see `docs/quantization.md`."""
@@ -85,15 +85,15 @@ class Config:
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
     """Give a request the same tokens and log-probabilities, bit for bit, whatever else the engine computes and however
-    it divides the work. None: where that costs little, which is on a CPU unless `dtype` has 16 bits, and for a
-    dense model of about 7 billion parameters or more on a Hopper GPU (`docs/determinism.md`). What is met:
-    `LLM.stats().guarantee`."""
+    it divides the work. None: only where that costs little: on a CPU unless `dtype` has 16 bits, and for a dense model
+    of about 7 billion parameters or more on a Hopper GPU (`docs/determinism.md`). `LLM.stats().guarantee` says whether
+    it is met."""
     attention_backend: str = "auto"
     distributed: DistConfig | None = None
     executor: str = "auto"
-    """Where ranks run. local: one, in this process. processes: each but the driver in a process of its own. ray: each
-    but the driver in an actor, on as few nodes of a Ray cluster as have room. ray-spread: each rank on a node of its
-    own. auto: local for one rank, else processes."""
+    """Where ranks run. local: one rank, in this process. processes: each rank but the driver in its own process. ray:
+    each rank but the driver in an actor, on as few nodes of a Ray cluster as have room. ray-spread: each rank on its
+    own node. auto: local for one rank, else processes."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -138,7 +138,7 @@ class Config:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:
-        """Build from keywords, naming the unknown ones."""
+        """Build from keywords. An unknown one raises an error that names it."""
         _check_known(kwargs)
         return cls(**kwargs)
 

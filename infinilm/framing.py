@@ -1,4 +1,4 @@
-"""Messages between processes: each is one frame, its length and then its bytes, over a stream socket."""
+"""Messages between processes over a stream socket. Each is one frame: its length, then its bytes."""
 
 import hashlib
 import hmac
@@ -17,10 +17,10 @@ MAX_FRAME_BYTES = 1 << 30
 """A longer frame is refused before memory is allocated for it."""
 RECEIVE_BYTES = 1 << 20
 JOIN_BYTES = 1 << 16
-"""Buffers shorter than this together are sent in one piece with their frame."""
+"""A frame and its buffers are sent in one piece if they are shorter than this together."""
 NONCE_BYTES = 32
 SILENCE_S = 2
-"""The other machine's kernel answers within this time, or its connections end."""
+"""If the other machine's kernel does not answer within this time, the connection ends."""
 
 
 class ChannelClosedError(Exception):
@@ -28,7 +28,7 @@ class ChannelClosedError(Exception):
 
 
 def frame(payload: bytes) -> bytes:
-    """A payload as it is sent."""
+    """A payload as it is sent, with its length in front."""
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -40,7 +40,7 @@ def _length_in(header: bytes | bytearray) -> int:
 
 
 def _closed(error: OSError) -> Exception:
-    """The error to raise: one of the socket's own time limit stays what it is."""
+    """The error to raise. A timeout of the socket itself is raised unchanged."""
     return error if isinstance(error, TimeoutError) and error.errno is None else ChannelClosedError()
 
 
@@ -50,7 +50,7 @@ class FrameSocket:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._received = bytearray()
-        """Bytes of frames that `receive_ready_frames` has not returned."""
+        """Received bytes of frames that `receive_ready_frames` has not returned yet."""
 
     def send_frame(self, payload: bytes, *buffers: memoryview) -> None:
         """Send a frame, and then buffers, which are not copied. The receiver reads them by `receive_into`."""
@@ -131,7 +131,7 @@ async def read_frame(reader: "StreamReader") -> bytes:
 
 
 def watch_connection(connection: socket.socket) -> None:
-    """Send small messages at once, and have the kernel end a TCP connection whose other machine is gone."""
+    """Send small messages at once, and let the kernel end a TCP connection if the other machine is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 1, "TCP_USER_TIMEOUT": SILENCE_S * 1000}
@@ -141,12 +141,12 @@ def watch_connection(connection: socket.socket) -> None:
 
 
 def prove(secret: bytes, role: bytes, nonce: bytes) -> bytes:
-    """What only one who knows the secret can say about a nonce."""
+    """A hash of the nonce that only a process with the secret can compute."""
     return hmac.new(secret, role + nonce, hashlib.sha256).digest()
 
 
 def authenticate(connection: FrameSocket, secret: bytes, *, own: bytes, other: bytes) -> None:
-    """Prove to the other end that this one knows the secret, and check the same of it. They have different roles."""
+    """Prove to the other end that this end knows the secret, and check its proof. The ends have different roles."""
     nonce, theirs, proof = secrets.token_bytes(NONCE_BYTES), bytearray(NONCE_BYTES), bytearray(NONCE_BYTES)
     try:
         connection.socket.sendall(nonce)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of the way."""
+"""Pauses Python's garbage collector."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[Callable[[], None]]:
-    """Collect nothing meanwhile, but what is new when the function is called that this gives.
+    """Pause the garbage collector. Yields a function that collects new objects only.
 
-    A full collection looks at every object of every library, for some 0.2 s in which a GPU has nothing to do; one
-    follows whenever the number of objects has grown by a quarter. What steps leave behind has no cycles and goes
-    without it. Requests have cycles, and long lists: they are looked at in the end, or before, while a GPU is busy.
+    A full collection looks at every object of every library. That takes some 0.2 s, in which a GPU has nothing to do,
+    and happens whenever the number of objects has grown by a quarter. Objects that steps leave have no cycles and are
+    freed without it. Requests have cycles and long lists: they are collected at the end, or before, while a GPU is
+    busy.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -23,6 +24,6 @@ def gc_paused() -> Iterator[Callable[[], None]]:
 
 
 def _collect_young() -> None:
-    """Look at the objects made since the last time if they are as many as Python waits for."""
+    """Collect the objects made since the last collection, if they exceed Python's threshold."""
     if gc.get_count()[0] > gc.get_threshold()[0] > 0:
         gc.collect(0)

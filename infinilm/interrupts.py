@@ -1,14 +1,14 @@
 """Delays Ctrl-C where it would leave state inconsistent, and lets one thread at a time change an engine.
 
 Python raises `KeyboardInterrupt` between any two lines of the main thread. Engines hold interrupts while they update
-their state, and allow them where they compute or wait, which they can recover from.
+their state. They allow interrupts where they compute or wait, because they can recover from that.
 
 These are classes because an interrupted generator-based context manager would resume when it is collected.
 """
 
 import signal
 
-# signal.getsignal looks the handler up in an enum, which takes longer than all else that a step does here.
+# signal.getsignal looks the handler up in an enum, which takes longer than all other work of a step in this module.
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections import deque
 from collections.abc import Callable
@@ -101,10 +101,10 @@ def _current_holder() -> _Holder | None:
 
 
 class Turns:
-    """Lets one thread at a time in; others wait, and come in the order in which they asked.
+    """A lock that threads get in the order in which they asked.
 
-    `with interrupts_held(), turns:` takes a turn; a thread that has it may take it again. Without interrupts held, one
-    might keep the turn from being given back.
+    `with interrupts_held(), turns:` takes a turn. A thread that has the turn may take it again. Interrupts must be
+    held: one might keep the turn from being given back.
     """
 
     def __init__(self) -> None:

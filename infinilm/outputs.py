@@ -26,7 +26,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     new_text: str = ""
-    """What this step added to `text`."""
+    """The text added since the last output."""
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
@@ -53,22 +53,22 @@ class RequestMetrics:
 
 
 class AnswerDelta(NamedTuple):
-    """What one step added to one answer: tokens, without their text. A tuple, which is cheap to make and to send."""
+    """The tokens added to one answer since the last delta, without text. A tuple, which is cheap to make and send."""
 
     request_id: str
     index: int  # type: ignore[assignment] # hides tuple.index
-    """Which of the request's answers."""
+    """The index of the answer in its request."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    """Of these tokens, if asked for."""
+    """For these tokens, if asked for."""
     finish_reason: FinishReason | None
-    """Not None: the answer's last delta."""
+    """Not None in the answer's last delta."""
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """With the request's first token, if asked for."""
+    """Set with the request's first token, if asked for."""
     error: str | None = None
     metrics: RequestMetrics | None = None
-    """With an answer's last delta."""
+    """Set in an answer's last delta."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The kinds of devices: what each needs, and what differs between them.
 
-torch is imported only where a device is asked for: settings and the command line need the names alone.
+torch is imported only when a device is used: settings and the command line need only the names.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeviceType(StrEnum):
-    """The kinds of devices that models run on. Those of other torch plug-ins are named by torch's device type."""
+    """The kinds of devices that models run on. Devices of other torch plug-ins are named by torch's device type."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -40,13 +40,13 @@ class Platform:
 
     title: str
     remedy: str
-    """How to get what gives torch these devices."""
+    """What torch needs for these devices, and how to get it."""
     package: str | None = None
     """The plug-in that gives torch this device type; None: torch itself has it."""
     collectives: str | None = None
     """The backend of `torch.distributed` between these devices; None: one rank only."""
     device_type: str | None = None
-    """torch's, where it is not the name."""
+    """torch's device type, if it is not the kind's name."""
 
 
 _TORCH = "pip install torch --index-url https://download.pytorch.org/whl/"
@@ -66,12 +66,12 @@ PLATFORMS = {
 }
 DEVICES = ("auto", *DeviceType)
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
-"""What Linux has where there is a GPU of NVIDIA or AMD, or one of Windows's."""
+"""Linux has one of these files if there is a GPU of NVIDIA or AMD, or a GPU of a Windows host."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDevice:
-    """The CPU without torch. It has what `torch.device` has of names."""
+    """The CPU without torch. It has the `type` and `index` of a `torch.device`."""
 
     type: str = "cpu"
     index: None = None
@@ -97,7 +97,7 @@ def require_torch(what: str) -> Iterator[None]:
 
 
 def count_cores() -> int:
-    """The cores that this process may use, or `OMP_NUM_THREADS`: the threads that torch would take."""
+    """The cores that this process may use, or `OMP_NUM_THREADS`: as many threads as torch would use."""
     if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(asked) > 0:
         return int(asked)
     if not hasattr(os, "sched_getaffinity"):
@@ -110,7 +110,7 @@ def count_cores() -> int:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch may find a GPU that `device='auto'` means. It is not imported where nothing speaks for one."""
+    """Whether torch finds a GPU that `device='auto'` would use. torch is not imported if there is no sign of a GPU."""
     if not has_torch() or (sys.platform == "linux" and not any(map(os.path.exists, _GPU_FILES))):
         return False
     import torch
@@ -119,7 +119,7 @@ def may_have_gpu() -> bool:
 
 
 def wake_driver() -> None:
-    """Have the driver of NVIDIA's GPUs set itself up, if there is one: a fifth of a second without the GIL."""
+    """Initialise the driver of NVIDIA's GPUs, if there is one. It takes a fifth of a second without the GIL."""
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)
 
@@ -128,12 +128,12 @@ def has_torch() -> bool:
     """Whether torch is installed. It is not imported."""
     try:
         return find_spec("torch") is not None
-    except ValueError:  # what stands for it in `sys.modules` is no module
+    except ValueError:  # its entry in `sys.modules` is not a module
         return False
 
 
 def check_device(parameter: str, name: object) -> None:
-    """Refuse a setting that is no kind of device. Only for names that are not in `DEVICES` torch is asked."""
+    """Refuse a setting that is not a kind of device. torch is asked only about names that are not in `DEVICES`."""
     if not isinstance(name, str):
         raise InvalidTypeError(f"{parameter}={name!r} must be a string, one of {', '.join(DEVICES)}")
     if name not in DEVICES:
@@ -141,7 +141,7 @@ def check_device(parameter: str, name: object) -> None:
 
 
 def split_device(value: "str | torch.device", parameter: str = "device") -> tuple[str, int | None]:
-    """The kind and the number, if any, of a device such as `cuda:1`. What is not there is refused, see below."""
+    """The kind and the number, if any, of a device such as `cuda:1`. `require_device` refuses missing kinds."""
     kind, _, index = str(value).partition(":")
     if index and not index.isdecimal():
         raise InvalidValueError(f"{parameter}={str(value)!r} is unknown; use a kind and a number, such as cuda:0")
@@ -150,7 +150,7 @@ def split_device(value: "str | torch.device", parameter: str = "device") -> tupl
 
 
 def require_device(kind: str, asked: str) -> str:
-    """torch's device type of this kind, with the plug-in imported; an error that says what is missing otherwise.
+    """torch's device type of this kind. Imports the plug-in, or raises an error that says what is missing.
 
     `asked` is the setting in errors, such as `device='npu'`.
     """
@@ -176,7 +176,7 @@ def require_device(kind: str, asked: str) -> str:
 
 
 def _find(kind: str, asked: str) -> Platform:
-    """The platform of a kind: ours, or that of a torch plug-in that is imported."""
+    """The platform of a kind: one of `PLATFORMS`, or that of a torch plug-in that is imported."""
     if kind in tuple(DeviceType):
         return PLATFORMS[DeviceType(kind)]
     import torch
@@ -193,7 +193,7 @@ def _find(kind: str, asked: str) -> Platform:
 
 
 def select_indices(device_type: str, indices: list[int], source: str) -> "list[torch.device]":
-    """The devices of these numbers; `source` is what asks for them."""
+    """The devices with these numbers. `source` is the setting in errors."""
     import torch
 
     count = getattr(torch, device_type).device_count()
@@ -217,7 +217,7 @@ def collectives_of(device_type: str) -> str | None:
 
 
 def is_nvidia(device: "torch.device") -> bool:
-    """Whether steps on the device are asynchronous, sampling included: where Triton kernels and CUDA graphs may run."""
+    """Whether this is an NVIDIA GPU: steps are asynchronous, sampling included; Triton and CUDA graphs may be used."""
     if device.type != "cuda":
         return False
     import torch
@@ -226,14 +226,14 @@ def is_nvidia(device: "torch.device") -> bool:
 
 
 def sampling_device(device: "torch.device") -> "torch.device":
-    """Where tokens are drawn: an NVIDIA GPU has kernels for it, all other devices leave it to the CPU."""
+    """The device that draws tokens: an NVIDIA GPU itself, which has kernels for it; for other devices the CPU."""
     import torch
 
     return device if is_nvidia(device) else torch.device("cpu")
 
 
 def free_device_bytes(device: "torch.device") -> int:
-    """The free memory of a device that is no CPU, without what torch keeps of tensors that are gone."""
+    """The free memory of a device other than a CPU, after torch has released the memory of freed tensors."""
     import torch
 
     module: Any = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""Child processes: each runs one of our modules, has a socket to its parent, and ends when the parent ends."""
+"""Child processes. Each runs a module of this package, has a socket to its parent and ends when the parent ends."""
 
 import ctypes
 import os
@@ -21,8 +21,8 @@ PR_SET_PDEATHSIG = 1
 class ChildProcess:
     """A process that runs `python -m module`. It gets one end of a socket pair and its parent's process id.
 
-    The child calls `parent_socket` and `exit_with_parent`. Its session is its own: Ctrl-C in a terminal is for the
-    parent only. `output` says where its stdout and stderr go; "echo" copies them to the parent's `sys.stderr`.
+    The child calls `parent_socket` and `exit_with_parent`. It has its own session, so Ctrl-C in a terminal reaches only
+    the parent. `output` says where its stdout and stderr go; "echo" copies them to the parent's `sys.stderr`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChildProcess:
                 self._process.kill()
                 code = self._process.wait()
         if self._echo is not None:
-            self._echo.join(1.0)  # not for ever: a process that the child started may hold the pipe open
+            self._echo.join(1.0)  # with a limit: a process that the child started may hold the pipe open
         return code
 
     def describe_end(self) -> str:
@@ -106,14 +106,14 @@ class ChildProcess:
 
 
 def parent_socket() -> socket.socket:
-    """The socket to the parent of this process, which a `ChildProcess` has started."""
+    """The socket to the parent of this process, which was started as a `ChildProcess`."""
     return socket.socket(fileno=int(sys.argv[1]))
 
 
 def exit_with_parent() -> None:
-    """End this process when its parent ends, whatever it is doing then.
+    """End this process when its parent ends, whatever this process is doing.
 
-    A closed socket is no sure sign of the parent's end: children of the parent may hold copies of the socket.
+    The socket does not reliably show the parent's end: other children of the parent may hold copies of it.
     """
     parent, is_main = int(sys.argv[2]), sys.argv[3] == "1"
     if sys.platform == "linux" and is_main:  # the kernel watches the thread that started this process

@@ -1,4 +1,4 @@
-"""A connection to a Ray cluster, and what is checked before anything is deployed there."""
+"""Connects to a Ray cluster, and checks it before anything is deployed there."""
 
 import logging
 import os
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STRATEGIES = {"ray": "PACK", "ray-spread": "STRICT_SPREAD"}
-"""By `Config.executor`: how Ray places ranks, on as few nodes as possible or each on a node of its own."""
+"""By `Config.executor`: how Ray places ranks, on as few nodes as possible or each on its own node."""
 GROUP_VARIABLE = "INFINILM_PLACEMENT_GROUP"
-"""Names the placement group for the ranks of an engine's process, if it has one, whose first bundle is the driver's."""
+"""Names the placement group for the ranks of an engine's process, if there is one. Its first bundle is the driver's."""
 LOCAL_SYSTEM = {
     "worker_niceness": 0,  # by default Ray's workers get the CPU last of all processes (nice 15)
     "raylet_report_resources_period_milliseconds": 1000,
@@ -26,7 +26,7 @@ LOCAL_SYSTEM = {
     "enable_metrics_collection": False,
     "event_stats": False,
 }
-"""Of a cluster on this machine alone. What Ray does for itself takes cores from the engines, so it does little."""
+"""Settings of a cluster on this machine alone. Ray's own work takes cores from the engines, so it is reduced."""
 CONNECT_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 60.0
 
@@ -48,8 +48,8 @@ class Node:
 
 
 def require_ray(part: str = "ray.serve") -> None:
-    """Raise if the extra is not installed, of which `part` is needed."""
-    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # its log files have all of it
+    """Raise if `part` of Ray, which the extra installs, is missing."""
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")  # its log files contain everything
     try:
         import_module(part)
     except ImportError as error:
@@ -117,9 +117,9 @@ def check_authentication(nodes: list[Node], environment: dict[str, str]) -> None
 
 
 def check_resources(nodes: list[Node], asked: dict[str, float], num_replicas: int, num_ranks: int = 1) -> None:
-    """Refuse more replicas than fit, before Ray waits for nodes that nobody will add.
+    """Refuse more replicas than fit, because Ray would wait for more nodes.
 
-    If the ranks of a replica may be on several nodes, each of `num_ranks` asks for as much.
+    If the ranks of a replica may be on several nodes, each of its `num_ranks` ranks needs the `asked` resources.
     """
     if shortage := describe_shortage(nodes, asked, num_replicas * num_ranks):
         what = f"{num_replicas * num_ranks} ranks of {num_replicas}" if num_ranks > 1 else num_replicas
@@ -129,7 +129,7 @@ def check_resources(nodes: list[Node], asked: dict[str, float], num_replicas: in
 
 
 def describe_shortage(nodes: list[Node], asked: dict[str, float], number: int) -> str | None:
-    """What is asked, `number` times, and what each node has; None if it fits."""
+    """Text on what is asked and what each node has; None if it fits `number` times."""
     num_fitting = sum(node.count_fitting(asked) for node in nodes)
     return None if num_fitting >= number else describe_room(nodes, asked)
 
@@ -161,7 +161,7 @@ def check_versions(nodes: list[Node]) -> None:
 
 
 def ask(answers: "Mapping[K, ray.ObjectRef[Any]]", title: Callable[[K], str], timeout_s: float) -> dict[K, Any]:
-    """What each of the asked answers, or an error that names those which do not by their `title`."""
+    """The answers by key. If some do not arrive, raises an error that names them by their `title`."""
     import ray
 
     ray.wait(list(answers.values()), num_returns=len(answers), timeout=timeout_s)
@@ -171,7 +171,7 @@ def ask(answers: "Mapping[K, ray.ObjectRef[Any]]", title: Callable[[K], str], ti
             found[key] = ray.get(answer, timeout=0)
         except ray.exceptions.GetTimeoutError:
             wrong.append(f"{title(key)} does not answer within {timeout_s:g} s")
-        except Exception as error:  # whatever keeps it from answering
+        except Exception as error:  # any reason for not answering
             wrong.append(f"{title(key)} does not answer: {str(error).strip().splitlines()[-1]}")
     if wrong:
         raise InvalidValueError("; ".join(wrong))
@@ -179,7 +179,7 @@ def ask(answers: "Mapping[K, ray.ObjectRef[Any]]", title: Callable[[K], str], ti
 
 
 def compare_versions(found: Mapping[Node, Mapping[str, str]]) -> None:
-    """Refuse versions that are not this process's."""
+    """Refuse versions that differ from this process's."""
     own = own_versions()
     wrong = [
         f"node {node} has {name} {version}, this process {own[name]}"

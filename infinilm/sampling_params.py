@@ -24,7 +24,7 @@ LogitsProcessor = Callable[["Sequence[int]", "torch.Tensor"], "torch.Tensor"]
 """`(token ids generated so far, logits [vocab]) -> logits [vocab]`."""
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The parameters for which a checkpoint, or a model's card, may have defaults of its own."""
+"""The parameters for which a checkpoint, or a model's card, may have its own defaults."""
 MAX_SAMPLES = 256
 MAX_LOGPROBS = 1024
 MAX_STOPS = 64
@@ -39,7 +39,7 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
-    """0 is greedy: the most likely token, the first of equals."""
+    """0 is greedy: the most likely token, and among equals the first."""
     top_k: int = -1
     """Keep the k most likely tokens. 0 and -1 keep all."""
     top_p: float = 1.0
@@ -75,7 +75,7 @@ class SamplingParams:
     answer ends where it is complete and nothing may follow, even before `min_tokens`.
     """
     reasoning: Reasoning | None = None
-    """The model reasons before it answers: `structured` begins behind the reasoning, and that can be limited."""
+    """The model reasons before it answers. `structured` begins after the reasoning, which can be limited."""
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
@@ -160,12 +160,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens are made less, or more, likely by those before them."""
+        """Whether earlier tokens make tokens less, or more, likely."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def allows_drafts(self) -> bool:
-        """Whether several tokens can be drawn at once: what may be drawn must not depend on the tokens before."""
+        """Whether several tokens can be drawn at once. The rules of a draw must not depend on the tokens before it."""
         is_limited = self.reasoning is not None and self.reasoning.max_tokens is not None
         return not (self.has_penalties or self.logits_processors or self.structured or is_limited)
 
@@ -175,7 +175,7 @@ class SamplingParams:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> Self:
-        """Build from keywords, naming the unknown ones."""
+        """Build from keywords. An unknown one raises an error that names it."""
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in kwargs if name not in known]:
             raise InvalidTypeError(f"unknown sampling parameter {unknown[0]!r}; known are: {', '.join(known)}")

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_SCHEMA_CHARS = 256 * 1024
-"""Without spaces between values."""
+"""Of a schema's text without spaces between values."""
 MAX_SCHEMA_TEXT_CHARS = 2 * 1024 * 1024
-"""As sent; some are indented very deep."""
+"""Of a schema's text as sent; some are indented very deep."""
 MAX_SCHEMA_DEPTH = 96
-"""Nested objects and lists. llguidance's parser accepts 128, of which some levels are ours."""
+"""Nested objects and lists. llguidance's parser accepts 128 levels, and InfiniLM uses some of them itself."""
 MAX_REGEX_CHARS = 16 * 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
 MAX_CHOICES = 10_000
@@ -72,20 +72,20 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """The reasoning in front of an answer. It need not have the structure of `structured`, and it can be limited."""
+    """The reasoning before an answer. It need not have the structure of `structured`, and it can be limited."""
 
     opening: str = ""
     """The text that begins it; empty if the prompt has begun it."""
     closing: str = "</think>"
     """The text that ends it."""
     max_tokens: int | None = None
-    """When it has so many tokens, `forced_closing` is written, whatever the model would write. None: no limit."""
+    """After so many tokens, `forced_closing` is written in place of the model's tokens. None: no limit."""
     forced_closing: str | None = None
-    """It begins with `closing`. None: `closing`; the same with `structured`."""
+    """It must begin with `closing`. None: `closing`. With `structured`, only `closing` is written."""
     header: str = ""
     """The text between the reasoning and the structured part."""
     repeats: bool = False
-    """Whether there may be more reasoning behind it."""
+    """Whether more reasoning may follow it."""
 
     def __post_init__(self) -> None:
         for name in ("opening", "closing", "forced_closing", "header"):
@@ -170,7 +170,7 @@ def _check_depth(schema: object) -> None:
         for value in level:
             inner += value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
         num_seen += len(inner)
-        if num_seen > MAX_SCHEMA_CHARS:  # each has a character at least
+        if num_seen > MAX_SCHEMA_CHARS:  # each has at least one character
             raise InvalidValueError(f"json_schema has more than {MAX_SCHEMA_CHARS} values; make it smaller")
         level = inner
         if not level:

@@ -28,7 +28,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+def __getattr__(name: str) -> Any:  # imports what needs torch on first use
     files = {"AttentionBackend": "backend", "TorchAttention": "torch_backend"}
     if name in files:
         return getattr(import_module(f"infinilm.attention.{files[name]}"), name)
@@ -40,8 +40,8 @@ def select_backend(name: str, device: "torch.device | str") -> "AttentionBackend
     import torch
 
     device = torch.device(device)
-    # Best first. On a CPU the native library's is the best where weights are quantised, which the engine knows: with
-    # plain weights its threads and torch's would be in each other's way. Triton would be its interpreter there.
+    # Best first. On a CPU the native library is the best if weights are quantised, which the engine knows: with plain
+    # weights its threads and torch's would slow each other down. Triton would run in its interpreter there.
     names = ["triton", "torch", "native"] if device.type == "cuda" else ["torch", "native", "triton"]
     if name not in ("auto", *names):
         raise InvalidValueError(f"attention_backend={name!r} is unknown; use one of auto, {', '.join(names)}")
@@ -59,7 +59,7 @@ def select_backend(name: str, device: "torch.device | str") -> "AttentionBackend
 
 
 def _why_not(name: str, device: "torch.device") -> str | None:
-    """What the backend itself would say, without importing what it takes: Triton is only there where it is of use."""
+    """The backend's own reason, without importing what the backend needs: Triton may not be installed."""
     return {"triton": why_no_triton, "native": why_not_native}.get(name, lambda _: None)(device)
 
 

@@ -1,4 +1,4 @@
-"""What an attention backend must do. The torch backend is the truth all others are checked against."""
+"""The interface of attention backends. The torch backend is the reference that all others are checked against."""
 
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ class AttentionBackend(Protocol):
 
     name: str
     is_ordered: bool
-    """Whether a token's bits must not depend on its company. Most backends have one order anyway."""
+    """Whether a token's bits must not depend on the other tokens. Most backends have a fixed order anyway."""
 
     def why_not(self, device: torch.device) -> str | None:
         """Why this backend can't serve the device; None if it can."""
@@ -24,15 +24,15 @@ class AttentionBackend(Protocol):
     def prepare(
         self, batch: ForwardBatch, *, block_size: int, windows: Collection[int | None], dtype: torch.dtype
     ) -> Any:
-        """Work out, once per step, what the layers need to know of the batch.
+        """Make the plan of a step: what the layers need to know of the batch.
 
-        `windows` are those `attend` will be called with, `dtype` is the queries'. A plan in which every request has
-        one new token may say so by `has_prompts = False`: storing is then cheaper.
+        `windows` are those that `attend` will be called with, `dtype` is the queries'. A plan in which every request
+        has one new token may set `has_prompts = False`, which makes storing cheaper.
         """
 
     def store(self, new: torch.Tensor, cache: torch.Tensor, plan: Any, *, scales: torch.Tensor | None = None) -> None:
         """Write the new tokens' keys and values `[T, 2, kv_heads, head_dim]` into one layer's cache
-        `[blocks, block_size, 2, kv_heads, head_dim]`. One of 8-bit floats has `scales` (`kernels/fp8_cache.py`)."""
+        `[blocks, block_size, 2, kv_heads, head_dim]`. A cache of 8-bit floats has `scales` (`kernels/fp8_cache.py`)."""
 
     def attend(
         self,

@@ -18,9 +18,9 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The tokens of one step: T new tokens of N requests, laid end to end. Plain arrays, to be sent anywhere.
+    """The tokens of one step: T new tokens of N requests, concatenated. Plain arrays, which can be sent anywhere.
 
-    Request i brings `query_lens[i]` new tokens, the last of its `context_lens[i]` tokens; all earlier ones
+    Request i has `query_lens[i]` new tokens, the last of its `context_lens[i]` tokens; all earlier ones
     are in the KV cache already. Block j of request i holds its tokens `j * block_size` and following, in the
     cache's block `block_tables[i, j]`.
 
@@ -35,13 +35,13 @@ class HostBatch:
     query_lens: IntArray  # [N], all >= 1
     context_lens: IntArray  # [N], cached + new
     last_lens: IntArray | None = (
-        None  # [N], the last new tokens whose hidden states have a use after the layers; None: all
+        None  # [N], how many of the last new tokens' hidden states are used after the layers; None: all
     )
     more_slots: IntArray | None = None  # [groups - 1, T]
     more_tables: IntArray | None = None  # [groups - 1, N, max_blocks]
 
     def to_device(self, device: torch.device, input_ids: torch.Tensor | None = None) -> ForwardBatch:
-        """The same on a device; `input_ids`, if given, are there already and take the place of the batch's."""
+        """The batch on a device. `input_ids`, if given, are there already and replace the batch's."""
         from infinilm.kernels.copies import to_device
 
         more = () if self.more_slots is None or self.more_tables is None else (self.more_slots, self.more_tables)
@@ -81,10 +81,10 @@ class ForwardBatch:
     plan: Any = None
     """The attention backend's plan of the batch, if it was made in advance: a captured graph has its own."""
     more_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # slot_mapping and block_tables of other groups
-    host: HostBatch | None = None  # what it was made from; a captured graph has none, but
-    state_plans: Mapping[int, Any] | None = None  # its plans of recurrent layers, by group
+    host: HostBatch | None = None  # the batch it was made from; None in a captured graph
+    state_plans: Mapping[int, Any] | None = None  # a captured graph's plans of recurrent layers, by group
 
     def of_groups(self) -> list[ForwardBatch]:
-        """The batch as each group of layers sees it; one for all where they have the same tables."""
+        """The batch as each group of layers sees it; only one if all groups have the same tables."""
         others = (replace(self, slot_mapping=slots, block_tables=tables) for slots, tables in self.more_groups)
         return [self, *others]

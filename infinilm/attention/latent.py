@@ -1,4 +1,4 @@
-"""Latent attention of a batch by Triton kernels, as the plan of `triton_backend` lays it out."""
+"""Latent attention of a batch by Triton kernels, with a plan of `triton_backend`."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def attend_latents(
     if isinstance(plan, DecodePlan):
         return latent_decode(query, turned, cache, plan.tables, plan.context_lens, scale=scale)
     output = torch.empty_like(query)
-    if plan.decode is not None:  # first: what it leaves for padding may be a prompt's place
+    if plan.decode is not None:  # first: its padding may write to a prompt's place
         tokens, decode = plan.decode_tokens, plan.decode
         output[tokens] = latent_decode(
             query[tokens], turned[tokens], cache, decode.tables, decode.context_lens, scale=scale

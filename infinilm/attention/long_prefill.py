@@ -1,21 +1,21 @@
-"""Attention of long prompts through cuDNN, on Hopper half as fast again as what Triton makes of the same work.
+"""Attention of long prompts through cuDNN, which on Hopper is 1.5 times as fast as Triton's kernel.
 
-cuDNN plans for one shape of queries and keys, which takes it some tenths of a second, and has no notion of a cached
-beginning or of blocks. So few shapes are used, and what is asked for is made to fit into them:
+cuDNN makes a plan for each shape of queries and keys, which takes some tenths of a second. It does not know cached
+prefixes or blocks. So only a few shapes are used, and requests are padded to fit into them:
 
                  key 0     first_row                      num_keys
     first_row    ┌─────────┬──────────────────────────────┐
-                 │ pieces  │╲   filling                   │
+                 │ pieces  │╲   padding                   │
     cached       │ of 8192 ├───╲──────────────────────────┤
                  │ and     │      ╲    new tokens         │
     context      │ 2048    ├─────────╲────────────────────┤
-                 │ keys    │   filling  ╲                 │
+                 │ keys    │   padding  ╲                 │
                  └─────────┴──────────────────────────────┘
 
-On the right, causal attention among the tokens from `first_row` on. Queries that are not new are filling, and their
-results are thrown away; keys behind the context are seen by filling alone. On the left, keys that all queries see: they
-are attended to piece by piece, and the results merged by their sums of exponentials. `first_row` and the square's size
-are multiples of 2048, so no piece is ever cut short.
+The right part is causal attention among the tokens from `first_row` on. Queries that are not new are padding, and their
+results are thrown away; only padding sees keys after the context. The left part has the keys that all queries see. They
+are attended to piece by piece, and the results are merged by their sums of exponentials. `first_row` and the square's
+size are multiples of 2048, so no piece is cut short.
 """
 
 import logging
@@ -31,10 +31,10 @@ from infinilm.kernels.merge_attention import merge_attention
 
 logger = logging.getLogger(__name__)
 
-# Below this, in pairs of query and key, a plan would have to be used for hundreds of prompts to be worth its making:
-# for 8,192 new tokens cuDNN saves 6 ms over the 28 layers of a model of 0.6 billion parameters.
+# In pairs of query and key. With fewer, a plan would pay off only after hundreds of prompts: for 8,192 new tokens cuDNN
+# saves 6 ms over the 28 layers of a model of 0.6 billion parameters.
 _MIN_PAIRS = 8192 * 8192 // 2
-# How many pairs may be computed for one that is needed; at 1.5 cuDNN's advantage would be gone.
+# How many pairs may be computed per pair that is needed; at 1.5 cuDNN's advantage would be gone.
 _MAX_WASTE = 1.25
 _STEP = 2048
 _PIECE = 8192
@@ -44,24 +44,24 @@ PartialAttention = Callable[..., tuple[Tensor, Tensor]]
 
 
 class CudnnRefusedError(Exception):
-    """cuDNN has no way to compute what it was asked for."""
+    """cuDNN can't compute the given attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """What is computed of one request; see the drawing."""
+    """What is computed for one request; see the drawing."""
 
     first_row: int  # where the square begins, in the request
     num_rows: int  # its size, in tokens
 
     @property
     def num_pairs(self) -> int:
-        """Queries times keys, of which the causal half of the square is never looked at."""
+        """Queries times keys, without the half of the square that the causal mask hides."""
         return self.num_rows * self.num_rows // 2 + self.num_rows * self.first_row
 
 
 class LongPrefill:
-    """Finds the requests that are worth it and attends them, as long as the device and cuDNN agree."""
+    """Finds requests that are long enough and computes their attention, if the device and cuDNN support it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class LongPrefill:
         piece: int = _PIECE,
         attention: PartialAttention | None = None,
     ) -> None:
-        """Everything but the defaults is for tests: `attention` takes the place of cuDNN's, on any device."""
+        """Arguments other than the defaults are for tests. `attention` replaces cuDNN's, on any device."""
         self._min_pairs = min_pairs
         self._step = step
         self._piece = piece
@@ -80,12 +80,12 @@ class LongPrefill:
         self._refusal: str | None = None
 
     def covers(self, query_lens: IntArray, context_lens: IntArray) -> dict[int, Cover]:
-        """For each of the requests that are worth it, by its place in the batch, what to compute."""
+        """What to compute for each request that is long enough, by its place in the batch."""
         num_pairs = (context_lens**2 - (context_lens - query_lens) ** 2) // 2
         found = {}
         for request in np.flatnonzero(num_pairs >= self._min_pairs).tolist():
             num_cached = int(context_lens[request] - query_lens[request])
-            # One square for everything needs one plan and nothing merged, so it is the first to be considered.
+            # One square for everything needs one plan and no merging, so it is tried first.
             for first_row in (0, num_cached // self._step * self._step):
                 num_rows = -(-int(context_lens[request] - first_row) // self._step) * self._step
                 cover = Cover(first_row, num_rows)
@@ -110,7 +110,7 @@ class LongPrefill:
         """Attend one request's new tokens `[new, heads, head_dim]` to the keys and values of its tokens up to the end
         of the cover, `[num_keys, 2, kv_heads, head_dim]`. Returns the same shape as the query.
 
-        None if cuDNN refuses, which is logged, and not tried again.
+        Returns None if cuDNN refuses. That is logged, and cuDNN is not tried again.
         """
         try:
             return self._attend(query, gathered, cover, context_len=context_len, scale=scale)
@@ -137,7 +137,7 @@ class LongPrefill:
         return output[own]
 
     def _pieces(self, end: int) -> Iterator[tuple[int, int]]:
-        """Cut keys 0 to `end`, a multiple of the step, into as few pieces of two sizes as it takes."""
+        """Cut keys 0 to `end`, a multiple of the step, into as few pieces of two sizes as possible."""
         begin = 0
         while begin < end:
             size = self._piece if end - begin >= self._piece else self._step
@@ -151,8 +151,8 @@ def cudnn_attention(
     """Attention of `query` `[T, heads, head_dim]` to `key` and `value` `[keys, kv_heads, head_dim]`.
 
     Returns the output, like the query, and the natural logarithms of the sums of exponentials, `[heads, T]` float32,
-    which torch's `scaled_dot_product_attention` does not give away. They are always asked for: it costs next to
-    nothing, and a call without would need a plan of its own.
+    which torch's `scaled_dot_product_attention` does not return. They are always requested: that costs almost nothing,
+    and a call without them would need its own plan.
     """
     query, key, value = (each.unsqueeze(0).transpose(1, 2) for each in (query, key, value))
     try:

@@ -1,6 +1,6 @@
-"""Attention by the native library: on a CPU, in float32, over the cache as it lies in memory.
+"""Attention by the native library: on a CPU, in float32, directly on the cache's memory.
 
-A model of another type has its queries, keys and values converted, which loses nothing, and the result rounded.
+For a model of another dtype, queries, keys and values are converted without loss, and the result is rounded.
 """
 
 from __future__ import annotations

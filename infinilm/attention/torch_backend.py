@@ -1,7 +1,7 @@
-"""Attention in plain torch: runs on every device, and is what other backends are checked against.
+"""Attention in plain torch: runs on every device, and is the reference that other backends are checked against.
 
-Requests with one new token (decoding) are attended together, padded to the longest of a group; those with more
-(prefill) one by one. Everything that depends on the batch alone is worked out once per step, in `prepare`.
+Requests with one new token (decoding) are computed together, padded to the longest of a group. Requests with more
+(prefill) are computed one by one. Everything that depends only on the batch is computed once per step, in `prepare`.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,16 +16,16 @@ from infinilm.attention.batch import ForwardBatch, IntArray
 from infinilm.kernels.fp8_cache import read_quantized, store_quantized
 from infinilm.kernels.nonfinite import mark_nonfinite
 
-# A group of decoding requests may read this many padded tokens, and as many again as it has real ones, before
-# a second group, with kernel calls of its own, is the lesser cost.
+# A group of decoding requests may read this many padding tokens, plus as many as it has real tokens. Beyond that, a
+# second group with its own kernel calls costs less.
 _FREE_PADDING = 256
-# Scores that are in memory at a time where they are capped or have sinks: torch's own attention keeps fewer.
+# Scores in memory at a time, if they are capped or have sinks. torch's own attention keeps fewer.
 _MAX_SCORES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Slots at even distances: request i's lie side by side from `first + i * stride` on. They are read in place."""
+    """Slots at even distances: request i's are consecutive from `first + i * stride` on. They are read in place."""
 
     first: int
     stride: int
@@ -35,8 +35,8 @@ class _Run:
 class _DecodeGroup:
     """Requests with one new token each, attended in one call.
 
-    Slots past a request's keys repeat its last one, so that nothing is read that another request has left there: a
-    masked key still counts if it is NaN.
+    Slots past a request's keys repeat its last one, so that nothing from another request is read: a masked key still
+    matters if it is NaN.
     """
 
     rows: Tensor | None  # [B] int64, their tokens' places in the batch; None: it is the whole batch
@@ -65,13 +65,13 @@ class _Scoring:
     sinks: Tensor | None  # [kv_heads, group, 1]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`query` `[B, kv_heads, group, head_dim]`, one token each, to keys, values `[B, kv_heads, keys, head_dim]`."""
+        """`query` `[B, kv_heads, group, head_dim]`, a token each; `key` and `value` `[B, kv_heads, keys, head_dim]`."""
         if self.cap is None and self.sinks is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.scale)
         return self._weigh(query, key, value, mask, self.sinks)
 
     def attend_tokens(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`query` `[kv_heads, group, tokens, head_dim]` to keys and values likewise; without a mask causally."""
+        """`query` `[kv_heads, group, tokens, head_dim]`, `key` and `value` likewise. Without a mask, causally."""
         if self.cap is None and self.sinks is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
@@ -122,7 +122,7 @@ class TorchAttention:
     def prepare(
         self, batch: ForwardBatch, *, block_size: int, windows: Collection[int | None], dtype: torch.dtype
     ) -> TorchPlan:
-        """Lay out the batch: which blocks each request reads, and what it must not see of them."""
+        """Lay out the batch: which blocks each request reads, and which of their tokens it must not see."""
         slots, stored = batch.slot_mapping, None
         if bool((slots < 0).any()):
             stored = (slots >= 0).nonzero().squeeze(1)
@@ -171,7 +171,7 @@ def _read(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values in some slots of one layer's cache, each `[requests, kv_heads, num_keys, head_dim]`.
 
-    `size` is the numbers of requests and keys. Latent vectors are both.
+    `size` is the numbers of requests and keys. Latent vectors are keys and values at once.
     """
     shape = (*size, *cache.shape[2:])
     if scales is not None:
@@ -187,7 +187,7 @@ def _read(
 
 
 def _as_run(slots: Tensor) -> Tensor | _Run:
-    """Slots `[requests, keys]` as a run if they are one. A GPU's are left: asking would wait for it."""
+    """Slots `[requests, keys]` as a run if they are one. Slots on a GPU are not checked, which would wait for it."""
     if slots.device.type == "cpu" and bool((slots.diff(dim=1) == 1).all()):
         strides = slots[:, 0].diff()
         stride = int(strides[0]) if len(strides) > 0 else 0
@@ -197,7 +197,7 @@ def _as_run(slots: Tensor) -> Tensor | _Run:
 
 
 def _as_slots(slots: Tensor | _Run, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Slots `[requests, keys]` of a run, or as they are listed."""
+    """Slots `[requests, keys]` of a run or a list."""
     if isinstance(slots, Tensor):
         return slots.view(size)
     firsts = slots.first + slots.stride * torch.arange(size[0], device=device)
@@ -219,9 +219,9 @@ def _prefill(query: Tensor, cache: Tensor, scales: Tensor | None, row: _PrefillR
     The kv heads take the place of the batch, so that a key is expanded over its query heads, not copied.
     """
     key, value = (each.transpose(0, 1) for each in _read(cache, scales, row.slots, (1, row.num_keys), query.dtype))
-    # Torch adds the mask to the scores, and NaN - inf is NaN: a non-finite token would reach those before it.
+    # Torch adds the mask to the scores, and NaN - inf is NaN: a non-finite token would affect those before it.
     is_nonfinite = key[..., 0].isnan()  # [kv_heads, 1, num_keys]
-    has_nonfinite = is_nonfinite.device.type != "cpu" or bool(is_nonfinite.any())  # a GPU is not waited for
+    has_nonfinite = is_nonfinite.device.type != "cpu" or bool(is_nonfinite.any())  # don't wait for a GPU
     if has_nonfinite:
         key = key.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
         value = value.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
@@ -237,7 +237,7 @@ def _prefill(query: Tensor, cache: Tensor, scales: Tensor | None, row: _PrefillR
 
 
 def _sees_any(is_nonfinite: Tensor, num_new: int, window: int | None) -> Tensor:
-    """Which of the new tokens, the last of all, see a non-finite one: `[..., num_keys]` to `[..., num_new]`."""
+    """Which of the new tokens, which are the last, see a non-finite one: `[..., num_keys]` to `[..., num_new]`."""
     num_keys = is_nonfinite.shape[-1]
     num_before = F.pad(is_nonfinite.cumsum(-1), (1, 0))
     ends = torch.arange(num_keys - num_new + 1, num_keys + 1, device=is_nonfinite.device)
@@ -291,7 +291,7 @@ class _Layout:
         hidden = places >= lens[:, None]
         ends = self.context_lens[requests]
         firsts, lasts, members = self._tensor(ends - lens), self._tensor(ends - 1), self._tensor(requests)
-        # Each request has its last token read for all that it needs less than the longest.
+        # A request shorter than the longest reads its last token again in place of those that it lacks.
         tokens = (firsts.unsqueeze(1) + self._tensor(places)).minimum(lasts.unsqueeze(1))
         slots = self._slots(self.block_tables[members], tokens)
         return _DecodeGroup(

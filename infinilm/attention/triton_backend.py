@@ -1,9 +1,9 @@
 """Attention through Triton kernels, and cuDNN for long prompts if the order of sums does not matter.
 
-A batch may mix requests with one new token (decoding), which `kernels/decode_attention.py` takes, with requests that
-have more (prefill), which `kernels/prefill_attention.py` takes. The keys and values of long ones are gathered first:
-for that kernel, or without `is_ordered` for cuDNN (`long_prefill.py`), which is faster still. Everything the layers
-need is on the device before the first of them, and nothing here ever waits for the device.
+A batch may mix requests with one new token (decoding), which `kernels/decode_attention.py` computes, with requests that
+have more (prefill), which `kernels/prefill_attention.py` computes. The keys and values of long requests are gathered
+first: for that kernel, or without `is_ordered` for cuDNN (`long_prefill.py`), which is faster still. Everything the
+layers need is on the device before the first layer, and nothing here waits for the device.
 """
 
 from collections.abc import Collection
@@ -25,7 +25,7 @@ from infinilm.kernels.support import why_no_triton
 
 # From so many pairs of query and key on, gathering takes a small part of the time: a prompt of 2,048 tokens.
 _MIN_GATHERED_PAIRS = 2048 * 2048 // 2
-# Rows of the smallest decode workspace: they are cheap, and growing is not.
+# Rows of the smallest decode workspace. Rows are cheap, and growing the workspace is not.
 _MIN_WORKSPACE_ROWS = 64
 
 
@@ -38,7 +38,7 @@ class DecodePlan:
     context_lens: Tensor  # [B] int32
     slots: Tensor  # [B] int32 or int64, where keys and values go
     workspace: DecodeWorkspace | None = None  # None: the backend's own
-    shared: SharedPrefix | None = None  # what all rows begin with
+    shared: SharedPrefix | None = None  # the prefix of all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class TritonAttention:
 
     def __init__(self, long_prefill: LongPrefill | None = None) -> None:
         self._long_prefill = long_prefill or LongPrefill()
-        # All that were ever needed: a captured graph goes on to use the one it was captured with.
+        # All workspaces so far: a captured graph keeps using the one it was captured with.
         self._workspaces: list[DecodeWorkspace] = []
 
     def why_not(self, device: torch.device) -> str | None:
@@ -101,7 +101,7 @@ class TritonAttention:
         windows: Collection[int | None],  # noqa: ARG002 - no plan depends on them
         dtype: torch.dtype,  # noqa: ARG002 - nor on it
     ) -> DecodePlan | MixedPlan:
-        """Lay out the batch: whose token is where, and which kernel takes it."""
+        """Lay out the batch: where each request's tokens are, and which kernel computes them."""
         if batch.plan is not None:
             made: DecodePlan | MixedPlan = batch.plan
             return made
@@ -167,7 +167,7 @@ class TritonAttention:
         if isinstance(plan, DecodePlan):
             return self._decode(query, cache, plan, scoring)
         output = query.new_empty(query.shape)
-        if plan.decode is not None:  # first: what it leaves for padding may be a prompt's place
+        if plan.decode is not None:  # first: its padding may write to a prompt's place
             tokens = plan.decode_tokens
             output[tokens] = self._decode(query[tokens], cache, plan.decode, scoring)
         has_short, context_lens = True, plan.context_lens
@@ -183,7 +183,7 @@ class TritonAttention:
         return bool(self._covers(query_lens, context_lens))
 
     def _covers(self, query_lens: IntArray, context_lens: IntArray) -> dict[int, Cover | None]:
-        """The long requests. If the order matters they are not for cuDNN, which has one of its own."""
+        """The long requests. With `is_ordered` they are not for cuDNN, which has its own order of summation."""
         if not self.is_ordered:
             return {**self._long_prefill.covers(query_lens, context_lens)}
         num_pairs = (context_lens**2 - (context_lens - query_lens) ** 2) // 2
@@ -210,7 +210,7 @@ class TritonAttention:
             return False
         if self.is_ordered:
             return self._attend_gathered(query, cache, plan, output, scoring)
-        is_plain = scoring["cap"] is None and scoring["sinks"] is None  # cuDNN is not asked for more
+        is_plain = scoring["cap"] is None and scoring["sinks"] is None  # cuDNN computes nothing else
         if not is_plain or self._long_prefill.why_not(query) is not None:
             return False
         for row in plan.long:
@@ -228,8 +228,8 @@ class TritonAttention:
     def _attend_gathered(
         self, query: Tensor, cache: Tensor, plan: MixedPlan, output: Tensor, scoring: dict[str, Any]
     ) -> bool:
-        """The same, in order: keys and values of a long request are gathered, so that they are read faster."""
-        if scoring["scales"] is not None or not can_gather(query):  # 8-bit floats have an order of their own
+        """`_attend_long` with `is_ordered`. Keys and values of a long request are gathered, to be read faster."""
+        if scoring["scales"] is not None or not can_gather(query):  # 8-bit floats have their own order
             return False
         tile = key_tile(query.dtype, query.shape[2])
         for row in plan.long:

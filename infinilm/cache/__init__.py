@@ -1,4 +1,4 @@
-"""The KV cache: how it is configured, what that means in memory, and the tensors behind it."""
+"""The KV cache: its configuration, its layout in memory and its tensors."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""How much KV cache to keep, and in what shape. Plain values: no memory is touched here."""
+"""The size and kind of a KV cache, as plain values. Nothing is allocated here."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -25,23 +25,23 @@ class CacheConfig:
         raise NotImplementedError("CacheConfig is abstract: build StaticKVCacheConfig or PagedKVCacheConfig")
 
     def unique_copy(self) -> Self:
-        """A copy that shares nothing with this configuration. Engines keep one and hand out others."""
+        """A copy that shares nothing with this configuration. Engines keep one copy and return others."""
         return deepcopy(self)
 
     def cache_class(self) -> "type[Cache]":
-        """The class of the cache. A strategy of one's own overrides this, and its class defines `Cache.update`."""
+        """The class of the cache. A custom kind of cache overrides this, and its class defines `Cache.update`."""
         from infinilm.cache.paged import PagedKVCache  # needs torch, which settings do not
 
         return PagedKVCache
 
     def cache_settings(self) -> dict[str, Any]:
-        """What the class is built with besides sizes: keyword arguments, which are plain values."""
+        """The class's keyword arguments besides sizes, as plain values."""
         return {}
 
 
 @dataclass(frozen=True)
 class StaticKVCacheConfig(CacheConfig):
-    """A row of memory for each request of a batch: row i of every input continues row i of the one before."""
+    """A row of memory for each request of a batch: row i of every input continues row i of the input before."""
 
     max_batch_size: int = 1
     max_cache_len: int = 0

@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What a model keeps of each token, and where."""
+    """What a model keeps of each token, and on which device."""
 
     specs: tuple[CacheSpec, ...]  # by layer
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the next tokens of each row go, in the terms of a batch of N rows with T new tokens in all."""
+    """Where the next tokens of each row go, for a batch of N rows with T new tokens in all."""
 
     slot_mapping: IntArray  # [T], block * block_size + offset
     block_tables: IntArray  # [N, blocks]
@@ -43,17 +43,18 @@ class Placement:
 
 
 class DynamicCache:
-    """Keys and values of rows of one length, which become longer together.
+    """Keys and values of rows of equal length, which grow together.
 
-    Inside is a paged cache of which each row owns a run of blocks; when they are full, they are copied into one
-    with twice as many. It is empty at first and takes its shape from the model that uses it, or from `update`.
+    They are in a paged cache in which each row owns a run of blocks. When the blocks are full, they are copied into a
+    paged cache with twice as many. The cache is empty at first and takes its shape from the model that uses it, or from
+    `update`.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, and give the memory back."""
+        """Remove all tokens and free the memory."""
         self._shape: KVShape | None = None
         self._pool: PagedKVCache | None = None
         self._num_rows = 0
@@ -87,7 +88,7 @@ class DynamicCache:
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append the next tokens' keys and values `[batch, kv_heads, new, head_dim]` to a layer.
 
-        Returns all of the layer's, as `cache[layer_idx]` does.
+        Returns all keys and values of the layer, like `cache[layer_idx]`.
         """
         check_integer("layer_idx", layer_idx, low=0)
         if key_states.shape != value_states.shape or key_states.dim() != 4 or not key_states.numel():
@@ -112,10 +113,10 @@ class DynamicCache:
     def place(
         self, shape: KVShape, batch_size: int, num_new: int, layer_idx: int | None = None
     ) -> tuple[Placement, PagedKVCache]:
-        """Make room for the next `num_new` tokens of each row: where they go, and the cache to put them in.
+        """Make room for the next `num_new` tokens of each row. Returns where they go, and the cache to put them in.
 
-        With a `layer_idx`, in that layer only, and `shape` may have more layers than there are. They count only after
-        `advance`, so that a computation that fails leaves everything as it was.
+        With a `layer_idx`, this is for that layer only, and `shape` may have more layers than the cache. The tokens
+        count only after `advance`, so a computation that fails leaves everything as it was.
         """
         self._check_shape(shape, batch_size, may_grow=layer_idx is not None)
         if layer_idx is None and len(set(self._lengths)) > 1:
@@ -143,7 +144,7 @@ class DynamicCache:
             self._lengths[layer] += num_new
 
     def _check_shape(self, shape: KVShape, batch_size: int, *, may_grow: bool) -> None:
-        """Refuse a shape in which the tokens there are can't be kept. An empty cache takes any."""
+        """Refuse a shape that can't keep the cached tokens. An empty cache accepts any shape."""
         old = self._shape
         if old is None or not any(self._lengths):
             if (shape, batch_size) != (old, self._num_rows):
@@ -176,5 +177,5 @@ class DynamicCache:
 
 
 def _without_windows(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
-    """What is kept of a token; a growing cache keeps all tokens, whatever layers see."""
+    """The specs without windows: a growing cache keeps all tokens, even if layers see fewer."""
     return [replace(spec, window=None) if isinstance(spec, AttentionSpec) else spec for spec in specs]

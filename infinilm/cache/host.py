@@ -1,4 +1,4 @@
-"""The KV cache in the host's memory, as arrays. No torch here."""
+"""The KV cache in the host's memory, as arrays. Needs no torch."""
 
 import math
 import mmap
@@ -17,13 +17,13 @@ ALIGNMENT = 256
 
 
 def map_memory(num_bytes: int) -> mmap.mmap:
-    """Memory of zeros. It costs nothing before it is touched."""
+    """Memory of zeros. It takes no physical memory before it is touched."""
     private: int = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
     return mmap.mmap(-1, num_bytes, flags=private) if private else mmap.mmap(-1, num_bytes)
 
 
 class HostCache:
-    """What layers keep, laid out in memory as `infinilm.cache.Cache` has it."""
+    """The KV cache of all layers, with the memory layout of `infinilm.cache.Cache`."""
 
     def __init__(
         self, specs: Sequence[CacheSpec], num_blocks: int | Sequence[int], block_size: int, dtype: npt.DTypeLike
@@ -76,7 +76,7 @@ def memory_shapes(
 ) -> list[list[tuple[int, ...]]]:
     """By group: the shapes of its tensors.
 
-    A group of states has one block more, for those that nobody keeps, such as the states of a graph's padding.
+    A group of states has one extra block for states that are not kept, such as those of a graph's padding.
     """
     return [
         tensor_shapes(group, count + isinstance(group.spec, StateSpec), block_size, dtype)
@@ -85,7 +85,7 @@ def memory_shapes(
 
 
 def make_state_ends(groups: Sequence[CacheGroup], num_blocks: Sequence[int]) -> dict[int, npt.NDArray[np.int64]]:
-    """By group of recurrent layers: how many tokens each block's state has seen; none yet."""
+    """By group of recurrent layers: how many tokens each block's state has seen, at first 0."""
     return {
         index: np.zeros(count, dtype=np.int64)
         for index, (group, count) in enumerate(zip(groups, num_blocks, strict=True))

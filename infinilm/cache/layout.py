@@ -1,8 +1,8 @@
-"""What a cache configuration means in memory: how many blocks, and whose they are.
+"""Turns a cache configuration into a number of blocks, and rules for which request gets which.
 
-Every cache is a pool of blocks; kinds of caches differ in how the blocks are counted and in which of them a request
-gets that brings no block table. A new kind is a `CacheConfig` of its own and a function that turns it into a
-`CacheLayout`, made known by `register_cache`.
+Every cache is a pool of blocks. Kinds of caches differ in how many blocks they have, and in which blocks a request
+without a block table gets. A new kind needs its own `CacheConfig` and a function that turns it into a `CacheLayout`;
+`register_cache` registers both.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What a cache has to fit into."""
+    """The limits that a cache has to fit into."""
 
     max_len: int
     """The longest text that the model can take, in tokens."""
@@ -45,7 +45,7 @@ class CacheLayout:
     num_blocks: int
     block_size: int
     tables: "Callable[[int], npt.NDArray[np.int64]]"
-    """`tables(n)`, `[n, blocks of each]`: the blocks of n requests that bring no block tables, -1 for none."""
+    """`tables(n)`, `[n, blocks of each]`: the blocks of n requests without block tables, -1 for none."""
     dtype: str | None = None
     """None: the model's."""
     max_batch_size: int | None = None
@@ -53,7 +53,7 @@ class CacheLayout:
     max_cache_len: int | None = None
     """Tokens of one request. None: as many as its blocks hold."""
     takes_tables: bool = True
-    """Whether requests may bring block tables and slot mappings of their own."""
+    """Whether requests may have their own block tables and slot mappings."""
 
     def __post_init__(self) -> None:
         check_integer("num_blocks", self.num_blocks, low=1)
@@ -91,7 +91,7 @@ def _static(config: StaticKVCacheConfig, limits: CacheLimits) -> CacheLayout:
 
 
 def _paged(config: PagedKVCacheConfig, limits: CacheLimits) -> CacheLayout:
-    """As many blocks as were asked for, or as fit. Requests without tables share them out evenly."""
+    """As many blocks as were asked for, or as fit. Requests without tables get equal shares."""
     num_blocks, dtype = config.num_blocks, None if config.dtype is None else str(config.dtype)
     dtype = "float8_e4m3fn" if dtype == FP8 else dtype
     if num_blocks is None:
@@ -109,9 +109,9 @@ def _paged(config: PagedKVCacheConfig, limits: CacheLimits) -> CacheLayout:
 
 
 def _even_tables(num_blocks: int, longest: int, num_requests: int) -> "npt.NDArray[np.int64]":
-    """An even share of the pool for each, but no more than the `longest` text needs.
+    """An equal share of the pool for each request, but no more than the `longest` text needs.
 
-    So request i has the same blocks whatever the number of requests, as long as the pool has enough for all.
+    So request i has the same blocks for any number of requests, as long as the pool has enough for all.
     """
     blocks_each = min(num_blocks // num_requests, longest)
     if blocks_each < 1:
@@ -126,7 +126,7 @@ _STRATEGIES: dict[type[CacheConfig], CacheStrategy] = {StaticKVCacheConfig: _sta
 
 
 def register_cache(config_class: type[CacheConfig], strategy: CacheStrategy) -> None:
-    """Add a kind of cache: engines given a `config_class`, or a subclass, lay their cache out as `strategy` says."""
+    """Add a kind of cache. Engines with a `config_class`, or a subclass, use the layout that `strategy` returns."""
     if not (isinstance(config_class, type) and issubclass(config_class, CacheConfig)):
         raise InvalidTypeError(f"config_class={config_class!r} must be a subclass of CacheConfig")
     if config_class in _STRATEGIES:
@@ -135,7 +135,7 @@ def register_cache(config_class: type[CacheConfig], strategy: CacheStrategy) -> 
 
 
 def layout_of(config: CacheConfig, limits: CacheLimits) -> CacheLayout:
-    """How the cache is laid out; one that can't fit is refused here, before memory is taken for it."""
+    """The layout of the cache. A cache that can't fit is refused here, before memory is allocated for it."""
     strategy = next((_STRATEGIES[kind] for kind in type(config).__mro__ if kind in _STRATEGIES), None)
     if strategy is None:
         known = ", ".join(each.__name__ for each in _STRATEGIES)

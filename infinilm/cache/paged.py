@@ -29,7 +29,7 @@ __all__ = ["Cache", "CacheMemory", "PagedKVCache", "StaticKVCache", "bytes_per_b
 
 
 class CacheMemory:
-    """Memory on one device that one cache after another may use."""
+    """Memory on one device, which successive caches may reuse."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -38,18 +38,18 @@ class CacheMemory:
 
     @property
     def num_bytes(self) -> int:
-        """How much it is; the largest cache decided."""
+        """The size, which is that of the largest cache so far."""
         return len(self._bytes)
 
     def zeros(self, num_bytes: int) -> torch.Tensor:
-        """`[num_bytes]` uint8, all 0. No cache before may still be in use: it is the same memory if it fits.
+        """`[num_bytes]` uint8, all 0. No earlier cache may still be in use: its memory is reused if it suffices.
 
-        On a CPU it costs nothing before it is touched.
+        On a CPU it takes no physical memory before it is touched.
         """
         if num_bytes <= len(self._bytes):
             self._clear()
         else:
-            # The old memory goes before the new comes.
+            # Free the old memory before allocating the new.
             self._bytes, self._mapping = self._bytes[:0].clone(), None
             try:
                 self._allocate(num_bytes)
@@ -68,7 +68,7 @@ class CacheMemory:
 
     def _clear(self) -> None:
         if sys.platform == "linux" and self._mapping is not None:
-            self._mapping.madvise(mmap.MADV_DONTNEED)  # gives the pages back; zeros come when they are touched again
+            self._mapping.madvise(mmap.MADV_DONTNEED)  # frees the pages; they are zeros when they are touched again
         else:
             with torch.inference_mode():  # the only mode that may write to memory made in any mode
                 self._bytes.zero_()
@@ -80,11 +80,11 @@ class Cache:
     Layers with equal specs form a group, with its own number of blocks and its own block tables. Token j of a request
     lies in the block that the group's table names at `j // block_size`, at `j % block_size` in it.
 
-    A subclass defines `update`: what is kept of new keys and values, and what attention sees.
+    A subclass defines `update`, which decides what is kept of new keys and values, and what attention sees.
     """
 
     only_stores: ClassVar[bool] = False
-    """Whether `update` does no more than `store`, so that a kernel may take its place."""
+    """Whether `update` only calls `store`, so that a kernel may replace it."""
 
     def __init_subclass__(cls) -> None:
         if "update" in cls.__dict__ and "only_stores" not in cls.__dict__:
@@ -104,7 +104,7 @@ class Cache:
         """`specs` has one entry per layer, `num_blocks` one per group, or one number for all groups. Only the layers
         `held` have memory; None: all.
 
-        The `memory` of an earlier cache, which is then unusable, is taken over if it is on the same device.
+        The `memory` of an earlier cache is reused if it is on the same device; the earlier cache is then unusable.
         """
         self.groups = group_layers(specs, held)
         self.num_blocks = [num_blocks] * len(self.groups) if isinstance(num_blocks, int) else list(num_blocks)
@@ -113,9 +113,9 @@ class Cache:
         self.device = torch.device(device)
         self.memory = memory if memory is not None and memory.device == self.device else CacheMemory(self.device)
         self.tensors = self._allocate()
-        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, and of 8-bit
-        floats scales `[layers, blocks, kv_heads, block_size, 2]`; latent vectors, which are both, `[layers, blocks,
-        block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
+        """By group: keys and values `[layers of the group, blocks, block_size, 2, kv_heads, head_dim]`, and for 8-bit
+        floats scales `[layers, blocks, kv_heads, block_size, 2]`; latent vectors, which are keys and values at once,
+        `[layers, blocks, block_size, 1, 1, dim]`; or the tensors of states, `[layers, blocks, …]`."""
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         owners = resolve_layers(specs)
         by_layer = {layer: places[owners[layer]] for layer in held or range(len(specs))}
@@ -152,7 +152,7 @@ class Cache:
             for own in zip(shapes, kinds, strict=True)
         ]
         aligned = [-(-size // ALIGNMENT) * ALIGNMENT for own in sizes for size in own]
-        # Zeros, not rubbish: what attention masks out is still multiplied by 0, and 0 * NaN is NaN.
+        # The memory must be zeroed: masked values are still multiplied by 0, and 0 * NaN is NaN.
         parts = iter(torch.split(self.memory.zeros(sum(aligned)), aligned))
         return [
             [next(parts)[:size].view(kind).view(shape) for size, kind, shape in zip(*own, strict=True)]
@@ -161,7 +161,7 @@ class Cache:
 
     @cached_property
     def native(self) -> Any:
-        """What the layers held keep, as the native library's decoder takes it."""
+        """The cache of the layers held, in the form that the native library's decoder takes."""
         library: Any = native.load()
         kept = [
             [*native.arrays_of(*self.states[layer]), self.state_ends[group]]
@@ -172,7 +172,7 @@ class Cache:
         return library.Cache(kept, native.arrays_of(*self.scales.values()), self.block_size)
 
     def native_place(self, layer: int) -> int:
-        """Which of the layers in `native` a layer held is."""
+        """The index in `native` of a layer held."""
         return list(self.group_of).index(layer)
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> Tensor:

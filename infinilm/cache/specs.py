@@ -1,4 +1,4 @@
-"""What each layer keeps, and the groups of layers that share block tables. No torch here."""
+"""What each layer keeps, and the groups of layers that share block tables. Needs no torch."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class SharedKV:
 class LatentSpec:
     """Multi-head latent attention: one compressed vector of `rank` and one rotary key of `rope_dim` numbers.
 
-    All ranks have the whole of it.
+    Every rank keeps all of it.
     """
 
     rank: int
@@ -41,17 +41,17 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A recurrent layer: float32 tensors of fixed size, whose first dimension ranks share.
+    """A recurrent layer: float32 tensors of fixed size. Ranks divide their first dimension.
 
-    A block holds the state after the last of its tokens that is computed, so a full block is the state at its end, from
-    which any text with that beginning can go on.
+    A block holds the state after the last of its tokens that is computed. So a full block holds the state at its end,
+    from which any text with the same prefix can go on.
     """
 
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def window(self) -> int:
-        """The state after the token before is all that a token needs, as if it saw that token and itself."""
+        """A token needs only the state after the token before, as if it saw that token and itself."""
         return 2
 
 
@@ -86,7 +86,7 @@ def resolve_layers(specs: Sequence[CacheSpec]) -> list[int]:
 def group_layers(specs: Sequence[CacheSpec], held: range | None = None) -> tuple[CacheGroup, ...]:
     """Group layers by spec, in order of first use. `SharedKV` layers keep nothing and are in no group.
 
-    A rank that holds only some layers, `held`, has the groups of the whole model with those layers in them.
+    A rank that holds only some layers, `held`, has all groups of the model, but only with those layers.
     """
     groups: dict[OwnSpec, list[int]] = {}
     for layer, owner in enumerate(resolve_layers(specs)):
@@ -106,14 +106,14 @@ def group_layers(specs: Sequence[CacheSpec], held: range | None = None) -> tuple
 def blocks_per_row(window: int, block_size: int) -> int:
     """Blocks with which one sequence can compute a text of any length under a `window`.
 
-    The `window - 1` tokens before any token, at any offset in a block; one block that is kept for sequences that share
-    the text; one to compute in, and two more for steps in flight.
+    They hold the `window - 1` tokens before any token, at any offset in a block. One more block is kept for sequences
+    that share the text, one is the block to compute in, and two are for steps in flight.
     """
     return -(-(window - 1) // block_size) + 1 + 4
 
 
 SCALE_BYTES = 2
-"""Of the scale of a key or value in 8-bit floats, which is a bfloat16."""
+"""The size of the scale of a key or value in 8-bit floats, a bfloat16."""
 
 
 class _HasSize(Protocol):
@@ -122,14 +122,14 @@ class _HasSize(Protocol):
 
 
 def bytes_per_block(group: CacheGroup, block_size: int, dtype: _HasSize) -> int:
-    """What one block takes over all layers of a group: keys and values together, or a state, which is in float32."""
+    """The bytes of one block over all layers of a group: keys and values together, or a state, which is in float32."""
     shapes = tensor_shapes(group, 1, block_size, dtype)
     sizes = [4] * len(shapes) if isinstance(group.spec, StateSpec) else [dtype.itemsize, SCALE_BYTES][: len(shapes)]
     return sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True))
 
 
 def tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int, dtype: _HasSize) -> list[tuple[int, ...]]:
-    """The tensors in which a group's layers are kept. Keys and values in 8-bit floats have scales in another."""
+    """The shapes of a group's tensors. Keys and values in 8-bit floats have their scales in a second tensor."""
     first = (len(group.layers), num_blocks)
     match group.spec:
         case AttentionSpec(num_kv_heads, head_dim):
@@ -142,5 +142,5 @@ def tensor_shapes(group: CacheGroup, num_blocks: int, block_size: int, dtype: _H
 
 
 def kv_heads_per_rank(num_kv_heads: int, num_ranks: int) -> int:
-    """How many key-value heads each rank has, and its cache keeps."""
+    """The number of key-value heads that each rank computes and caches."""
     return max(1, num_kv_heads // num_ranks)

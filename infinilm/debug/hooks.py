@@ -40,12 +40,12 @@ EXPERT_POINTS = {
     "layer{i}_router_logits": "[T, experts]",
     "layer{i}_expert_ids": "[T, experts per token] int32, best first; a row's are different",
 }
-"""Those of layers with experts, which have no gate, up and intermediate of one MLP: they come in their place."""
+"""Points of layers with experts. They replace the points of an MLP's gate, up and intermediate."""
 
 STATE_POINTS = {
     "layer{i}_state": "[N, heads, key_dim, value_dim] float32, a state per request",
 }
-"""Those of recurrent layers, which have no queries, keys and values: they come in their place."""
+"""Points of recurrent layers. They replace the points of queries, keys and values."""
 
 ALIASES = {f"layer{{i}}_attention_{x}_after_proj": f"layer{{i}}_{x}_proj" for x in "qkv"}
 """Alternative names of some points."""
@@ -87,8 +87,8 @@ class HookRegistry:
     """Hooks by name or pattern, for `set_hook_registry`.
 
     A callback gets a tensor that it may keep. To change an activation it returns a tensor; writing into its argument
-    has no effect. It may register and remove hooks: a removed hook is not called any more; a point that no hook wanted
-    when the step began is shown from the next step on.
+    has no effect. A callback may register and remove hooks. A removed hook is not called any more. A point that no hook
+    wanted when the step began is shown from the next step on.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Hooks and pipeline stages: the driver, in the last stage, runs the hooks of all of them."""
+"""Hooks with pipeline stages: the driver, in the last stage, runs the hooks of all stages."""
 
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 _HEADER_SIZE = 128
-"""Layer, dtype, number of dimensions, up to four of them, and the point's name; no name: the stage has no more."""
+"""A header holds the layer, the dtype, the number of dimensions, up to four dimensions, and the point's name. An empty
+name means that the stage has no more points."""
 _NUM_NUMBERS = 7
 
 
 class RemoteHooks:
-    """The driver's hooks, on the first rank of another stage. The driver runs `serve_hooks` meanwhile."""
+    """Access to the driver's hooks from the first rank of another stage. The driver runs `serve_hooks` meanwhile."""
 
     def __init__(self, stages: CommunicationGroup) -> None:
         self._stages = stages
@@ -32,7 +33,7 @@ class RemoteHooks:
         return self._stages.receive(torch.empty_like(tensor), self._driver) if has_replaced.item() else None
 
     def end_stage(self) -> None:
-        """Tell the driver that this stage has shown all that its hooks want."""
+        """Tell the driver that this stage has no more points to show."""
         self._send_header([], "")
 
     def _send_header(self, numbers: list[int], point: str) -> None:
@@ -42,7 +43,7 @@ class RemoteHooks:
 
 
 def serve_hooks(stages: CommunicationGroup, taps: "Taps") -> None:
-    """Show what the earlier stages send, one stage after the other, and send back what hooks replace."""
+    """Show hooks the tensors that earlier stages send, one stage after the other, and send replacements back."""
     device = stages.info.device
     for stage in range(stages.size - 1):
         while True:

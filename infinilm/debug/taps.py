@@ -13,8 +13,8 @@ from infinilm.distributed.group import SINGLE, CommunicationGroup
 class Taps:
     """Shows activations to a registry's hooks and writes replacements back.
 
-    Every rank has the same `patterns`, so all of them stop at the same points; only rank 0 has the `registry`, or in
-    the earlier stages of a pipeline a way to it.
+    Every rank has the same `patterns`, so all of them stop at the same points. Only rank 0 has the `registry`, or in
+    the earlier stages of a pipeline a `RemoteHooks`.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Taps:
             tensor.copy_(replacement)
 
     def fire(self, name: str, tensor: Tensor, layer: int) -> Tensor | None:
-        """Call the hooks of a point, on the rank that has a way to them."""
+        """Call the hooks of a point, on the rank that has access to them."""
         if self._registry is None:
             return None
-        # Hooks may keep the tensor: a copy, outside of inference mode.
+        # Hooks may keep the tensor, so they get a copy, made outside of inference mode.
         with torch.inference_mode(False):
             return self._registry.fire(name, tensor.clone(), layer)
 

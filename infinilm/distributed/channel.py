@@ -27,7 +27,7 @@ class Channel(FrameSocket):
     """One end of a pair of connected sockets."""
 
     def send(self, message: Message) -> None:
-        """Send a message whole. Tensors on a device are copied to the host first."""
+        """Send a message. Tensors on a device are copied to the host first."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in message.tensors.items()}
         header = {
             "values": message.values,
@@ -51,5 +51,5 @@ class Channel(FrameSocket):
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # those of no or one number may have strides that `view` refuses
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # tensors of 0 or 1 numbers may have strides that `view` refuses
     return flat.view(torch.uint8).numpy().data

@@ -69,7 +69,7 @@ class DistConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Over all stages."""
+        """The number of ranks over all stages."""
         return len(self._tp_device_ids)
 
     def __eq__(self, other: object) -> bool:

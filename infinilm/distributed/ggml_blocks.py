@@ -1,4 +1,4 @@
-"""GGML's block formats: what a block holds, and how a device keeps it.
+"""GGML's block formats: what a block holds, and how a device stores it.
 
 A quantised row is a run of blocks, each a few small integers with one or two float16 scales.
 """
@@ -31,7 +31,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """One of GGML's formats. On a device codes have 4 or 8 bits, whatever they have in files."""
+    """One of GGML's formats. On a device codes have 4 or 8 bits, for any number of bits in files."""
 
     block_columns: int
     block_bytes: int
@@ -41,14 +41,15 @@ class BlockFormat:
     """Takes blocks, uint8 `[n, block_bytes]`."""
     bits: int
     middle: int = 0
-    """The code of 0, without minimums."""
+    """The code that stands for 0, in formats without minimums."""
     has_minimums: bool = False
     has_factors: bool = False
 
     def take_apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows of blocks, uint8 `[n, bytes]`, as a device keeps them: codes uint8 `[n, columns]`, scales, factors.
+        """Rows of blocks, uint8 `[n, bytes]`, as a device stores them: codes uint8 `[n, columns]`, scales, factors.
 
-        See `TiledMatrix`: float32, or bytes or float16 in words of 32 bits, each minimum behind its scale.
+        Scales and factors are float32, or bytes or float16 in words of 32 bits, each minimum after its scale. See
+        `TiledMatrix`.
         """
         num_rows = len(rows)
         parts = self.split(rows.reshape(-1, self.block_bytes))
@@ -163,4 +164,4 @@ BLOCK_FORMATS = {
     "Q5_K": BlockFormat(256, 176, 32, _q5_k, bits=8, has_minimums=True, has_factors=True),
     "Q6_K": BlockFormat(256, 210, 16, _q6_k, bits=8, middle=32, has_factors=True),
 }
-"""By GGML's name. A device takes 5 bits a weight for Q4_0 and Q4_1, 4.63 for Q4_K, and 8.6 to 9 for the others."""
+"""By GGML's name. A device uses 5 bits per weight for Q4_0 and Q4_1, 4.63 for Q4_K, and 8.6 to 9 for the others."""

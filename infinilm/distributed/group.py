@@ -1,6 +1,6 @@
 """Collectives between the ranks of one engine: Gloo between CPUs, NCCL between GPUs, a plug-in's between others.
 
-Groups are objects, not torch's global default group: a process may hold as many engines as it likes.
+Groups are objects, not torch's global default group, so a process may have any number of engines.
 """
 
 import os
@@ -20,7 +20,7 @@ from infinilm.errors import EngineError
 from infinilm.framing import watch_connection
 from infinilm.platforms import collectives_of
 
-dist: Any = distributed  # whose type stubs lack half of what it has
+dist: Any = distributed  # its type stubs are incomplete
 Store = Any
 """One of torch's stores."""
 
@@ -46,7 +46,7 @@ class RankInfo:
 
 
 def make_store(host: str = LOOPBACK) -> tuple[Store, int]:
-    """The rendezvous of ranks, on a free port, by default of this machine only; the port is what others need."""
+    """Make the rendezvous of ranks on a free port, by default for this machine only. Returns it and its port."""
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -59,7 +59,7 @@ def make_store(host: str = LOOPBACK) -> tuple[Store, int]:
 
 
 def join_store(port: int, host: str = LOOPBACK) -> Store:
-    """The rendezvous that another process made."""
+    """Connect to the rendezvous that another process made."""
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=JOIN_TIMEOUT)
     except RuntimeError as error:
@@ -67,11 +67,11 @@ def join_store(port: int, host: str = LOOPBACK) -> Store:
 
 
 class CommunicationGroup:
-    """What the ranks of an engine tell each other. A group of one has nothing to tell and needs no store.
+    """Communication between the ranks of an engine. A group of one rank needs no store.
 
-    Without a store a group is a description only: a rank's share of a model can be built with it, not run.
-    With one it can talk once all have joined. After an error in a collective all have to join again.
-    Groups that share a store need different names. Errors call this rank its `title`.
+    Without a store a group is only a description: a rank's share of a model can be built with it, not run.
+    With a store ranks can communicate once all have joined. After an error in a collective all have to join again.
+    Groups that share a store need different names. `title` is this rank's name in errors.
     """
 
     def __init__(
@@ -82,17 +82,17 @@ class CommunicationGroup:
         self.communicates = self.size > 1 or store is not None
         """Whether collectives run. A group of one with a store runs them too, as larger groups do."""
         self.is_ordered = False
-        """Whether `all_reduce` adds in the order of ranks, so that a sum does not depend on the tensor around it."""
+        """Whether `all_reduce` adds in the order of ranks, so that a sum does not depend on its place in the tensor."""
         self._store = store
         self._name = name
         self.title = title or f"rank {self.rank}"
         self._process_group: Any = None
-        self._sending: deque[tuple[Any, Tensor]] = deque()  # what `send` has begun, with the tensors it reads
+        self._sending: deque[tuple[Any, Tensor]] = deque()  # sends in progress, with the tensors they read
         is_gloo = collectives_of(self.info.device.type) == "gloo"
-        self._limit = (TIMEOUT,) if is_gloo else ()  # without one, Gloo's send and receive take that of the rendezvous
+        self._limit = (TIMEOUT,) if is_gloo else ()  # by default, Gloo's send and receive use the rendezvous's limit
 
     def join(self, rendezvous: int) -> None:
-        """Join the other ranks, which must be doing the same. Each rendezvous has a number of its own."""
+        """Join the other ranks, which must call this at the same time. Each rendezvous has its own number."""
         if self._store is None:
             raise EngineError(
                 f"a group of {self.size} ranks needs a store for the rendezvous; use make_store or join_store"
@@ -116,29 +116,29 @@ class CommunicationGroup:
         self._process_group._set_default_timeout(TIMEOUT)
 
     def abort(self) -> None:
-        """Have a GPU that waits for another rank wait no longer. Gloo does so by itself when a rank dies."""
+        """Make a GPU stop waiting for another rank. Gloo stops by itself when a rank dies."""
         if self._process_group is not None:
             self._process_group.abort()
 
     def leave(self) -> None:
-        """Hang up. Ranks that wait for this one in a collective get an error at once."""
+        """Disconnect. Ranks that wait for this one in a collective get an error at once."""
         self.abort()
         self._sending.clear()
-        self._process_group = None  # which is when Gloo hangs up: nothing else may refer to it, not even a traceback
+        self._process_group = None  # now Gloo disconnects: nothing else may refer to it, not even a traceback
 
     def close(self) -> None:
-        """Leave for good."""
+        """Disconnect for good."""
         self.leave()
         self._store = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place of each rank's own `tensor`."""
-        if self.is_ordered and self.size > 2 and tensor.is_floating_point():  # two have one order, and integers any
+        """Replace each rank's `tensor` by the sum over all ranks."""
+        if self.is_ordered and self.size > 2 and tensor.is_floating_point():  # no matter for two ranks or integers
             return self._add_in_order(tensor)
         return self._in_place("allreduce", tensor)
 
     def _add_in_order(self, tensor: Tensor) -> Tensor:
-        """The libraries' all-reduce divides a tensor among the ranks, and adds each part in another order."""
+        """Add in the order of ranks. The libraries' all-reduce adds each rank's part of a tensor in another order."""
         first, *others = self._gather_all(tensor)
         total = first.to(torch.promote_types(first.dtype, torch.float32))
         for part in others:
@@ -157,7 +157,7 @@ class CommunicationGroup:
         return parts
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """What `all_gather` gives, on rank 0; elsewhere an empty tensor."""
+        """The result of `all_gather` on rank 0, an empty tensor on other ranks."""
         if not self.communicates:
             return tensor
         tensor = tensor.contiguous()
@@ -168,7 +168,7 @@ class CommunicationGroup:
         return torch.cat(parts, dim) if parts else tensor.new_empty(0)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """The `root` rank's tensor in place of every rank's."""
+        """Replace every rank's tensor by the `root` rank's."""
         if not self.communicates:
             return tensor
         options = dist.BroadcastOptions()
@@ -176,9 +176,9 @@ class CommunicationGroup:
         return self._in_place("broadcast", tensor, options)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Begin to send a tensor to another rank, which may `receive` it later. It must not be written to meanwhile.
+        """Start to send a tensor to another rank, which may `receive` it later. It must not be written to meanwhile.
 
-        With more sends under way than the pipeline has steps in flight, waits for the first.
+        If more sends are in progress than the pipeline has steps in flight, waits for the first.
         """
         tensor = tensor.contiguous()
         with self._connected():
@@ -187,7 +187,7 @@ class CommunicationGroup:
                 self._sending.popleft()[0].wait(*self._limit)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """What another rank sent, in place of this contiguous `tensor`, which has its shape and type."""
+        """Receive what another rank sent into this contiguous `tensor` of the same shape and type."""
         with self._connected():
             self._process_group.recv([tensor], source, 0).wait(*self._limit)
         return tensor
@@ -199,20 +199,20 @@ class CommunicationGroup:
 
     def _in_place(self, name: str, tensor: Tensor, *options: Any) -> Tensor:
         if self.communicates:
-            packed = tensor.contiguous()  # Gloo takes every tensor to be so, and would write over what lies between
+            packed = tensor.contiguous()  # Gloo assumes this, and would overwrite other memory
             self._run(name, [packed], *options)
             if packed is not tensor:
                 tensor.copy_(packed)
         return tensor
 
     def _run(self, name: str, *arguments: Any) -> None:
-        """Do what a method of the process group does, and wait until it is done."""
+        """Call a method of the process group, and wait until it is done."""
         with self._connected():
             getattr(self._process_group, name)(*arguments).wait()
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Say what the errors of a process group mean. Nothing is bound to a name here: see `leave`."""
+        """Convert the errors of a process group. No name here refers to the group: see `leave`."""
         if self._process_group is None:
             raise CommunicationError(f"{self.title} is not connected to the other {self.size - 1}")
         try:
@@ -222,7 +222,7 @@ class CommunicationGroup:
 
 
 def _open_sockets() -> dict[str, int]:
-    """This process's sockets by their names in the system, where it shows them, and their file descriptors."""
+    """The file descriptors of this process's sockets by their names in the system, if the system shows them."""
     found = {}
     for path in Path("/proc/self/fd").glob("*"):
         with suppress(OSError):  # it was closed meanwhile
@@ -232,14 +232,14 @@ def _open_sockets() -> dict[str, int]:
 
 
 def _watch_connections(files: Iterable[int]) -> None:
-    """Have the kernel end Gloo's connections to machines that are gone: Gloo itself would wait for them."""
+    """Let the kernel end Gloo's connections to machines that are gone: Gloo itself would wait for them."""
     for number in files:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # not all are TCP connections
             watch_connection(connection)
 
 
 def rank_title(rank: int, tp_size: int, num_stages: int) -> str:
-    """What errors call a rank. Ranks are numbered stage by stage."""
+    """A rank's name in errors. Ranks are numbered stage by stage."""
     return f"rank {rank} in stage {rank // tp_size}" if num_stages > 1 else f"rank {rank}"
 
 
@@ -267,7 +267,7 @@ def make_groups(
 
 
 def _device_group(backend: str | None, store: Store, rank: int, size: int) -> Any:
-    """A process group between devices: of torch's own backend, or of a plug-in's."""
+    """A process group between devices, of one of torch's own backends or of a plug-in's."""
     name = str(backend).upper()
     if kind := getattr(dist, f"ProcessGroup{name}", None):
         return kind(store, rank, size, kind.Options())

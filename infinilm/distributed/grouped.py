@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_STEP = 16
-"""Groups have a multiple of so many columns."""
+"""The number of columns in a group is a multiple of this."""
 SCALE_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """torch's names of the types of scales."""
 EXPONENTS = "E8M0"
@@ -30,15 +30,15 @@ class GroupedFormat:
     scale_type: str
     """One of `SCALE_TYPES`; or `EXPONENTS`, if codes are 4-bit floats."""
     has_zeros: bool = False
-    """Otherwise a 4-bit code of 8 is 0."""
+    """Whether groups have zeros. Otherwise the 4-bit code 8 stands for 0."""
     rounds_inputs: bool = False
     """Whether many inputs at a time are rounded to 8-bit floats, with a scale for each row."""
     order: str = ""
-    """A hash of the order of the inputs, if it is another one than the checkpoint's: there a group's may lie apart."""
+    """A hash of the order of the inputs, if it is not the checkpoint's, in which a group's inputs may lie apart."""
 
     @property
     def name(self) -> str:
-        """`INT4 128 F16 zeros`: what `parse` reads."""
+        """For example `INT4 128 F16 zeros`, which `parse` reads."""
         if self.is_mxfp4:
             return MXFP4
         words = ["INT4" if self.bits == 4 else "FP8", str(self.group or _WHOLE), self.scale_type]
@@ -64,7 +64,7 @@ class GroupedFormat:
 
     @property
     def block_columns(self) -> int:
-        """A rank's piece of a row must be whole blocks of so many columns: groups, and what a kernel reads at once."""
+        """A rank's piece of a row must have whole blocks of so many columns, for groups and for the kernels' reads."""
         return lcm(self.group or 1, 1 if self.is_mxfp4 else 256 // self.bits)
 
     def sizes(self, columns: int) -> tuple[int, int, int]:
@@ -107,7 +107,7 @@ class GroupedFormat:
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-    """4-bit codes, uint8 `[n, columns]`, of bytes `[n, columns / 2]`: the lower half is that of the first column."""
+    """4-bit codes, uint8 `[n, columns]`, of bytes `[n, columns / 2]`. The lower half is the first column's code."""
     import torch
 
     return torch.stack((packed & 0x0F, packed >> 4), dim=2).flatten(1)

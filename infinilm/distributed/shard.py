@@ -120,10 +120,10 @@ class PackedMatrix(Protocol):
 
 
 class ReorderedMatrix(PackedMatrix, Protocol):
-    """One in a `GroupedFormat` with an order: the model's memory has its columns in that."""
+    """A matrix in a `GroupedFormat` with an order. The model's memory has its columns in that order."""
 
     def set_input_order(self, order: npt.NDArray[np.int64]) -> None:
-        """Take note of the column of the checkpoint that each one is, `[columns]`."""
+        """Set the checkpoint's column for each column in memory, `[columns]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class PackedShard:
 
     matrix: PackedMatrix
     shape: tuple[int, ...]
-    """Of this part: rows and columns. The matrix may have padding rows."""
+    """Rows and columns of this part. The matrix may have padding rows."""
     full_shape: tuple[int, ...]
     starts: tuple[int, ...]
     """Start of the part in each dimension of the full matrix."""
@@ -152,7 +152,7 @@ class PackedShard:
         return self.matrix.num_bytes
 
     def values(self) -> Tensor:
-        """What the matrix stands for, float32 on the host."""
+        """The values of the matrix, float32 on the host."""
         import torch
 
         out = torch.empty(self.shape)

@@ -1,4 +1,4 @@
-"""The engines, and what they are made of."""
+"""The engines and their parts."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ __all__ = [
     "Sequence",
 ]
 
-# Each in a file of its own, imported when it is asked for: scheduling needs no torch.
+# Each name is imported on first use, because scheduling needs no torch.
 _FILES = {
     "BlockManager": "infinilm.engine.block_manager",
     "DistConfig": "infinilm.distributed.config",

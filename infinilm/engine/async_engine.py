@@ -1,4 +1,4 @@
-"""The engine for asyncio programs: steps run in a thread of their own, answers come as async iterators."""
+"""The engine for asyncio programs. Steps run in a separate thread; answers are async iterators."""
 
 import asyncio
 import atexit
@@ -31,8 +31,7 @@ T = TypeVar("T")
 class AsyncLLM:
     """`async for output in engine.generate(prompt, params)`, for any number of callers at once.
 
-    One thread owns the engine. Everything else reaches it as a function put into its inbox, run between
-    two steps.
+    One thread owns the engine. Other threads put functions into its inbox; it runs them between two steps.
     """
 
     def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
@@ -42,12 +41,12 @@ class AsyncLLM:
         self._is_stopping = False
         self._thread = Thread(target=self._run, name="infinilm-engine", daemon=True)
         self._thread.start()
-        atexit.register(self._stop)  # runs before the engine's own, which is not for a thread in the middle of a step
+        atexit.register(self._stop)  # runs before the engine's own handler, which must not run during a step
 
     def _run(self) -> None:
         engine = self.engine
         while True:
-            # With nothing to compute, sleep until somebody writes.
+            # If there is nothing to compute, sleep until a function arrives.
             while engine.is_finished() or not self._inbox.empty():
                 letter = self._inbox.get()
                 if letter is None:
@@ -55,8 +54,8 @@ class AsyncLLM:
                     return
                 letter()
             try:
-                engine.step_deltas()  # every request has a listener
-            except BaseException as error:  # its requests have been told; others have not, and this thread serves them
+                engine.step_deltas()  # returns nothing: every request has a listener
+            except BaseException as error:  # the step's requests have ended; go on for the others
                 logger.error("a step was broken off: %s: %s", type(error).__name__, error)
 
     def _call(self, function: Callable[[], T]) -> "Future[T]":
@@ -87,7 +86,7 @@ class AsyncLLM:
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
         def listen(output: RequestOutput) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens any more
+            with suppress(RuntimeError):  # the loop is closed, so the output is not needed
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         add = partial(self.engine.add_request, prompt, sampling_params, on_token=listen, request_id=request_id)
@@ -110,7 +109,7 @@ class AsyncLLM:
             self._inbox.put(partial(self.engine.abort, adding.result()))
 
     async def abort(self, request_id: str) -> bool:
-        """End a request. Its iterator yields the end; False if there is no such request (any more)."""
+        """End a request. Its iterator yields the end. Returns False if it doesn't exist or has ended already."""
         return await asyncio.wrap_future(self._call(partial(self.engine.abort, request_id)))
 
     async def stats(self) -> EngineStats:
@@ -118,11 +117,11 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._call(self.engine.stats))
 
     async def set_hook_registry(self, registry: "HookRegistry | None") -> None:
-        """Let hooks, called in the engine's thread, see activations of all steps to come: `LLM.set_hook_registry`."""
+        """Like `LLM.set_hook_registry`. Hooks are called in the engine's thread."""
         await asyncio.wrap_future(self._call(partial(self.engine.set_hook_registry, registry)))
 
     async def stop(self) -> None:
-        """Abort all requests, end the thread and give back the memory. Calling it again does nothing."""
+        """Abort all requests, end the thread and free the memory. Calling it again does nothing."""
         await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:

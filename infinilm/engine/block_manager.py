@@ -1,4 +1,4 @@
-"""Which sequence holds which KV cache block, and which blocks can be found again by their content. No torch here."""
+"""Tracks which sequence holds which KV cache block, and finds blocks by their content. Needs no torch."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -9,17 +9,17 @@ from infinilm.cache.specs import blocks_per_row
 from infinilm.engine.sequence import BlockKey, Sequence, hash_of
 
 BlockUpdate = tuple[int, int, list[int]]
-"""A change of a sequence's block tables: the group of layers, the first entry, and the blocks from there on."""
+"""A change of a sequence's block tables: the group of layers, the first changed entry, and the blocks from it on."""
 
 
 class BlockPool:
     """The blocks of one group of layers, with reference counts and a content index.
 
     A block is in use (count > 0) or free. A free block may keep its content, findable by its key, until it
-    is handed out again. The free blocks in the order they are handed out:
+    is handed out again. Free blocks are handed out in this order:
 
-        empty ones | cached ones, least recently used first; of one sequence the last block first,
-                     so that what remains is always a usable beginning
+        empty ones | cached ones, least recently used first; within a sequence the last block first,
+                     so that the remaining blocks are always a usable prefix
     """
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None) -> None:
@@ -32,7 +32,7 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
         self.changes: dict[bytes, bool] | None = None
-        """If a dict: the hashes that became findable (True) or were forgotten (False), for a reader who empties it."""
+        """If not None: the hashes that became findable (True) or were evicted (False). The reader empties it."""
 
     @property
     def num_cached(self) -> int:
@@ -40,7 +40,7 @@ class BlockPool:
         return len(self._block_of)
 
     def first_seen(self, position: int) -> int:
-        """The first block that the token at `position`, or a later one, sees."""
+        """The index of the first block that the token at `position`, or any later one, sees."""
         return 0 if self.window is None else max(position - self.window + 1, 0) // self._block_size
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -67,7 +67,7 @@ class BlockPool:
             num_refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hold `count` free blocks, forgetting the content of the least recently used."""
+        """Hold `count` free blocks. Evicts cached content, least recently used first."""
         blocks = []
         for _ in range(count):
             block, _ = self.free.popitem(last=False)
@@ -99,7 +99,7 @@ class BlockPool:
                 self.changes[hash_of(key)] = True
 
     def check_integrity(self, held_blocks: Iterable[List[int]]) -> None:
-        """Assert that the counts are those of the live sequences' tables, and that nothing is lost."""
+        """Assert that the reference counts match the live sequences' tables and that no block is lost."""
         held = [0] * self.num_blocks
         for blocks in held_blocks:
             for block in blocks:
@@ -113,10 +113,10 @@ class BlockManager:
     """The pools of all groups of layers, and each sequence's block tables in them.
 
     All tables of a sequence have one entry per `block_size` tokens. A group without a window holds blocks for the whole
-    known text from the start. A group with a window gets blocks as tokens are planned and releases those that no token
-    still to be computed can see: the sequence holds the table's entries from `seq.num_released[group]` on. The entries
-    before are block numbers without meaning. A kernel may load such a block where a tile begins before the window, and
-    masks it, so the numbers must be valid.
+    known text from the start. A group with a window gets blocks as tokens are planned, and releases blocks that no
+    later token can see. The sequence holds the table's entries from `seq.num_released[group]` on. Earlier entries have
+    no meaning but must be valid block numbers: where a tile begins before the window, a kernel loads such a block and
+    masks it.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def watch(self) -> dict[bytes, bool]:
-        """The changes of the prefix cache from now on, in a dict that the reader empties (see `BlockPool.changes`).
+        """Start to record changes of the prefix cache, in a dict that the reader empties (see `BlockPool.changes`).
 
-        Where groups of layers differ, those of the first group that keeps whole texts: an estimate for routing.
+        Covers only the first group without a window, or else the first group. This is an estimate, for routing.
         """
         pool = next((pool for pool in self.pools if pool.window is None), self.pools[0])
         pool.changes = {}
@@ -161,10 +161,10 @@ class BlockManager:
     # --- prefixes ---------------------------------------------------------------------------------------
 
     def find_prefix(self, seq: Sequence) -> list[list[int]]:
-        """By group: the cached blocks of the longest known beginning of `seq`, all of one length.
+        """The cached blocks of the longest cached prefix of `seq`: one list per group, all of the same length.
 
-        A group with a window needs only the blocks that the next token sees; the entries before are 0. The block of the
-        last token is never among them: there must be a token to compute the next from.
+        A group with a window needs only the blocks that the next token sees; earlier entries are 0. The block of the
+        last token is never included: at least one token must be computed to draw the next.
         """
         if not self.enable_prefix_caching or not seq.may_reuse_prefix:
             return [[] for _ in self.pools]
@@ -178,7 +178,7 @@ class BlockManager:
         while not is_complete:
             is_complete = True
             for group, pool in self._windowed:
-                # Backwards: if a block is missing, every beginning that ends behind it lacks it.
+                # Search backwards: any shorter prefix that contains the missing block needs it, too.
                 first = pool.first_seen(count * self.block_size)
                 blocks = pool.find(self._keys(seq, range(count - 1, first - 1, -1)))
                 found[group] = [0] * first + blocks[::-1]
@@ -190,7 +190,7 @@ class BlockManager:
         return map(seq.block_key, indices, repeat(self.block_size))
 
     def shared_prefix(self, seq: Sequence) -> list[list[int]]:
-        """By group: blocks that hold the sequence's beginning already, its leader's or those found by content."""
+        """By group: existing blocks that hold a prefix of the sequence, its leader's or cached ones."""
         leader = seq.leader
         if leader is not None and leader.row is not None:
             count = min(leader.num_computed, seq.num_prompt_tokens - 1) // self.block_size
@@ -200,7 +200,7 @@ class BlockManager:
         return self.find_prefix(seq)
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that became full when tokens `start` to `end` were computed."""
+        """Make the blocks findable that became full with tokens `start` to `end`."""
         if not self.enable_prefix_caching:
             return
         for index in range(start // self.block_size, end // self.block_size):
@@ -214,9 +214,9 @@ class BlockManager:
     def can_start(
         self, seq: Sequence, prefix: List[List[int]], chunk: int, num_spare: int, prefilling: Iterable[Sequence]
     ) -> bool:
-        """Whether every group has blocks for a waiting sequence, of which `chunk` tokens can be computed now.
+        """Whether every group has enough blocks to start a waiting sequence with a chunk of `chunk` tokens.
 
-        `num_spare` blocks must remain, and those that `prefilling` sequences have yet to get.
+        `num_spare` blocks must remain free, and the blocks that `prefilling` sequences still need.
         """
         for group, pool in enumerate(self.pools):
             num_found = len(prefix[group])
@@ -230,7 +230,7 @@ class BlockManager:
         return True
 
     def fits_beside(self, seq: Sequence, older: Sequence, younger: List[Sequence], num_spare: int) -> bool:
-        """Whether `older`, which waits, will find blocks beside `seq` and the running `younger` sequences."""
+        """Whether the pools have room for the waiting `older` together with `seq` and the running `younger` ones."""
         for group, pool in enumerate(self.pools):
             needed = self._row_blocks(older, group) + self._row_blocks(seq, group) + num_spare
             if needed + sum(self._row_blocks(other, group) for other in younger) > pool.num_blocks:
@@ -241,14 +241,14 @@ class BlockManager:
         return len(seq.block_tables[group]) - seq.num_released[group] if seq.row is not None else 0
 
     def _row_blocks(self, seq: Sequence, group: int) -> int:
-        """Blocks that a sequence holds or will hold at once until its known text is computed."""
+        """The most blocks that a sequence holds at one time until its known text is computed."""
         num_held, pool = self._num_held(seq, group), self.pools[group]
         if pool.window is None and num_held:
             return num_held
         return max(num_held, min(self.blocks_for(seq.num_tokens), pool.blocks_per_row))
 
     def start(self, seq: Sequence, prefix: List[List[int]], chunk: int) -> list[BlockUpdate]:
-        """Hold the blocks of a beginning, and new ones for the rest; under a window, for a `chunk` of the rest."""
+        """Hold the blocks of a prefix and new ones for the rest; with a window, only for the next `chunk` tokens."""
         num_tokens = len(prefix[0]) * self.block_size
         seq.num_released = [pool.first_seen(num_tokens) for pool in self.pools]
         seq.block_tables = [list(table) for table in prefix]
@@ -260,7 +260,7 @@ class BlockManager:
         return [(group, 0, table.copy()) for group, table in enumerate(seq.block_tables)]
 
     def extend(self, seq: Sequence, end: int) -> list[BlockUpdate]:
-        """Under a window, hold blocks for the tokens before `end`, or for as many as there are free blocks."""
+        """In groups with a window, hold blocks for the tokens before `end`, or for as many as the free blocks allow."""
         if not self._windowed:
             return []
         num_missing = self.blocks_for(end) - len(seq.block_tables[self._windowed[0][0]])
@@ -281,14 +281,14 @@ class BlockManager:
         return all(count <= len(pool.free) for pool in self.pools)
 
     def grow(self, seq: Sequence, count: int) -> list[BlockUpdate]:
-        """Give a sequence `count` blocks more in each group."""
+        """Give a sequence `count` more blocks in each group."""
         return [self._append(seq, group, count) for group in range(len(self.pools))]
 
     def commit(self, seq: Sequence, start: int, end: int) -> None:
-        """Tokens `start` to `end` are computed: publish full blocks, release those that later tokens don't see.
+        """Publish the blocks that tokens `start` to `end` filled, and release blocks that later tokens don't see.
 
-        Steps in flight begin at `end` or later, so they see none of the released blocks. One block more is kept: a
-        sequence that shares this one's text up to the last full block sees it.
+        Steps in flight begin at `end` or later, so they see none of the released blocks. One extra block is kept,
+        because a sequence that shares this one's text up to the last full block sees it.
         """
         if seq.may_publish:
             self.publish(seq, start, end)
@@ -305,6 +305,6 @@ class BlockManager:
         seq.block_tables, seq.num_released = [], []
 
     def check_integrity(self, live: List[Sequence]) -> None:
-        """Assert for every group that the counts are those of the live sequences' tables, and that nothing is lost."""
+        """Assert for every group that reference counts match the live sequences' tables and that no block is lost."""
         for group, pool in enumerate(self.pools):
             pool.check_integrity(seq.block_tables[group][seq.num_released[group] :] for seq in live)

@@ -1,4 +1,4 @@
-"""The engine's front: takes prompts, steps, hands out answers."""
+"""The engine: accepts prompts, runs steps and returns answers."""
 
 import atexit
 import logging
@@ -41,7 +41,7 @@ from infinilm.interrupts import Turns, interrupts_allowed, interrupts_held
 from infinilm.outputs import AnswerDelta, RequestOutput
 from infinilm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # they need torch, and nothing here does
+if TYPE_CHECKING:  # these import torch, which this module does not need
     from infinilm.debug import HookRegistry, RequestRows
     from infinilm.structured.compiler import GrammarCompiler
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _AUTOMATIC_ID = re.compile(r"auto-\d+")
 NUM_LOOKED_AT = 4
-"""Unfinished requests of `generate`, in multiples of the rows, among which ended ones are looked for."""
+"""`generate` looks for ended requests among the first `NUM_LOOKED_AT * max_num_seqs` pending ones."""
 
 Messages = Sequence[Mapping[str, Any]]
 P = ParamSpec("P")
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def _in_turn(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[Concatenate["LLMEngine", P], T]:
-    """Have a method run while no other thread changes the engine, with interrupts held."""
+    """Decorator: the method runs with interrupts held, while no other thread changes the engine."""
 
     @wraps(method)
     def call(engine: "LLMEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,9 +70,9 @@ def _in_turn(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[Conca
 class LLMEngine:
     """Runs a model for many requests at a time. `infinilm.LLM` is this class.
 
-    `generate`, `chat` and `stream` are for getting answers; `add_request` and `step` for driving the engine
-    by hand. They can be mixed, and called by several threads: these take turns, step by step, and each step computes
-    the requests of all of them. `AsyncLLM` is for asyncio.
+    `generate`, `chat` and `stream` return answers; `add_request` and `step` drive the engine step by step. They can be
+    mixed, and called from several threads: the threads take turns between steps, and each step computes the requests
+    of all threads. For asyncio, use `AsyncLLM`.
     """
 
     def __init__(self, model: str | Path | Config | None = None, **settings: Any) -> None:
@@ -81,22 +81,22 @@ class LLMEngine:
             self.config = model.replace(**settings)
         else:
             self.config = Config.from_kwargs(model=model, **settings)
-        from infinilm.executor.loader import load_model  # with torch, which nothing above the executor imports
+        from infinilm.executor.loader import load_model  # imports torch; no module above the executor does
 
         loaded = load_model(self.config)
         self.executor = loaded.executor
         self.start_seconds = loaded.seconds
-        """Where the time of loading went, by cause."""
+        """Seconds that loading took, by cause."""
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
         self.memory = loaded.memory
         self.max_model_len = loaded.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
         self.default_sampling_params = loaded.default_sampling_params
-        """For requests without parameters: the checkpoint's defaults, or those of the model's card."""
+        """Used for requests without parameters: the checkpoint's defaults, or those of the model's card."""
         self._turns = Turns()
         self.end_runs_if = [self._turns.is_awaited]
-        """Called between the steps of a `DecodeRun`, which ends if one of them returns True."""
+        """Functions called between the steps of a `DecodeRun`. The run ends if one of them returns True."""
         self.scheduler = Scheduler(
             BlockManager(
                 self.memory.group_blocks,
@@ -117,10 +117,10 @@ class LLMEngine:
         self._is_stepping = False
         self._in_flight: deque[Step] = deque()
         self.last_step: StepInput | None = None
-        """The step that the last call committed; None: it committed none."""
+        """The step that the last call committed, or None."""
         self._requests: dict[str, Request] = {}
         self._updated: dict[Request, None] = {}
-        """Requests whose listeners have to be told, and which may have to be removed, at the end of this step."""
+        """Requests to report to their listeners, and to remove if they have ended, at the end of this step."""
         self._unreported: dict[Request, None] = {}
         """Requests that changed since the last call of `step` or `step_deltas`."""
         self._arrivals = count()
@@ -136,17 +136,17 @@ class LLMEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts: one output each, in order.
+        """Answer prompts. Returns one output per prompt, in order.
 
         A prompt is a text, or token ids in a list, a NumPy array or a torch tensor of one dimension. Without
-        `sampling_params` the model's own defaults are used: `default_sampling_params`.
+        `sampling_params`, `default_sampling_params` apply.
         """
         self._check_open()
         prompt_list = as_prompt_list(prompts)
         given = self.default_sampling_params if sampling_params is None else sampling_params
         params_list = pair_params(given, len(prompt_list))
         with interrupts_held(), gc_paused() as collect_young:
-            # All are checked before the first is queued: a bad one among them leaves nothing behind.
+            # Check all requests before queuing the first, so that an invalid one leaves nothing queued.
             with self._turns, interrupts_allowed():
                 requests = [
                     self._make_request(prompt, params, is_reported=False)
@@ -182,7 +182,7 @@ class LLMEngine:
     def _collect_outputs(self, pending: dict[Request, None], outputs: dict[Request, RequestOutput]) -> None:
         """Make the outputs of requests that have ended, while a GPU computes the next step.
 
-        There may be many requests: those that have not started yet, or hardly any, are not looked at.
+        There may be many requests. Looks only at the first pending ones, because hardly any later one has started.
         """
         num_looked_at = NUM_LOOKED_AT * self.config.max_num_seqs
         while ended := [request for request in islice(pending, num_looked_at) if request.is_finished]:
@@ -199,9 +199,9 @@ class LLMEngine:
         parse_special_tokens: bool = False,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, rendered with the checkpoint's chat template.
+        """Answer one conversation or a list of them, rendered with the checkpoint's chat template.
 
-        Special tokens in messages, such as `<|im_end|>`, are text unless `parse_special_tokens`.
+        Special tokens in messages, such as `<|im_end|>`, are plain text unless `parse_special_tokens` is set.
         """
         self._check_open()
         options = {"parse_special_tokens": parse_special_tokens, **template_kwargs}
@@ -218,7 +218,7 @@ class LLMEngine:
         return check_ids(token_ids, self.model_config.vocab_size, "conversation")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[str]:
-        """The answer's text as it comes. Closing the iterator early aborts the request."""
+        """Yield the answer's text piece by piece. Closing the iterator early aborts the request."""
         self._check_open()
         with interrupts_held(), self._turns, interrupts_allowed():
             request = self._make_request(prompt, sampling_params, is_reported=False)
@@ -256,10 +256,10 @@ class LLMEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
     ) -> str:
-        """Queue a prompt; `on_token` is called with the request's output after each step, or each few, that changed it.
+        """Queue a prompt. `on_token` gets the request's output after each step, or every few steps, that changed it.
 
-        It may abort this request and others, and add new ones. If it raises, its own request ends with that error.
-        The prefix cache is shared among requests with the same `cache_salt`, and with no others.
+        `on_token` may abort this request and others, and add new ones. If it raises, its own request ends with that
+        error. Only requests with the same `cache_salt` share cached prefixes.
         """
         self._check_open()
         check_names(request_id, cache_salt, on_token)
@@ -285,35 +285,35 @@ class LLMEngine:
 
     @_in_turn
     def step_deltas(self) -> list[AnswerDelta]:
-        """Compute one step, or several that only decode. Returns what is new, as tokens.
+        """Compute one step, or several that only decode. Returns the new tokens.
 
-        That is much less work than `step` where texts are made elsewhere.
+        This is much less work than `step` if text is decoded elsewhere.
 
-        Use either this or `step` for a request. Requests with a listener are left out here.
+        Use either this or `step` for a request. Requests with a listener are left out.
         """
         self.advance()
         return self.read_deltas()
 
     @_in_turn
     def advance(self) -> None:
-        """Compute one step, or several that only decode, and keep what is new for `read_deltas`.
+        """Compute one step, or several that only decode, and keep the new tokens for `read_deltas`.
 
-        What several steps add to an answer is one delta there.
+        There, the tokens that several steps add to an answer are one delta.
         """
         self._check_open()
         self._advance()
 
     @_in_turn
     def read_deltas(self) -> list[AnswerDelta]:
-        """What `step_deltas` would have returned of all steps since the last call."""
+        """The new tokens of all steps since the last call, in the form that `step_deltas` returns."""
         unreported, self._unreported = self._unreported, {}
         return [delta for request in unreported if request.on_token is None for delta in request.deltas()]
 
     @_in_turn
     def _advance(self, *, may_run: bool = True, is_watched: bool = True) -> None:
-        """Schedule and submit steps, as many as may be in flight, and commit the oldest, or a `DecodeRun`.
+        """Submit steps until as many as allowed are in flight, then commit the oldest, which may be a `DecodeRun`.
 
-        `is_watched`: the caller reads tokens after each of them.
+        `is_watched`: the caller reads tokens after each call.
         """
         if self._is_stepping:
             raise EngineError("the engine is in the middle of a step; don't call it from a hook or from on_token")
@@ -327,9 +327,9 @@ class LLMEngine:
                 self._is_stepping = False
 
     def _has_watched_requests(self) -> bool:
-        """Whether somebody reads a request's tokens as they come, or a stop string may end it at any of them."""
+        """Whether a request's tokens are read, or checked for stop strings, as they arrive."""
         if self.executor.info.max_run_steps == 1 or self.scheduler.waiting:
-            return True  # there is no run that could be longer
+            return True  # no run has more than one step
         return any(request.is_reported or not request.is_plain for request in self._requests.values())
 
     def _compute_step(self, *, may_run: bool, is_watched: bool) -> None:
@@ -383,7 +383,7 @@ class LLMEngine:
         return tuple(found)
 
     def _commit(self, step: Step, output: StepOutput) -> None:
-        """Add a step's output to the answers. Listeners are told later, when all answers are up to date."""
+        """Add a step's output to the answers. Listeners are called later, when all answers are up to date."""
         now = perf_counter()
         self.scheduler.commit(step, output)
         num_stale = sum(len(output.tokens_of(index)) for index in step.stale)
@@ -403,7 +403,7 @@ class LLMEngine:
             start = 0 if index < num_decoding else step.input.chunks[index - num_decoding].start
             if request.update(seq.index, start, output, index, now):
                 self.scheduler.finish(seq, "stop")
-                seq.finish_reason = "stop"  # also if the token limit was reached by the same token
+                seq.finish_reason = "stop"  # even if the same token reached the token limit
             if request.on_token is None and seq.finish_reason is None:
                 if request.is_reported and output.tokens_of(index):
                     self._unreported[request] = None
@@ -435,7 +435,7 @@ class LLMEngine:
             raise leaving
 
     def _fail_in_flight(self, error: BaseException) -> None:
-        """A step failed: end the requests that were part of it, keep all others."""
+        """After a failed step, end the requests of all steps in flight and keep the others."""
         from infinilm.executor.memory import explain_oom
 
         if isinstance(error, Exception):
@@ -508,7 +508,7 @@ class LLMEngine:
             self.scheduler.add(seq)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
-        """Abort what is left of a request. Listeners and the next `step` are told."""
+        """Abort the unfinished answers of a request. Its listener and the next `step` report it."""
         if self._requests.get(request.request_id) is not request:
             return
         if error is not None and request.error is None:
@@ -518,7 +518,7 @@ class LLMEngine:
         self._note_update(request)
 
     def _note_update(self, request: Request) -> None:
-        """Tell the request's listener: at once, or at the end of the step that is under way."""
+        """Report to the request's listener: at once or, during a step, at the end of the step."""
         self._updated[request] = None
         if not self._is_stepping:
             self._is_stepping = True
@@ -537,7 +537,7 @@ class LLMEngine:
     def abort(self, request_id: str, answer: int | None = None) -> bool:
         """End a request, or only one of its answers; the next `step` reports it.
 
-        Returns False if there is none (any more).
+        Returns False if it doesn't exist or has ended already.
         """
         check_text("request_id", request_id)
         request = self._requests.get(request_id)
@@ -559,10 +559,11 @@ class LLMEngine:
 
     @_in_turn
     def set_hook_registry(self, registry: "HookRegistry | None") -> None:
-        """Let hooks see, and replace, activations of all steps to come; None: no more.
+        """Let hooks see, and replace, the activations of all later steps; None removes the hooks.
 
-        A hook that raises ends the requests of its step. `registry.requests` tells whose rows it sees. What is found
-        in the prefix cache is not computed, so no hook sees it; what hooks have changed is never found there.
+        If a hook raises, the requests of its step end. `registry.requests` says which rows belong to which request.
+        Tokens found in the prefix cache are not computed, so hooks don't see them. Blocks that hooks have changed are
+        never put into the prefix cache.
         """
         self._check_open()
         from infinilm.debug.hooks import attach
@@ -571,7 +572,7 @@ class LLMEngine:
         self.executor.set_hook_registry(self._registry)
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to compute and nothing left to report by `step`."""
+        """Whether nothing is left to compute, or to report by `step`."""
         return not (self.has_work or self._unreported)
 
     @property
@@ -580,7 +581,7 @@ class LLMEngine:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def stats(self) -> EngineStats:
-        """Counters since the start and the state now."""
+        """Counters since the start, and the current state."""
         blocks = self.scheduler.blocks
         return replace(
             self._stats,
@@ -594,14 +595,14 @@ class LLMEngine:
 
     @cached_property
     def grammars(self) -> "GrammarCompiler":
-        """What compiles `structured`: not imported before a request has it."""
+        """Compiles `structured`. Not imported before a request needs it."""
         from infinilm.structured.compiler import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.model_config.vocab_size)
 
     @_in_turn
     def exit(self) -> None:
-        """Abort what is running and give back the memory. Calling it again does nothing."""
+        """Abort all requests and free the memory. Calling it again does nothing."""
         self._exit()
 
     def _exit(self) -> None:
@@ -635,7 +636,7 @@ LLM = LLMEngine
 def _exit_if_alive(engine: "weakref.ref[LLMEngine]") -> None:
     if alive := engine():
         with interrupts_held():
-            alive._exit()  # at once: a thread that has the turn may never give it back
+            alive._exit()  # without waiting for a turn: the thread that holds it may never release it
 
 
 def _is_any(conditions: list[Callable[[], bool]]) -> bool:

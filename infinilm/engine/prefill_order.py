@@ -1,4 +1,4 @@
-"""The order in which prompts share what a step can compute. Pure functions: no torch, no clock, no randomness."""
+"""The order in which prompts share a step's token budget. Pure functions: no torch, no clock, no randomness."""
 
 from operator import attrgetter
 
@@ -10,10 +10,10 @@ by_arrival = attrgetter("arrival")
 def order_prompts(prompts: list[Sequence], oldest: Sequence | None, budget: int) -> list[Sequence]:
     """Short prompts in order of arrival, then long ones, those with the fewest tokens left first.
 
-    Short prompts fit into the step's `budget`. Tenants (`cache_salt`) share: a prompt's size includes that of the same
-    tenant's prompts before it, so a tenant's first `budget` tokens come before the next ones of any other. The
-    scheduler keeps a part of every step for `oldest`: if that is long, the long prompts of other tenants come before
-    those of its own.
+    A short prompt fits into the step's `budget`. Tenants (`cache_salt`) share the budget: a prompt's size includes the
+    sizes of the same tenant's prompts before it, so each tenant's first `budget` tokens come before any tenant's
+    further ones. The scheduler reserves a part of every step for `oldest`. If `oldest` is long, the long prompts of
+    other tenants come before those of its tenant.
     """
     ordered = sorted(prompts, key=by_arrival)
     if all(len(seq.token_ids) <= budget and seq.cache_salt == ordered[0].cache_salt for seq in ordered):

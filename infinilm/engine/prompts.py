@@ -1,4 +1,4 @@
-"""From what users pass as prompts to checked token ids."""
+"""Converts the prompts that users pass to checked token ids."""
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ Prompt: TypeAlias = Union[str, Sequence[int], npt.NDArray[np.integer[Any]], "Ten
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one; a list of prompts stays one."""
+    """A list of prompts; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     items = _as_list("prompts", prompts)
@@ -32,7 +32,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_list(name: str, values: object) -> list[Any]:
-    """The items of a list, tuple, array or tensor; those of an array or tensor as Python's own."""
+    """The items of a list, tuple, array or tensor. Numbers of arrays and tensors become Python numbers."""
     items: Any = None
     if isinstance(values, list):
         return values
@@ -53,7 +53,7 @@ def _as_list(name: str, values: object) -> list[Any]:
 
 
 def as_conversations(messages: object) -> list[Any]:
-    """A conversation, or each of a list of them."""
+    """A list of conversations; a single conversation becomes a list of one."""
     if not isinstance(messages, (list, tuple)):
         raise InvalidTypeError(
             f"messages={short_repr(messages)} must be a list of messages, each with a role and a content, or a list of "
@@ -93,7 +93,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
     if isinstance(plain_number(prompt), (int, float)) or prompt is None:
         raise InvalidTypeError(f"a prompt of type {type(prompt).__name__} must be a string or a list of token ids")
     token_ids = _as_list("prompt", prompt)
-    if list(map(type, token_ids)).count(int) != len(token_ids):  # thousands of them are checked at the speed of C
+    if list(map(type, token_ids)).count(int) != len(token_ids):  # checks thousands of ids without a Python loop
         token_ids = [_as_token_id(token_id) for token_id in token_ids]
     if not token_ids:
         raise InvalidValueError("the prompt is empty; give at least one token id")
@@ -111,8 +111,8 @@ def _as_token_id(value: object) -> int:
 
 
 def check_ids(token_ids: list[int], vocab_size: int, source: str | None = None) -> list[int]:
-    """Refuse ids that the model has no embedding for; `source` is the text they are from, if they are from one."""
-    # An array is faster than the list's min and max. It refuses negative numbers, and those of more than 32 bits.
+    """Refuse ids that the model has no embedding for. `source` names the text that was encoded, if there is one."""
+    # An array is faster than the list's min and max. It refuses negative numbers and numbers of more than 32 bits.
     with suppress(OverflowError):
         if np.array(array("I", token_ids)).max(initial=0) < vocab_size:
             return token_ids
@@ -130,7 +130,7 @@ def check_ids(token_ids: list[int], vocab_size: int, source: str | None = None) 
 
 
 def check_names(request_id: object, cache_salt: object, on_token: object) -> None:
-    """Check the parts of a request that are neither prompt nor parameters; None: not given."""
+    """Check the optional arguments of `add_request`; None: not given."""
     if request_id is not None:
         check_text("request_id", request_id)
     if cache_salt is not None:
@@ -140,7 +140,7 @@ def check_names(request_id: object, cache_salt: object, on_token: object) -> Non
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
-    """Check what only the model can tell: that token ids named are in the vocabulary, and that some can be drawn."""
+    """Check parameters against the model: their token ids are in the vocabulary, and some token can be drawn."""
     if not isinstance(params, SamplingParams):
         raise InvalidTypeError(f"sampling_params={params!r} must be SamplingParams")
     for name, token_ids in (

@@ -1,4 +1,4 @@
-"""A request as its sender sees it: text, log-probabilities and times, around one or more sequences."""
+"""A request as its sender sees it: one or more sequences, with text, log-probabilities and times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Reported:
 
 
 class SequenceAnswer(Answer):
-    """One sequence's answer. Its text is decoded only when it is read, or when a stop string has to be found."""
+    """One sequence's answer. Its text is decoded only when it is read or searched for stop strings."""
 
     def __init__(self, seq: Sequence, tokenizer: Tokenizer | None) -> None:
         super().__init__(tokenizer, stops=seq.params.stop, min_tokens=seq.params.min_tokens)
@@ -35,7 +35,7 @@ class SequenceAnswer(Answer):
         self._is_end_reported = False
 
     def read(self) -> bool:
-        """Decode the tokens that are new. Returns whether a stop string ends the answer.
+        """Decode the new tokens. Returns whether a stop string ends the answer.
 
         Tokens after the one that completes a stop string are removed from the sequence.
         """
@@ -49,7 +49,7 @@ class SequenceAnswer(Answer):
         return True
 
     def output(self, reported: Reported) -> CompletionOutput:
-        """The answer so far, and what is new since it was last `reported` to the same reader."""
+        """The answer so far, and the part that the reader of `reported` has not seen yet."""
         self.read()
         tokens = self.seq.completion_token_ids
         output = CompletionOutput(
@@ -67,7 +67,7 @@ class SequenceAnswer(Answer):
         return output
 
     def delta(self, reported: Reported) -> AnswerDelta | None:
-        """The tokens that are new since it was last `reported`; None if there are none and it has not ended since."""
+        """The tokens since the last report. None if there are none and the answer has not ended since."""
         seq, request, index = self.seq, self.seq.request, self.seq.index
         first = reported.num_tokens
         token_ids = seq.token_ids[seq.num_prompt_tokens + first :]
@@ -93,7 +93,7 @@ class SequenceAnswer(Answer):
 
 
 class Request:
-    """What was asked, how far the answers are, and who is told about them."""
+    """A prompt with its parameters, the state of its answers, and the listener they are reported to."""
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class Request:
             seq.request, seq.index = self, index
         self.on_token = on_token
         self.is_reported = is_reported
-        """Whether `step` reports it; `generate` and `stream` read their requests themselves."""
+        """Whether `step` reports it. `generate` and `stream` read their requests directly."""
         self.error: str | None = None
         self.params: SamplingParams = seqs[0].params
         self.is_plain = not self.params.stop and self.params.logprobs is None and on_token is None
-        """Whether nothing has to be done for each single token."""
+        """Whether single tokens need no work: no stop strings, log-probabilities or listener."""
         self._arrival_time = perf_counter()
         self._start_time: float | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
@@ -138,7 +138,7 @@ class Request:
         return sum(seq.num_output_tokens for seq in self.seqs)
 
     def replace_leader(self, leader: Sequence) -> None:
-        """Have another answer compute the prompt if `leader` was aborted before it had."""
+        """Have another answer compute the prompt if `leader` was aborted before it had done so."""
         followers = [seq for seq in self.seqs if seq.leader is leader and not seq.is_finished]
         if leader.num_output_tokens > 0 or not followers:
             return
@@ -148,7 +148,7 @@ class Request:
             seq.leader = successor
 
     def start(self, now: float) -> None:
-        """Note the first step that works on the request."""
+        """Note the time of the first step that computes tokens of the request."""
         if self._start_time is None:
             self._start_time = now
 
@@ -190,17 +190,20 @@ class Request:
         )
 
     def pop_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """The prompt's log-probabilities, for the first delta with a token: all are known by then. None after that."""
+        """The prompt's log-probabilities on the first call, None later.
+
+        The first delta with a token has them: all are known by then.
+        """
         is_first, self._are_prompt_logprobs_sent = not self._are_prompt_logprobs_sent, True
         return self.prompt_logprobs if is_first else None
 
     def deltas(self) -> list[AnswerDelta]:
-        """What is new about each answer since the last call."""
+        """The new tokens and ends of answers since the last call."""
         deltas = (answer.delta(each) for answer, each in zip(self.answers, self._reported, strict=True))
         return [delta for delta in deltas if delta is not None]
 
     def metrics(self) -> RequestMetrics:
-        """How long it waited and how fast it goes, so far."""
+        """Waiting time and speed so far."""
         first_times = [answer.first_time for answer in self.answers if answer.first_time is not None]
         last_times = [answer.last_time for answer in self.answers if answer.first_time is not None]
         gaps = [

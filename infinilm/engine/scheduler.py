@@ -1,4 +1,4 @@
-"""Decides what each step computes. A pure function of what it was given: no torch, no clock, no randomness."""
+"""Decides what each step computes, as a pure function of its inputs: no torch, no clock, no randomness."""
 
 from bisect import insort
 from collections import deque
@@ -31,14 +31,14 @@ from infinilm.outputs import FinishReason
 from infinilm.sampling_params import RowStart
 
 MIN_AWAITED_TOKENS = 256
-"""A beginning in common that is shorter is computed twice rather than waited for."""
+"""A common prefix shorter than this is computed twice instead of waited for."""
 MIN_CHUNK_FRACTION = 1 / 8
 """Don't start a prompt beside others if the remaining budget covers less than 1/8 of what a whole step would."""
 NUM_CANDIDATES = 256
-"""Waiting sequences, in order of arrival, among which the scheduler chooses the next to start."""
+"""The scheduler chooses the next sequence to start among this many waiting ones, in order of arrival."""
 
 DraftSource = Callable[[Sequence], Tokens[int]]
-"""Guesses the next tokens of a sequence all of whose tokens are known. A step computes them along with the last one."""
+"""Guesses the next tokens of a sequence that has no pending token. A step computes them together with the last one."""
 
 
 class Scheduler:
@@ -46,18 +46,18 @@ class Scheduler:
 
     Every step first decodes a token for each running sequence that can take one. The rest of its budget is for
     prompts, started or waiting: short ones in order of arrival, then long ones, the shorter first (see
-    `prefill_order`). But half of it is kept for the oldest prompt, so a short prompt waits only a few steps for a
-    long one, and a long one is never starved by short ones. When blocks run out, the newest running sequence gives
-    up its own and is computed again later.
+    `prefill_order`). Half of this rest is reserved for the oldest prompt, so a short prompt waits only a few steps for
+    a long one, and short prompts never starve a long one. When blocks run out, the newest running sequence is
+    preempted and recomputed later.
 
-    Steps may be submitted ahead: `schedule` counts tokens as computed, and drawn ones as pending, the moment
-    they are planned. Steps must be committed in the order in which they were scheduled. With a `draft_source`, a row
-    is planned again when its step is committed: only then it is known how many drafts were accepted. With several
-    pipeline stages too: only then the first stage can be told the token that the last one drew. The rows that decode
-    are then divided over as many steps as there are stages.
+    Steps may be submitted ahead: `schedule` counts tokens as computed or pending as soon as they are planned. Steps
+    must be committed in the order in which they were scheduled. In two cases a row is planned again only after its
+    step is committed. With a `draft_source`, the number of accepted drafts is not known before. With several pipeline
+    stages, the first stage needs the token that the last stage draws; the decoding rows are then divided over as many
+    steps as there are stages.
 
-    Sequences that decode are counted in arrays by row: a step of hundreds of them is a handful of array operations,
-    and Python looks only at those to whom something happens.
+    Decoding sequences are counted in arrays by row. A step of hundreds of them takes a handful of array operations;
+    only sequences that need more, such as a new block, are handled one by one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
-        # Each running row needs a token of every step.
+        # Each running row needs one token of every step's budget.
         self.max_num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -85,16 +85,17 @@ class Scheduler:
         """Sequences that have ended, so far."""
         self.min_awaited_tokens = MIN_AWAITED_TOKENS
         self.max_prefill_tokens = max_num_batched_tokens
-        """Prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
+        """The most prompt tokens of a step in which no sequence decodes. A lower limit bounds the step's time."""
         self.max_mixed_tokens = max_num_batched_tokens
-        """The same beside decoding sequences; but prompts always get as many tokens as there are such sequences."""
+        """The same for a step with decoding sequences. Prompts may always get as many tokens as there are sequences
+        that decode."""
         self.graph_tokens = 0
-        """A step with prompts beside decoding sequences has no more tokens than this in all, if that leaves prompts as
-        many as there are such sequences. 0: there is no such limit."""
+        """The most tokens in all of a step with prompts and decoding sequences. It applies only if it leaves prompts as
+        many tokens as there are sequences that decode. 0: no limit."""
         self.draft_source = draft_source
         self._num_stages = num_stages
         self.num_shares = num_stages
-        """Steps that the rows which decode are divided over, so that each stage has one to compute."""
+        """The number of steps over which the decoding rows are divided, so that each stage has one to compute."""
         self._max_run_steps, self._is_awaited = max_run_steps, is_awaited
         self._num_in_flight = 0
         self._num_planned = 0  # steps
@@ -102,16 +103,16 @@ class Scheduler:
         heapify(self._free_rows)
         self._ended_rows: list[int] = []
         self._prefilling: list[Sequence] = []  # the running ones that don't decode yet, oldest first
-        self._decoders: Decoders | None = None  # None: to be gathered anew
-        # By row, of its sequence if that decodes: tokens computed by the steps planned so far, tokens that its blocks
-        # can hold, and tokens with which its answer has its full length.
+        self._decoders: Decoders | None = None  # None: must be gathered again
+        # By row, for sequences that decode: tokens computed by the steps planned so far, tokens that the blocks can
+        # hold, and tokens at which the answer has its full length. Row generations are kept for all rows.
         self._computed, self._capacity, self._limit, self._row_generation = np.zeros(
             (4, self.max_num_rows), dtype=np.int64
         )
-        self._last_planned = np.zeros(self.max_num_rows, dtype=np.int64)  # by row: the step that it decoded in
-        # By row: whether it is in flight and must not be planned before the commit, and `RowStart.samples_on_host`.
+        self._last_planned = np.zeros(self.max_num_rows, dtype=np.int64)  # by row: the step it last decoded in
+        # By row: whether it must not be planned before the commit of its step, and `RowStart.samples_on_host`.
         self._awaits_commit, self._samples_on_host = np.zeros((2, self.max_num_rows), dtype=np.bool_)
-        self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last stays False
+        self._is_stop = np.zeros(1, dtype=np.bool_)  # by token id: whether it ends any sequence; the last is False
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +143,7 @@ class Scheduler:
     def schedule(self, *, may_run: bool = True, is_watched: bool = True) -> Step | None:
         """Plan the next step, or None if there is nothing to compute right now.
 
-        `may_run`: it may become a `DecodeRun`, which is as `is_watched` says.
+        `may_run`: the step may become a `DecodeRun`, with this `is_watched`.
         """
         builder = StepBuilder(budget=self.max_num_batched_tokens)
         has_preempted = self._continue_decoding(builder)
@@ -158,7 +159,7 @@ class Scheduler:
         if not builder.seqs:
             if not builder.lacks_blocks or self._num_in_flight:
                 return None
-            self._preempt(self.running[-1])  # all wait for blocks that the others hold
+            self._preempt(self.running[-1])  # all prompts wait for blocks that other sequences hold
             return self.schedule(may_run=may_run, is_watched=is_watched)
         rows = builder.decoding.rows
         if builder.chunks:
@@ -187,7 +188,7 @@ class Scheduler:
         while True:
             decoders = self._gather_decoders()
             computed = self._computed[decoders.rows]
-            # The token to compute is the last one known or pending; those that have drawn all just wait for it.
+            # The token to compute is the last known or pending one. Sequences that have drawn all tokens only wait.
             goes_on = (computed + 1 < self._limit[decoders.rows]) & ~self._awaits_commit[decoders.rows]
             if self.num_shares > 1:
                 self._keep_share(goes_on, decoders.rows)
@@ -221,7 +222,7 @@ class Scheduler:
         return has_preempted
 
     def _plan_run(self, builder: StepBuilder, *, is_watched: bool) -> DecodeRun:
-        """Let the rows go on as far as their blocks and limits reach, if no prompt waits and no token is pending."""
+        """Let the rows decode as far as their blocks and limits allow, if no prompt waits and no token is pending."""
         is_busy = bool(self.waiting or self._prefilling or self._num_in_flight or self._waits_for_commits)
         if self._max_run_steps == 1 or is_busy or builder.chunks:
             return ONE_STEP
@@ -234,11 +235,11 @@ class Scheduler:
 
     @property
     def _waits_for_commits(self) -> bool:
-        """Whether a row is planned again only when its last token is known here."""
+        """Whether a row is planned again only after its last token is known to the scheduler."""
         return self.draft_source is not None or self._num_stages > 1
 
     def _keep_share(self, goes_on: npt.NDArray[np.bool_], rows: IntArray) -> None:
-        """Keep, of the decoding `rows` that can go on, one step's share of all: those planned longest ago."""
+        """Of the decoding `rows` that can go on, keep one step's share of all rows: those planned longest ago."""
         ready = np.flatnonzero(goes_on)
         share = -(-len(rows) // self.num_shares)
         oldest = np.argsort(self._last_planned[rows[ready]], kind="stable")
@@ -248,10 +249,10 @@ class Scheduler:
         """The token ids of decoding rows `[n, 1 + d]`: the last token, and drafts for those after it."""
         if self.draft_source is None:
             return np.array([seq.token_ids[-1] for seq in seqs], dtype=np.int64).reshape(-1, 1)
-        # Half of what the rows leave of a step is for prompts.
+        # Half of the budget that the rows leave is for prompts.
         budget = (self.max_num_batched_tokens - len(rows)) // 2 if use_drafts else 0
         lines: list[list[int]] = []
-        # The row draws one token more than it has drafts, and none beyond the limit.
+        # A row draws one token more than it has drafts, and none beyond its limit.
         for seq, most in zip(seqs, (self._limit[rows] - starts - 2).tolist(), strict=True):
             drafts = self.draft_source(seq)[: min(most, budget)] if seq.params.allows_drafts else ()
             budget -= len(drafts)
@@ -282,7 +283,7 @@ class Scheduler:
         # The oldest prompt gets its row and blocks before all others.
         if first is not None and is_oldest and self._admit(builder, first, budget) is Admitted.REFUSED:
             blocked = first
-            # No prompt passes a short one. A long one may need many blocks, and wait for them for long.
+            # No prompt may pass a short one. A long one may be passed: it may wait long for its many blocks.
             may_admit = first.num_tokens > budget
         prompts = self._prefilling.copy()
         if may_admit:
@@ -313,15 +314,15 @@ class Scheduler:
     def _admit(
         self, builder: StepBuilder, seq: Sequence, available: int, *, budget: int = 0, blocked: Sequence | None = None
     ) -> Admitted:
-        """Start a waiting sequence if there are blocks for it, and tokens worth starting it for.
+        """Start a waiting sequence if there are blocks for it and enough of the budget is left.
 
-        `blocked` is an older sequence that lacks blocks. Others may pass it only as long as the pool has room for it
-        beside all younger ones: then it can start when the older ones have ended, however many pass it.
+        `blocked` is an older sequence that lacks blocks. Others may pass it only while the pool has room for it and all
+        younger ones. Then it can start when the older ones have ended, no matter how many pass it.
         """
         prefix = self.blocks.shared_prefix(seq)
         if self._is_being_computed(seq, len(prefix[0])):
             return Admitted.SKIPPED
-        # Room for one block more per running sequence: else the next steps would preempt this one again.
+        # Leave one block per running sequence; otherwise the next steps would preempt this one again.
         num_spare = len(self.running)
         if seq.num_pending or not self.blocks.can_start(seq, prefix, available, num_spare, self._prefilling):
             return Admitted.REFUSED
@@ -359,9 +360,9 @@ class Scheduler:
         self._samples_on_host[seq.row] = start.samples_on_host
 
     def _is_being_computed(self, seq: Sequence, num_found: int) -> bool:
-        """Whether a running sequence is computing much of the prefix after the blocks found: worth waiting for.
+        """Whether a running sequence is computing enough of the prefix after the found blocks to wait for it.
 
-        Sequences that arrive together and have a long prefix in common then share its blocks, too.
+        This lets sequences that arrive together share the blocks of a long common prefix, too.
         """
         block_size = self.blocks.block_size
         index = num_found + self.blocks.blocks_for(self.min_awaited_tokens) - 1
@@ -378,9 +379,9 @@ class Scheduler:
         )
 
     def _plan_chunk(self, builder: StepBuilder, seq: Sequence, budget: int) -> bool:
-        """Plan as many of a sequence's tokens as the budget has room for; with the last one it begins to decode.
+        """Plan as many of a sequence's tokens as the budget allows. With its last token the sequence begins to decode.
 
-        Returns whether there were blocks for all of them. That can fail only where layers have a window.
+        Returns whether there were blocks for all of these tokens. They can run out only if layers have a window.
         """
         assert seq.row is not None
         start = seq.num_computed
@@ -411,11 +412,11 @@ class Scheduler:
         self._decoders = None
 
     def num_pending(self, seq: Sequence) -> int:
-        """Tokens that a sequence has drawn, or by the steps planned will have, and that are not known yet."""
+        """Tokens that the steps planned so far draw for a sequence, and that are not known yet."""
         return int(self._computed[seq.row]) + 1 - seq.num_tokens if seq.is_decoding else seq.num_pending
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take back a running sequence's blocks; it will be computed again, before all that came after it."""
+        """Take a running sequence's blocks away, and queue it again before all that arrived later."""
         self._release(seq)
         seq.status = Status.WAITING
         seq.num_computed = 0
@@ -427,7 +428,7 @@ class Scheduler:
     # --- results ----------------------------------------------------------------------------------------
 
     def commit(self, step: Step, output: StepOutput) -> None:
-        """Append a step's tokens, publish full blocks and end sequences. Steps come in the order of their planning."""
+        """Append a step's tokens, publish full blocks and end sequences. Call it in the order of planning."""
         self._num_in_flight -= 1
         is_same = self._row_generation[step.rows] == step.row_generations
         num_done = 0
@@ -440,7 +441,7 @@ class Scheduler:
                 self._commit_one(step, index, output, is_same=bool(is_same[index]))
 
     def _commit_decoding(self, step: Step, token_ids: Tokens[int]) -> int:
-        """Commit one token of each decoding row, none of which changed hands. Returns the number of rows."""
+        """Commit one token of each decoding row. No row has changed its sequence. Returns the number of rows."""
         decoding, block_size = step.input.decoding, self.blocks.block_size
         num_rows = len(decoding.rows)
         self._awaits_commit[decoding.rows] = False
@@ -459,7 +460,7 @@ class Scheduler:
         return num_rows
 
     def _commit_one(self, step: Step, index: int, output: StepOutput, *, is_same: bool) -> None:
-        """Commit one row; `is_same`: the row and its blocks are still the sequence's."""
+        """Commit one row. `is_same`: the row and its blocks still belong to the sequence."""
         seq, decoding = step.seqs[index], step.input.decoding
         num_decoding = len(decoding.rows)
         if index < num_decoding:
@@ -481,7 +482,7 @@ class Scheduler:
             if reason is not None:
                 break
         if is_same:
-            # The row has computed its last token and the accepted drafts; what it drew last is still to be computed.
+            # The row has computed its last token and the accepted drafts, but not the token it drew last.
             num_computed = num_gained if index < num_decoding else len(chunk.token_ids)
             self.blocks.commit(seq, start, start + num_computed)
             if samples:
@@ -493,7 +494,7 @@ class Scheduler:
 
     def _end_reason(self, seq: Sequence) -> FinishReason | None:
         """Why a sequence ends with its latest token; None if it goes on."""
-        # A grammar may leave nothing else before `min_tokens`.
+        # A grammar may allow only stop tokens before `min_tokens` is reached.
         is_early = seq.num_output_tokens <= seq.params.min_tokens and seq.grammar is None
         if seq.token_ids[-1] in seq.stop_ids and not is_early:
             return "stop"
@@ -502,7 +503,7 @@ class Scheduler:
         return None
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence in whatever state it is and give back what it holds."""
+        """End a sequence in any state and release its row and blocks."""
         if seq.is_finished:
             return
         if seq.status is Status.RUNNING:
@@ -514,18 +515,18 @@ class Scheduler:
         seq.finish_reason = reason
 
     def fail(self, steps: Iterable[Step]) -> list[Sequence]:
-        """End the sequences of steps that failed, all that are in flight. Returns them."""
+        """After a failure, end the sequences of `steps`, which are all steps in flight. Returns the sequences."""
         steps = list(steps)
         self._num_in_flight = 0
         broken = {seq.arrival: seq for step in steps for seq in step.seqs if not seq.is_finished}
-        # How far the workers came with these steps is not known, so the rows that they ended are ended once more.
+        # It is unknown how far the workers got with these steps, so the rows that the steps ended are ended once more.
         self._ended_rows = [row for step in steps for row in step.input.ended_rows] + self._ended_rows
         for seq in broken.values():
             self.finish(seq, "abort")
         return list(broken.values())
 
     def _release(self, seq: Sequence) -> None:
-        """Take a running sequence's row and blocks."""
+        """Take a running sequence's row and blocks away."""
         assert seq.row is not None
         self.running.remove(seq)
         if seq.is_decoding:

@@ -1,4 +1,4 @@
-"""One stream of tokens: a prompt and the answer growing behind it."""
+"""One sequence of tokens: a prompt and its growing answer."""
 
 from array import array
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from infinilm.engine.request import Request
 
 BlockKey = bytes
-"""The hash of all blocks before, then the block's own tokens. The hash of the key is that of all blocks up to it."""
+"""The hash of all earlier blocks, then the block's own tokens. So a key's hash covers all blocks up to this one."""
 hash_of = xxh3_128_digest
 
 
 class Status(Enum):
-    """Where a sequence is. WAITING holds no blocks and no row."""
+    """A sequence's state. A waiting sequence holds no blocks and no row."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -29,20 +29,20 @@ class Status(Enum):
 
 
 class Sequence:
-    """What the scheduler knows of a sequence.
+    """The scheduler's state of a sequence.
 
         token_ids:   prompt ......... | answer ...... | pending (drawn on the device, not yet known here)
-                     ^ num_computed moves through all of it: keys and values up to there are, or by the
-                       steps already submitted will be, in the cache
+                     ^ num_computed moves from left to right: keys and values before it are in the cache,
+                       or will be after the steps already submitted
 
-    The scheduler closes the gap: a new prompt, a chunk's rest, the token drawn last, a text to be computed again after
-    preemption are all just sizes of it.
+    The scheduler plans the tokens from `num_computed` on. A new prompt, the rest of a chunked prompt, the token drawn
+    last and a text to recompute after preemption differ only in how many tokens that is.
     """
 
     request: "Request"
-    """The request that this is an answer of; set by the request."""
+    """The request that this sequence answers; set by the request."""
     index: int
-    """Which of the request's answers it is."""
+    """The index of this answer in the request."""
 
     __slots__ = (
         "_block_keys",
@@ -92,24 +92,24 @@ class Sequence:
         self.stop_ids = stop_ids
         """Tokens that end the answer."""
         self.grammar = grammar
-        """What `params.structured` asks for."""
+        """The grammar that `params` ask for."""
         self.leader = leader
         """The first sequence of the same request, whose prompt blocks this one shares."""
         self.cache_salt = cache_salt
-        """Blocks are shared only among sequences with the same."""
+        """Only sequences with the same salt share blocks."""
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.row: int | None = None
-        """The place in the model runner's arrays, while running."""
+        """The index in the model runner's arrays, while running."""
         self.block_tables: list[list[int]] = []
         """By group of layers: the blocks of its text, while running."""
         self.num_released: list[int] = []
-        """By group: the entries at the table's beginning that it does not hold, because no token will see them."""
+        """By group: how many entries at the start of the table it does not hold, because no token will see them."""
         self.is_decoding = False
-        """Whether its text was computed in its row. From then on the scheduler counts what is computed and pending."""
+        """Whether its known text is computed. From then on the scheduler's arrays count computed and pending tokens."""
         self.num_computed = 0
         self.num_found_tokens = 0
-        """Tokens that were in the prefix cache when it was queued: an estimate of what it need not compute."""
+        """Tokens found in the prefix cache when it was queued: an estimate of the tokens it need not compute."""
         self.num_pending = 0
         self.num_cached_tokens = 0
         """Prompt tokens that the first admission found in the prefix cache."""
@@ -120,12 +120,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known."""
+        """The number of known tokens."""
         return len(self.token_ids)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one is drawn; of a waiting sequence, an estimate."""
+        """Tokens to compute before the next one is drawn; for a waiting sequence, an estimate."""
         if self.status is Status.RUNNING:
             return len(self.token_ids) - self.num_computed
         if self.leader is not None and self.leader.status is Status.RUNNING:
@@ -134,7 +134,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer known."""
+        """The number of known tokens of the answer."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -153,17 +153,20 @@ class Sequence:
 
     @property
     def may_reuse_prefix(self) -> bool:
-        """Prompt log-probabilities need every prompt position computed, once per request."""
+        """Whether it may use cached blocks.
+
+        Prompt log-probabilities need every prompt position computed, once per request.
+        """
         return self.params.prompt_logprobs is None or self.leader is not None
 
     @property
     def may_publish(self) -> bool:
-        """Whether its blocks hold what its tokens make of them, so that others may use them."""
+        """Whether other sequences may use its blocks: no hook has changed what they hold."""
         return not self.is_patched and (self.leader is None or self.leader.may_publish)
 
     @property
     def is_held(self) -> bool:
-        """Whether to wait for the leader, so that the prompt is computed once and shared."""
+        """Whether it must wait for its leader, so that the prompt is computed once and shared."""
         leader = self.leader
         return (
             leader is not None
@@ -173,10 +176,10 @@ class Sequence:
         )
 
     def block_key(self, index: int, block_size: int) -> BlockKey:
-        """The key under which full block `index` can be found again by sequences with the same beginning."""
+        """The key under which sequences with the same prefix find full block `index`."""
         keys = self._block_keys
         num_known = len(keys)
-        if index >= num_known:  # those that are asked for next are made with it, but not all of a long text
+        if index >= num_known:  # also makes the next keys, but not all keys of a long text at once
             end = max(index + 1, min(2 * num_known, len(self.token_ids) // block_size))
             parent = hash_of(keys[-1]) if keys else self.cache_salt
             keys += _make_keys(self.token_ids[num_known * block_size : end * block_size], parent, block_size)
@@ -184,7 +187,7 @@ class Sequence:
 
 
 def _make_keys(token_ids: List[int], parent: bytes, block_size: int) -> Iterator[BlockKey]:
-    """The keys of full blocks behind those with the hash `parent`."""
+    """The keys of the full blocks of `token_ids`, which follow the blocks with the hash `parent`."""
     all_ids = array("I", token_ids)
     content, num_bytes = all_ids.tobytes(), block_size * all_ids.itemsize
     for start in range(0, len(content), num_bytes):

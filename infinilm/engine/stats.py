@@ -1,4 +1,4 @@
-"""What the engine counts, and the progress bar that shows it."""
+"""The engine's counters, and the progress bar that shows them."""
 
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -8,13 +8,13 @@ from typing import Self
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and the state at this moment. `LLM.stats()` hands out a copy."""
+    """Counters since the start, and the current state. `LLM.stats()` returns a copy."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
-    """Prompt tokens computed, and those computed again after preemption."""
+    """Prompt tokens computed, and tokens recomputed after preemption."""
     num_decode_tokens: int = 0
-    """Tokens that answers gained."""
+    """Tokens added to answers."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     num_finished: int = 0
@@ -32,7 +32,7 @@ class EngineStats:
 
 
 class ProgressBar:
-    """Requests done and tokens so far. The rate is of all generated tokens, over the whole time since the start."""
+    """Shows finished requests and tokens so far. The rate is all generated tokens over the time since the start."""
 
     def __init__(self, stats: EngineStats, num_requests: int, *, is_shown: bool) -> None:
         self._stats = stats

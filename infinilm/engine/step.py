@@ -12,7 +12,7 @@ from infinilm.sampling_params import RowStart
 
 @dataclass(slots=True)
 class Step:
-    """What a step computes, and for which sequences. A row may change hands before the step is committed."""
+    """What a step computes, and for which sequences. A row may get another sequence before the commit."""
 
     input: StepInput
     seqs: list[Sequence]  # by index in the step
@@ -33,9 +33,9 @@ class StepBuilder:
     chunks: list[RowChunk] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)
     new_blocks: list[tuple[int, BlockUpdate]] = field(default_factory=list)
-    """Rows, and what changes in their block tables."""
+    """Rows, and the changes of their block tables."""
     lacks_blocks: bool = False
-    """Whether a prompt got fewer tokens than the budget has, for lack of blocks."""
+    """Whether a prompt got fewer tokens than the budget allows, because blocks ran out."""
 
 
 class Admitted(Enum):
@@ -48,7 +48,7 @@ class Admitted(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decoders:
-    """The running sequences that decode, those of long texts first: their attention takes longest."""
+    """The decoding sequences, longest texts first, because their attention takes longest."""
 
     seqs: list[Sequence]
     rows: IntArray

@@ -1,4 +1,4 @@
-"""The commands that an executor gives to ranks. No torch here."""
+"""The commands that an executor sends to ranks. Needs no torch."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ class Command(StrEnum):
     INIT = "init"
     """Set up the device."""
     JOIN = "join"
-    """Meet the other ranks, at first and after a step that failed on one of them."""
+    """Join the other ranks, at the start and after a step that failed on one of them."""
     LOAD = "load"
     """Build the model."""
     LOAD_SHARDS = "load_shards"

@@ -1,4 +1,4 @@
-"""The executor: what engines need of the ranks that run a model, wherever these live. No torch here."""
+"""The executor: an engine's interface to the ranks that run its model, wherever they run. Needs no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,16 +43,16 @@ class RunnerSettings:
     block_size: int
     use_graphs: bool
     kv_dtype: str
-    """Of the cache in which the largest steps are measured."""
+    """The dtype of the cache in which the largest steps are measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorkspace:
-    """What the largest steps took on a GPU besides weights and cache, in bytes."""
+    """GPU memory that the largest steps took besides weights and cache, in bytes."""
 
     activations: int
     libraries: int
-    """Memory that torch does not know of: code on the device, and what CUDA's libraries keep."""
+    """Memory that torch does not count: code on the device, and what CUDA's libraries keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +60,24 @@ class ExecutorInfo:
     """How the model runs, for logs and reports."""
 
     num_ranks: int
-    """Over all pipeline stages."""
+    """The ranks of all pipeline stages."""
     device: str
-    """The driver's: `cpu`, `cuda:0`, …"""
+    """The driver's device: `cpu`, `cuda:0`, …"""
     dtype: str
     attention: str
     """The attention backend."""
     max_in_flight: int
-    """Steps to keep submitted. A GPU computes one while the next is planned and the output of the last is read.
-    Pipeline stages compute one each."""
+    """The number of steps to keep in flight. A GPU computes one while the host plans the next and reads the output of
+    the last. Pipeline stages compute one each."""
     num_stages: int = 1
     """Pipeline stages."""
     max_run_steps: int = 1
-    """Decode steps that are computed at a time while nothing else is to be done."""
+    """The most decode steps that are computed in one call while there is no other work."""
     is_native: bool = False
     """Whether the native library computes all layers, without torch."""
     graph_tokens: int = 0
-    """Once rows are started: steps with prompts are CUDA graphs up to so many tokens, and larger ones wait for the
-    host's launches. 0: they take the device longer, or there are no graphs."""
+    """Known once rows are started. Steps with prompts of up to this many tokens are CUDA graphs, and larger ones wait
+    for the host's kernel launches. 0: larger ones take the device longer than the host, or there are no graphs."""
 
 
 class StepHandle(Protocol):
@@ -91,13 +91,13 @@ class StepHandle(Protocol):
 class Executor(Protocol):
     """The ranks of one engine. Each method runs on all of them.
 
-    An error on any rank is raised here, with its own type, and all ranks are ready for the next call. If a rank dies,
-    this and every later call raises `WorkerDiedError`.
+    An error on any rank is raised in the engine's process with its own type, and all ranks are ready for the next call.
+    If a rank dies, this and every later call raises `WorkerDiedError`.
     """
 
     info: ExecutorInfo
     free_bytes: int
-    """Memory that the rank with the least of it had before the model was loaded."""
+    """Free memory before the model was loaded, on the rank with the least."""
 
     @property
     def cache_bytes(self) -> int:
@@ -117,11 +117,11 @@ class Executor(Protocol):
         ...
 
     def reset_cache(self, shape: CacheShape | None) -> None:
-        """Make an empty KV cache on every rank, or drop the one there is."""
+        """Make an empty KV cache on every rank; None: only drop the old one."""
         ...
 
     def measure_workspace(self, settings: RunnerSettings) -> MeasuredWorkspace:
-        """Compute the largest steps, on a GPU, and measure what they take on the rank that needs the most."""
+        """Compute the largest steps on a GPU, and measure their memory on the rank that needs the most."""
         ...
 
     def start_rows(self, settings: RunnerSettings) -> None:
@@ -137,18 +137,18 @@ class Executor(Protocol):
         ...
 
     def forward(self, given: "ForwardInput") -> "ForwardOutput":
-        """Run one forward pass whose caller manages the cache itself."""
+        """Run one forward pass. The caller manages the cache."""
         ...
 
     def check_layers(self) -> list[str]:
         """Try every rank's layers with different numbers of rows. See `self_check`.
 
-        Returns what gives a token other bits for what is computed beside it on some rank, as text.
+        Returns the names of layers in which, on some rank, a token's bits depend on the other tokens of a step.
         """
         ...
 
     def computing(self) -> "AbstractContextManager[None]":
-        """Compute with rank 0's threads, as its steps do, in the caller's code."""
+        """Let the caller's code compute with the driver's threads, as its steps do."""
         ...
 
     def check_health(self) -> None:

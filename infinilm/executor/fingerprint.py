@@ -1,4 +1,4 @@
-"""`system_fingerprint`: which weights and kernels made an answer, and whether it can be had again."""
+"""`system_fingerprint`: which weights and kernels made an answer, and whether it can be reproduced."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -26,9 +26,9 @@ ROPES_BY_LENGTH = ("dynamic", "longrope")
 
 
 def make_fingerprint(path: Path, guarantee: Guarantee, settings: Mapping[str, Any], *, uses_torch: bool) -> str:
-    """Such as `qwen3-0.6b:w1f0c6a2b:k9d3e0a71:deterministic`: model, weights, kernels, guarantee.
+    """For example `qwen3-0.6b:w1f0c6a2b:k9d3e0a71:deterministic`: model, weights, kernels, guarantee.
 
-    The kernels' hash is also that of `computing_settings`. 8-bit activations make it `…:k9d3e0a71:a8:deterministic`.
+    The kernels' hash also covers `computing_settings`. With 8-bit activations: `…:k9d3e0a71:a8:deterministic`.
     """
     kind = "deterministic" if guarantee.holds else "unguaranteed"
     bits = "" if settings["activation_bits"] == 16 else f":a{settings['activation_bits']}"
@@ -40,7 +40,7 @@ def make_fingerprint(path: Path, guarantee: Guarantee, settings: Mapping[str, An
 def computing_settings(
     info: ExecutorInfo, kv_dtype: str, formats: WeightFormats, model_config: "ModelConfig", max_model_len: int
 ) -> dict[str, Any]:
-    """What the bits of results depend on besides code and weights."""
+    """The settings that the bits of results depend on, besides code and weights."""
     layers = range(model_config.num_hidden_layers)
     has_length = any(model_config.rope(layer)["rope_type"] in ROPES_BY_LENGTH for layer in layers)
     return {
@@ -58,7 +58,7 @@ def computing_settings(
 def hash_weights(path: Path) -> str:
     """A hash of the names, sizes, first megabytes (with the headers) and 64 samples of 4 KiB of each weight file.
 
-    It tells checkpoints apart, but not whether a single weight was changed: that would take reading everything.
+    It tells checkpoints apart, but may miss a change of a single weight: finding it would take reading everything.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     digest = xxh3_64()

@@ -1,4 +1,4 @@
-"""What an engine promises of its results: that they do not depend on what else it computes, nor on how."""
+"""The guarantee that a request's results depend neither on other requests nor on how they are computed."""
 
 import logging
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ logger = logging.getLogger(__name__)
 
 MAX_LISTED = 4
 ORDERED_ATTENTION = {"cpu": "native", "cuda": "triton"}
-"""By kind of device: the backend whose sums have an order of their own."""
+"""By kind of device: the attention backend whose order of summation is fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guarantee:
-    """Whether equal requests get equal bits alone and in company, in any chunks, on a cold and a warm cache."""
+    """Whether equal requests get equal bits, alone or with others, in any chunks, with a cold or a warm cache."""
 
     reasons: tuple[str, ...] = ()
-    """Why they may not; none: they do."""
+    """Why they may not. Empty: the guarantee holds."""
 
     @property
     def holds(self) -> bool:
@@ -28,7 +28,7 @@ class Guarantee:
 
 
 def find_guarantee(executor: Executor, *, is_ordered: bool) -> Guarantee:
-    """What holds for a loaded model, whose sums may have one order. Its layers are tried on all ranks."""
+    """The guarantee for a loaded model. Tries its layers on all ranks. `is_ordered`: sums are added in one order."""
     guarantee = _find(executor, is_ordered=is_ordered)
     level = logging.INFO if is_ordered and not guarantee.holds else logging.DEBUG
     logger.log(level, "deterministic: %s", guarantee)
@@ -49,7 +49,7 @@ def _find(executor: Executor, *, is_ordered: bool) -> Guarantee:
 
 
 def known_reasons(device: str, attention: str, num_ranks: int, *, is_native: bool, is_ordered: bool) -> list[str]:
-    """Why nothing can be promised on a device, with an attention backend and so many ranks a layer.
+    """Known reasons against a guarantee for a device, an attention backend and a number of ranks per layer.
 
     `is_native` says whether the native library computes all layers, `is_ordered` whether sums are added in one order.
     """

@@ -1,4 +1,4 @@
-"""The torch model of a `NativeWorker`'s weights and KV cache, for steps that hooks watch."""
+"""A torch model on a `NativeWorker`'s weights and KV cache, for steps with hooks."""
 
 import mmap
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class _SharedMemory(CacheMemory):
-    """The memory of another cache, with what is in it."""
+    """The memory of another cache, with its contents."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         super().__init__("cpu")
@@ -35,7 +35,7 @@ class _SharedMemory(CacheMemory):
 
 
 class HookedModel:
-    """The same model, layer by layer: matrices are the native library's, small weights are copied."""
+    """The same model, layer by layer. Matrices are shared with the native library, small weights are copied."""
 
     def __init__(self, model: NativeModel, cache: HostCache, num_threads: int) -> None:
         self._num_threads = num_threads

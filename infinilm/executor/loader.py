@@ -1,4 +1,4 @@
-"""From settings to a model ready to run: find it, load it, share out the memory."""
+"""Makes a model ready to run: finds it, loads it and divides the memory."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL_SETTINGS = ("dtype", "quantization", "activation_bits", "attention_backend", "kv_cache_dtype", "deterministic")
-"""Those that decide how the model is kept and computed."""
+"""The settings that decide how the model is stored and computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What the engine runs, and what was measured and decided on the way."""
+    """The model that the engine runs, and what was measured and decided while loading it."""
 
     executor: Executor
     model_config: ModelConfig
@@ -72,19 +72,19 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     memory: MemoryLedger
-    """Of the fullest pipeline stage."""
+    """The memory of the fullest pipeline stage."""
     default_sampling_params: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     more_memory: tuple[MemoryLedger, ...] = ()
-    """Of the other pipeline stages."""
+    """The memory of the other pipeline stages."""
     guarantee: Guarantee = Guarantee()  # noqa: RUF009 (it is frozen)
     fingerprint: str = ""
     """`system_fingerprint` of replies."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Where the time went, by cause."""
+    """Loading times by cause."""
 
 
 def prepare_for_gpu() -> None:
-    """Import what a model on a GPU needs, if there may be one. Its driver and Triton set themselves up meanwhile.
+    """If there may be a GPU, import what a model on it needs. Meanwhile the GPU's driver and Triton initialise.
 
     For a process that does not know its settings yet.
     """
@@ -100,14 +100,14 @@ def prepare_for_gpu() -> None:
 
 
 class Laps:
-    """Divides the time since it was made by cause."""
+    """Measures times by cause, from its construction on."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = perf_counter()
 
     def note(self, cause: str) -> None:
-        """Count the time since the last note."""
+        """Record the time since the last note under `cause`."""
         now = perf_counter()
         self.seconds[cause], self._last = now - self._last, now
 
@@ -140,7 +140,7 @@ def load_model(config: Config) -> LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """How a model is to run, decided from settings and headers."""
+    """How a model will run, decided from settings and headers."""
 
     device: "Device"
     dtype: "DType"
@@ -153,7 +153,7 @@ class _Run:
 
 
 def _choose_run(checkpoint: Checkpoint, config: Config, model_config: ModelConfig, distributed: DistConfig) -> _Run:
-    """The native library alone where it can run the model, else torch."""
+    """Choose the native library alone if it can run the model, else torch."""
     reason, formats = _why_torch(config, distributed), None
     if reason is None:
         formats = choose_formats(
@@ -182,7 +182,7 @@ def _choose_run(checkpoint: Checkpoint, config: Config, model_config: ModelConfi
 
 
 def _why_torch(config: Config, distributed: DistConfig) -> str | None:
-    """Which setting asks for torch; None: none does."""
+    """The setting that requires torch, or None."""
     if config.device not in ("auto", "cpu") or (config.device == "auto" and may_have_gpu()):
         return f"device={config.device!r}"
     if (count := distributed.tp_size * distributed.pp_size) > 1:
@@ -345,9 +345,9 @@ def start_executor(
 def select_devices(
     kind: str, distributed: DistConfig, parameter: str = "device", *, executor: str = "auto"
 ) -> "list[torch.device]":
-    """The device of each rank, of the kind asked for or the best there is. Ranks on a CPU share it.
+    """The device of each rank, of the given kind or, for `auto`, the best there is. Ranks on a CPU share it.
 
-    `parameter` names the `kind` in errors. On Ray the nodes have the devices, and Ray chooses among them.
+    `parameter` is the name of `kind` in errors. On Ray the nodes have the devices, and Ray chooses among them.
     """
     import torch
 
@@ -367,7 +367,7 @@ def select_devices(
 
 
 def select_max_model_len(config: Config, model_config: ModelConfig) -> int:
-    """The length asked for, at most what the checkpoint was made for. A warning says so if that is less."""
+    """The length asked for, limited to what the checkpoint was made for. Logs a warning if the limit applies."""
     longest = model_config.max_context_len()
     if config.max_model_len is None:
         return longest

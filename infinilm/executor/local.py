@@ -48,9 +48,9 @@ class LocalExecutor:
         return num_bytes
 
     def call_all(self, command: Command, *arguments: Any) -> list[Any]:
-        """Call the worker's method of this name on every rank, one call at a time. Ctrl-C is let through.
+        """Call the worker's method of this name on every rank. Returns the results by rank.
 
-        Returns the results by rank.
+        Only one call runs at a time. Ctrl-C can interrupt it.
         """
         with interrupts_held(), exclusively(self._lock):
             worker = self.worker
@@ -110,7 +110,7 @@ class LocalExecutor:
 
 @contextmanager
 def exclusively(lock: Lock) -> Iterator[None]:
-    """Hold the lock of an executor, or refuse."""
+    """Hold the lock of an executor, or raise if it is taken."""
     if not lock.acquire(blocking=False):
         raise EngineError(
             "the engine is in the middle of another call; call it from one thread at a time, not from a hook"

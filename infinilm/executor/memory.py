@@ -1,4 +1,4 @@
-"""How much memory there is, what takes it, how many KV blocks fit into the rest, and what to do when it runs out."""
+"""Measures memory, plans its use and the number of KV blocks, and handles its running out."""
 
 import os
 import sys
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
     Device = torch.device | HostDevice
     DType = torch.dtype | np.dtype[Any]
 
-# A CPU's memory is shared with everything else on the machine. Unless a size is asked for, the KV cache
-# takes as much as the weights do, within these bounds.
+# A CPU's memory is shared with everything else on the machine. Unless a size is set, the KV cache takes as much
+# as the weights, within these bounds.
 MIN_CPU_KV_BYTES, MAX_CPU_KV_BYTES = 1 << 30, 4 << 30
 
 STATE_SHARE = 4
-"""One block in so many has a state of recurrent layers. A running text needs a few, and the others are for prefixes."""
+"""One block in so many has a state of recurrent layers. A running text needs a few states; the rest hold prefixes."""
 
 MAX_BLOCKS = 1 << 48
 """More than any memory holds."""
 
 _TAKE_LESS = "lower max_num_batched_tokens, max_num_seqs or max_model_len, use a smaller dtype or model"
 _SIGNS_OF_OUT_OF_MEMORY = ("out of memory", "cannot allocate memory", "status_alloc_failed")
-"""In the messages of the driver and the allocators, of the operating system, and of CUDA's libraries."""
+"""Parts of the messages of the driver and the allocators, of the operating system, and of CUDA's libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What one rank takes besides weights and KV cache, at most, in bytes. `executor/workspace.py` estimates it."""
+    """A rank's memory besides weights and KV cache, at most, in bytes. `executor/workspace.py` estimates it."""
 
     activations: int
-    """Of a step of `max_num_batched_tokens`, with the logits of `max_num_seqs` rows."""
+    """For a step of `max_num_batched_tokens`, with the logits of `max_num_seqs` rows."""
     attention: int = 0
     """What decode attention keeps on a GPU for `max_num_seqs` rows."""
     graphs: int = 0
@@ -61,14 +61,14 @@ class Workspace:
     libraries: int = 0
     """What CUDA's libraries keep, and the code on the device."""
     per_position: int = 0
-    """For each token of `max_model_len`: angles, block tables, and of long prompts a layer's keys and values."""
+    """For each token of `max_model_len`: angles, block tables and, for long prompts, one layer's keys and values."""
 
     def measured(self, found: MeasuredWorkspace) -> "Workspace":
-        """The same with what was measured instead of estimated."""
+        """The same with measured figures in place of estimates."""
         return replace(self, activations=found.activations, attention=0, libraries=found.libraries)
 
     def total(self, max_model_len: int) -> int:
-        """All of it, for texts of up to so many tokens."""
+        """The sum, for texts of up to `max_model_len` tokens."""
         return self.activations + self.attention + self.graphs + self.libraries + self.per_position * max_model_len
 
 
@@ -79,39 +79,39 @@ class GroupMemory:
     window: int | None
     block_bytes: int
     most_blocks: int | None
-    """All that `max_num_seqs` rows can use at once; None: no limit."""
+    """The most that `max_num_seqs` rows can use at once; None: no limit."""
     blocks_per_row: int | None
-    """With these a row computes a text of any length; None: it needs blocks for the whole text."""
+    """So many blocks are enough for a text of any length; None: a row needs blocks for the whole text."""
     holds_states: bool = False
     """Whether a block holds the state of recurrent layers, which is as large as the keys of many tokens."""
 
     def num_blocks(self, count: int) -> int:
-        """How many blocks it has where groups without a window have `count`."""
+        """The number of its blocks if groups without a window have `count`."""
         if self.holds_states and self.blocks_per_row is not None:
             count = min(count, max(count // STATE_SHARE, 2 * self.blocks_per_row))
         return count if self.most_blocks is None else min(count, self.most_blocks)
 
     def num_bytes(self, count: int) -> int:
-        """What those take."""
+        """The memory that these blocks take."""
         return (self.num_blocks(count) + self.holds_states) * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLedger:
-    """Where the memory goes. Made once at start and printed."""
+    """What the memory is used for. Made once at the start and logged."""
 
     device: str
     num_ranks: int
-    """The figures are those of each rank, or of each in the `stage`."""
+    """The figures are for each rank, or for each rank of the `stage`."""
     free_bytes: int
     """Free before the weights were loaded."""
     utilization: float
-    """The share of it that may be taken."""
+    """The share of the free memory that may be used."""
     weight_bytes: int
     workspace: Workspace
     groups: tuple["GroupMemory", ...]
     num_blocks: int
-    """Blocks of each group of layers, but those of a sliding window need no more than their `most_blocks`."""
+    """Blocks of each group of layers. Groups with a sliding window need no more than their `most_blocks`."""
     block_size: int
     max_model_len: int
     """The longest text that was asked for and that fits into the cache."""
@@ -122,17 +122,17 @@ class MemoryLedger:
 
     @property
     def allowed_bytes(self) -> int:
-        """What all of it together may take."""
+        """The memory that weights, workspace and cache may take together."""
         return int(self.free_bytes * self.utilization)
 
     @property
     def kv_bytes(self) -> int:
-        """What the KV cache takes."""
+        """The memory that the KV cache takes."""
         return sum(group.num_bytes(self.num_blocks) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes over all layers."""
+        """The memory that one block takes over all layers."""
         return sum(group.block_bytes for group in self.groups)
 
     @property
@@ -142,7 +142,7 @@ class MemoryLedger:
 
     @property
     def total_bytes(self) -> int:
-        """What all of it together takes, at most."""
+        """The most memory that weights, workspace and cache take together."""
         return self.weight_bytes + self.workspace.total(self.max_model_len) + self.kv_bytes
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class MemoryLedger:
         )
 
     def _windowed(self) -> str:
-        """Where layers with a sliding window, or recurrent ones, have blocks of their own: how many."""
+        """The numbers of blocks of layers with a sliding window and of recurrent layers, if they have their own."""
         if len(self.groups) == 1:
             return ""
         counts = zip(self.groups, self.group_blocks, strict=True)
@@ -178,14 +178,14 @@ class MemoryLedger:
         )
 
     def longest_text(self, num_blocks: int, max_model_len: int) -> int:
-        """How long a text may be with so many blocks, up to `max_model_len`."""
+        """The longest text that so many blocks allow, up to `max_model_len`."""
         if all(group.blocks_per_row is not None and num_blocks >= group.blocks_per_row for group in self.groups):
             return max_model_len
         return min(max_model_len, num_blocks * self.block_size)
 
 
 def rank_specs(model_config: ModelConfig, num_ranks: int) -> list[CacheSpec]:
-    """What each layer keeps per token on one rank."""
+    """The cache spec of each layer on one rank."""
     return [_of_rank(spec, num_ranks) for spec in model_config.cache_specs()]
 
 
@@ -198,15 +198,15 @@ def _of_rank(spec: CacheSpec, num_ranks: int) -> CacheSpec:
 
 
 def token_bytes(model_config: ModelConfig, tp_size: int, held: range | None, dtype: "DType") -> int:
-    """What one token takes in the KV cache of a rank that holds some layers, or all."""
+    """The bytes that one token takes in the KV cache of a rank that holds the layers `held`, or all."""
     groups = group_layers(rank_specs(model_config, tp_size), held)
     return sum(bytes_per_block(group, 1, dtype) for group in groups)
 
 
 def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: "DType") -> int:
-    """What a text of so many tokens takes in the KV cache, over all ranks.
+    """The bytes that a text of `num_tokens` tokens takes in the KV cache, over all ranks.
 
-    Sliding layers keep their window, recurrent layers one state however long the text is.
+    Layers with a sliding window keep their window. Recurrent layers keep one state for a text of any length.
     """
     groups = group_layers(model_config.cache_specs())
     return sum(
@@ -217,7 +217,7 @@ def context_bytes(model_config: ModelConfig, num_tokens: int, dtype: "DType") ->
 
 
 def format_bytes(count: float) -> str:
-    """A size for people: `1.5 GiB`."""
+    """A human-readable size: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -226,7 +226,7 @@ def format_bytes(count: float) -> str:
 
 
 def free_memory_bytes(device: "Device") -> int:
-    """Memory that can be had without pushing anything else out."""
+    """Memory that can be allocated without pushing anything else out."""
     if device.type != "cpu":
         return free_device_bytes(cast("torch.device", device))
     meminfo = Path("/proc/meminfo")
@@ -253,9 +253,9 @@ def plan_memory(
     tp_size: int = 1,
     stage: Stage | None = None,
 ) -> MemoryLedger:
-    """Choose the number of KV blocks: as asked, or what fits and can be of use. Bytes are those of one rank.
+    """Choose the number of KV blocks: the number asked for, or as many as fit and can be used.
 
-    There are `tp_size` ranks, or that many in each pipeline stage.
+    Bytes are those of one rank. `tp_size` is the number of ranks in each pipeline stage.
     """
     stage = stage or Stage.whole(model_config.num_hidden_layers)
     without_cache = MemoryLedger(
@@ -275,7 +275,7 @@ def plan_memory(
     left = without_cache.allowed_bytes - without_cache.total_bytes
 
     def num_bytes(count: int) -> int:
-        """What so many blocks take, and the positions of the longest text they allow."""
+        """The memory of so many blocks, and of the positions of the longest text they allow."""
         longest = without_cache.longest_text(count, max_model_len)
         return sum(group.num_bytes(count) for group in without_cache.groups) + longest * workspace.per_position
 
@@ -297,7 +297,7 @@ def plan_memory(
 
 
 def plan_stages(plans: Sequence[MemoryLedger]) -> list[MemoryLedger]:
-    """The plans of a model's pipeline stages with as many blocks in each as the fullest has, which comes first."""
+    """The plans of all pipeline stages, each with as many blocks as the fullest stage, which comes first."""
     least = min(plans, key=lambda plan: (plan.num_blocks, plan.max_model_len))
     others = [
         replace(plan, num_blocks=least.num_blocks, max_model_len=least.max_model_len, limited_by=least.stage)
@@ -308,9 +308,9 @@ def plan_stages(plans: Sequence[MemoryLedger]) -> list[MemoryLedger]:
 
 
 def find_block_size(config: Config, model_config: ModelConfig) -> int:
-    """The tokens of a block: `kvcache_block_size`, for models with recurrent layers a multiple of `CHUNK`.
+    """The tokens of a block: `kvcache_block_size`, rounded up to a multiple of `CHUNK` if layers are recurrent.
 
-    A state is kept at the end of every block, and costs as much as the keys of many tokens.
+    A state is kept at the end of every block, and takes as much memory as the keys of many tokens.
     """
     is_recurrent = any(isinstance(spec, StateSpec) for spec in model_config.cache_specs())
     return -(-config.kvcache_block_size // CHUNK) * CHUNK if is_recurrent else config.kvcache_block_size
@@ -327,8 +327,8 @@ def _plan_groups(
         most_blocks = per_row = None
         if group.spec.window is not None:
             per_row = blocks_per_row(group.spec.window, block_size)
-            # A step's tokens come on top, and one more step than there are stages may be in flight. A user's own number
-            # is kept as it is.
+            # Add the tokens of the steps in flight: up to one more step than there are stages. Don't limit the number
+            # that a user has set.
             step_blocks = -(-config.max_num_batched_tokens // block_size)
             most_blocks = config.max_num_seqs * per_row + (stage.count + 1) * step_blocks
             if are_all_windowed and config.num_kvcache_blocks is not None:
@@ -346,7 +346,7 @@ def _plan_groups(
 
 
 def _most(num_bytes: Callable[[int], int], available: int) -> int:
-    """The largest count that takes no more than is `available`; `num_bytes` never falls."""
+    """The largest count that takes no more than `available`. `num_bytes` must not decrease."""
     return bisect_right(range(MAX_BLOCKS), available, key=num_bytes) - 1
 
 
@@ -373,7 +373,7 @@ def _choose_blocks(
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, is that a device has no memory left."""
+    """Whether an error, or one that it was raised from, says that a device has no memory left."""
     while error is not None:
         names = [kind.__name__ for kind in type(error).__mro__]  # torch has an error of that name, too
         if "OutOfMemoryError" in names or "MemoryError" in names:
@@ -385,9 +385,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def give_back(error: BaseException) -> None:
-    """After running out of memory: free what the attempt has left behind, though its error is still being handled.
+    """After running out of memory, free what the failed attempt holds, while its error is still being handled.
 
-    That is the tensors in the frames of the error's traceback, which keeps its lines, and what torch has kept of them.
+    These are the tensors in the frames of the error's traceback, which keeps its lines, and torch's cached memory.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -398,7 +398,7 @@ def give_back(error: BaseException) -> None:
 
 
 def explain_oom(error: BaseException, ledger: MemoryLedger) -> BaseException:
-    """The error of a step. If memory ran out, what the step holds is freed, and the error says which settings help."""
+    """The error to report for a step. If memory ran out, frees what the step holds and names settings that help."""
     if not is_out_of_memory(error):
         return error
     give_back(error)
@@ -406,7 +406,7 @@ def explain_oom(error: BaseException, ledger: MemoryLedger) -> BaseException:
 
 
 def describe_oom(what: str, error: BaseException, ledger: MemoryLedger | None) -> str:
-    """What to say when `what` ran out of memory. There is no ledger if not even that could be found out."""
+    """The message for `what` that ran out of memory. `ledger` is None if memory ran out before it was made."""
     cause = str(error).partition("\n")[0]
     if ledger is None:
         return f"{what} ran out of memory before anything was loaded; end other processes on the device. {cause}"

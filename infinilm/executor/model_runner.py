@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SubmittedStep:
-    """A step that the device computes, or has computed."""
+    """A step that the device computes or has computed."""
 
     def __init__(self, step: StepInput) -> None:
         self._step = step
@@ -43,14 +43,14 @@ class SubmittedStep:
         self._event: torch.cuda.Event | None = None
 
     def keep_samples(self, samples: Samples) -> None:
-        """From a GPU they are copied at once, so that `result` waits for this step only."""
+        """Keep the samples. From a GPU they are copied at once, so that `result` waits for this step only."""
         self._samples = samples.to_pinned() if samples.token_ids.device.type == "cuda" else samples
 
     def add_prompt_logprobs(self, index: int, entries: list[TokenLogprobs]) -> None:
         self._prompt_logprobs.setdefault(index, []).extend(entries)
 
     def mark_end(self) -> None:
-        """Record that this is all that a GPU has to do for the step."""
+        """Record an event: the GPU gets no more work for this step."""
         self._event = torch.cuda.current_stream().record_event()
 
     def result(self) -> StepOutput:
@@ -63,16 +63,16 @@ class SubmittedStep:
 
 
 class ModelRunner:
-    """The rows that requests live in, and the one path of a step: batch, forward pass, sampling.
+    """Keeps the rows and runs steps: batch, forward pass, sampling.
 
-    A row lives as long as its sequence runs: its block table, its sampling state and the token drawn last.
-    A step's batch is gathered from the rows. Every rank does the same; the driver samples and tells the ranks of its
-    stage. With several stages, the engine tells the first stage each row's last token in the `StepInput`.
+    A row has a block table, a sampling state and the token drawn last, as long as its sequence runs. A step's batch is
+    gathered from the rows. Every rank does the same; the driver samples and sends the tokens to the ranks of its stage.
+    With several stages, the engine sends the first stage each row's last token in the `StepInput`.
     """
 
     def __init__(self, worker: "RankWorker", settings: RunnerSettings) -> None:
         assert worker.cache is not None
-        self._worker: RankWorker = proxy(worker)  # which owns the runner: without a cycle its memory goes with it
+        self._worker: RankWorker = proxy(worker)  # it owns the runner; without a cycle both are freed at once
         self._cache = worker.cache
         self._device = worker.device
         self._block_size = worker.cache.block_size
@@ -82,10 +82,10 @@ class ModelRunner:
         self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if worker.is_driver else None
         max_blocks = -(-settings.max_model_len // self._block_size)
         self._rows = Rows(len(self._cache.groups), max_num_rows, max_blocks, self._block_size)
-        # One more than there are rows, for the padding of graphs.
+        # One entry more than there are rows, for the padding of graphs.
         self._last_token = torch.zeros(max_num_rows + 1, dtype=torch.int64, device=self._device)
-        # The inputs of graphs hold the tables of one group of attention layers. Models with more run eagerly, and so do
-        # pipeline stages.
+        # The inputs of graphs hold the tables of one group of attention layers. Models with more groups run eagerly. So
+        # do pipeline stages.
         attention = [group for index, group in enumerate(self._cache.groups) if index not in self._cache.state_ends]
         use_graphs = settings.use_graphs and len(attention) == 1 and worker.stages.size == 1
         self._graphs = self._make_graphs(settings, max_blocks) if use_graphs else None
@@ -105,9 +105,9 @@ class ModelRunner:
     # --- warm-up ----------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Compile kernels, let libraries set themselves up, and reserve memory for the largest steps, on a GPU.
+        """On a GPU: compile kernels, initialise libraries and reserve memory for the largest steps.
 
-        The first steps would otherwise wait for it.
+        Otherwise the first steps would wait for this.
         """
         if has_kernels(self._device):
             from infinilm.kernels.precompile import compile_together  # which needs Triton
@@ -123,16 +123,16 @@ class ModelRunner:
         return 0 if self._graphs is None else self._graphs.launch_bound_tokens
 
     def capture_all(self) -> None:
-        """Capture the graphs of usual steps, if steps are graphs."""
+        """Capture the graphs of usual steps, if graphs are used."""
         if self._graphs is not None:
             self._graphs.capture_all()
 
     @torch.inference_mode()
     def _compute_all_kinds(self) -> None:
-        """Compute steps of all kinds that leave nothing in the cache, quick ones first: kernels compile meanwhile."""
+        """Compute steps of all kinds, without writing to the cache. Quick ones first: kernels compile meanwhile."""
         if self._graphs is not None:
             self._graphs.compute_all()
-        # A mixture and one long prompt. Without graphs, others for which kernels have other tiles.
+        # A mixed step and one long prompt. Without graphs, also sizes for which kernels have other tiles.
         small = ([1, 1], [24], [48], [96], [256], [1024]) if self._graphs is None else ()
         for query_lens in (*small, [64, 64, 1, 1], [self._max_num_tokens]):
             lengths = np.minimum(query_lens, self._max_num_tokens)
@@ -148,7 +148,7 @@ class ModelRunner:
             logits = self._worker.compute_logits(hidden, np.arange(min(len(places), num_logits)))
             if self._sampler is not None:
                 self._sampler.warm_up(logits)
-                # Log-probabilities or penalties of all rows take as much again.
+                # Log-probabilities or penalties of all rows take so many copies.
                 del hidden
                 _ = [torch.empty_like(logits) for _ in range(LOGIT_COPIES)]
 
@@ -207,7 +207,7 @@ class ModelRunner:
             submitted.keep_samples(Samples(token_ids, is_finite))
 
     def _input_ids(self, step: StepInput, batch: StepBatch) -> Tensor | None:
-        """The token ids on the device, where that may be the only one to know some of them."""
+        """The token ids on the device; None if the host knows all of them."""
         if not (step.decoding.token_ids[:, :1] == LAST_TOKEN).any():
             return None
         if not step.chunks and not step.decoding.has_drafts:
@@ -219,7 +219,7 @@ class ModelRunner:
         return torch.where(ids == LAST_TOKEN, self._last_token[rows], ids)
 
     def _sample(self, submitted: SubmittedStep, logits: Tensor, batch: StepBatch) -> None:
-        """Draw the step's tokens from their logits `[S, vocab]`, and have all ranks know them."""
+        """Draw the step's tokens from their logits `[S, vocab]`, and send them to all ranks of the stage."""
         rows = batch.sample_rows
         if self._sampler is not None:
             samples = self._sampler.sample(logits, rows.tolist(), batch.sample_positions.tolist())

@@ -1,8 +1,8 @@
-"""The one rank of a quantised model on a CPU: NumPy and the native library, no torch.
+"""The only rank of a quantised model on a CPU: NumPy and the native library, no torch.
 
-It does for such a model what `RankWorker` and `ModelRunner` do for any. A step is embedding, one call of the library
-for all layers, the head, and the same `Sampler` on arrays. Only hooks need torch: a step that they watch is computed by
-the torch model of the same weights and the same KV cache (`hooked_model.py`).
+It replaces `RankWorker` and `ModelRunner` for such a model. A step consists of the embedding, one call of the library
+for all layers, the head, and the same `Sampler` on arrays. Only hooks need torch: a torch model with the same weights
+and the same KV cache computes the steps that they watch (`hooked_model.py`).
 """
 
 import sys
@@ -52,12 +52,12 @@ Floats = npt.NDArray[np.float32]
 
 MAX_RUN_STEPS = 16
 RUN_SECONDS, UNWATCHED_RUN_SECONDS = 0.02, 0.25
-"""Limits of the decode steps that are computed in one call, so that streams and progress bars stay smooth."""
+"""Time limits of the decode steps in one call, so that streams and progress bars stay smooth."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A step whose output is there already."""
+    """A step whose output is already computed."""
 
     output: StepOutput
 
@@ -67,7 +67,7 @@ class ComputedStep:
 
 
 class NativeWorker:
-    """One rank alone. Its methods are those of `RankWorker` that `LocalExecutor` calls for an `LLMEngine`."""
+    """A single rank. It has the methods of `RankWorker` that `LocalExecutor` calls for an `LLMEngine`."""
 
     device = HOST
 
@@ -149,12 +149,12 @@ class NativeWorker:
         return ComputedStep(self._runner.execute(step, hook_patterns, self.registry))
 
     def check_layers(self) -> list[str]:
-        """None: a row's product with quantised matrices has the same bits whatever other rows there are."""
+        """None fail: a row's product with quantised matrices has the same bits for any other rows."""
         return []
 
 
 class _Runner:
-    """The rows that requests live in, and a step's way: batch, forward pass, sampling."""
+    """Keeps the rows and runs steps: batch, forward pass, sampling."""
 
     def __init__(self, model: NativeModel, cache: HostCache, settings: RunnerSettings, num_threads: int) -> None:
         self._model, self._cache, self._num_threads = model, cache, num_threads
@@ -191,7 +191,7 @@ class _Runner:
         return make_output(step, *drawn, self._prompt_logprobs(step, batch, hidden))
 
     def _decode(self, step: StepInput, settings: IntArray) -> StepOutput:
-        """Compute decode steps in one call of the library, as many as it may."""
+        """Compute as many decode steps as allowed in one call of the library."""
         rows, starts, run = step.decoding.rows, step.decoding.starts, step.run
         ids = step.decoding.token_ids.ravel()
         num_columns = -(-int(starts.max() + run.max_steps) // self._cache.block_size)

@@ -1,4 +1,4 @@
-"""Several ranks: the driver in this process, the others in processes of their own, on this host or on others."""
+"""Several ranks: the driver in this process, the others in separate processes on this host or on others."""
 
 import weakref
 from collections import deque
@@ -26,16 +26,16 @@ from infinilm.executor.worker_processes import HostRanks, Peer, Peers, Ranks
 from infinilm.interrupts import interrupts_allowed, interrupts_held
 
 JOIN_LIMIT_S = 90.0
-"""All ranks meet within this time, or the engine gives up and names those that did not."""
+"""If the ranks have not joined within this time, the engine gives up and names those that are missing."""
 JOIN_ATTEMPTS = 20
-"""How often a rendezvous is tried, on a machine too busy for the ranks to join in time."""
+"""How often a rendezvous is tried if the machine is too busy for the ranks to join in time."""
 
 
 class ProcessExecutor(LocalExecutor):
     """See `Executor`. The driver sends each command to the other ranks and carries it out itself.
 
-    Ranks are numbered stage by stage. The driver is the first rank of the last pipeline stage, which samples: so
-    grammars, hooks and callers' functions stay in this process.
+    Ranks are numbered stage by stage. The driver is the first rank of the last pipeline stage, because that rank
+    samples. So grammars, hooks and callers' functions stay in this process.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class ProcessExecutor(LocalExecutor):
         num_stages: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
-        """`ranks`: by default processes of this host."""
+        """`ranks` are processes of this host by default."""
         tp_size = len(devices) // num_stages
         self.driver = tp_size * (num_stages - 1)
         device = devices[self.driver]
         self.free_bytes = free_memory_bytes(device)
         self._lock = Lock()
         self._is_whole = True
-        """Whether all ranks have done the same so far, and none of them owes a reply but for steps waiting."""
+        """Whether all ranks have done the same so far, and no reply is outstanding except for waiting steps."""
         self._waiting: deque[_WaitingStep] = deque()
-        """Steps that earlier stages compute and this one has not begun."""
+        """Steps that earlier stages compute and this stage has not begun."""
         self._num_rendezvous = 0
         self._ranks = ranks or HostRanks(len(devices))
         own = self._ranks.place(self.driver)
@@ -109,7 +109,7 @@ class ProcessExecutor(LocalExecutor):
         try:
             self._peers.check()
         except WorkerDiedError:
-            if self._lock.acquire(blocking=False):  # else a call is under way, which fails, too, and shuts down
+            if self._lock.acquire(blocking=False):  # else a running call fails, too, and shuts down
                 try:
                     self.shutdown()
                 finally:
@@ -127,9 +127,10 @@ class ProcessExecutor(LocalExecutor):
     # --- steps ------------------------------------------------------------------------------------------
 
     def submit(self, step: StepInput) -> StepHandle:
-        """Start a step. With pipeline stages on a CPU, this one computes it in `result`, the earlier ones meanwhile.
+        """Start a step. With pipeline stages on a CPU, earlier stages start now; this stage computes in `result`.
 
-        Hooks see one step at a time: with any, all stages compute it here. A GPU computes while this returns.
+        Hooks see one step at a time: if there are hooks, all stages compute the step in this call. On a GPU this
+        returns while the device computes.
         """
         patterns = self._hook_patterns()
         if self.info.num_stages == 1 or patterns or self.info.device != "cpu":
@@ -142,7 +143,7 @@ class ProcessExecutor(LocalExecutor):
         return waiting
 
     def compute(self, wanted: "_WaitingStep") -> None:
-        """Compute the steps that wait for this stage, up to one of them."""
+        """Compute the steps that wait for this stage, up to `wanted`."""
         with self._calling() as worker:
             while wanted.submitted is None:
                 if not self._waiting:
@@ -157,7 +158,7 @@ class ProcessExecutor(LocalExecutor):
     # --- how a command is carried out -------------------------------------------------------------------
 
     def call_all(self, command: Command, *arguments: Any) -> list[Any]:
-        """As `LocalExecutor.call_all`; the other ranks get the arguments as messages."""
+        """Like `LocalExecutor.call_all`. The other ranks get the arguments as messages."""
         with self._calling() as worker:
             messages = self._write(command, *arguments)
             while self._waiting:
@@ -168,7 +169,7 @@ class ProcessExecutor(LocalExecutor):
 
     @contextmanager
     def _calling(self) -> Iterator[RankWorker]:
-        """One call at a time, of ranks that are all there and in order. Ctrl-C is held."""
+        """Allow one call at a time, once all ranks are there and ready. Ctrl-C is held."""
         with interrupts_held(), exclusively(self._lock):
             try:
                 worker = self.worker
@@ -185,14 +186,14 @@ class ProcessExecutor(LocalExecutor):
         return dict(zip(peers, write_call(command, arguments, [peer.rank for peer in peers]), strict=True))
 
     def _send(self, command: Command, messages: dict[Peer, Message], *, is_in_last_stage: bool) -> None:
-        """Tell the ranks of the last stage, or all others, what to do."""
+        """Send a command to the ranks of the last stage, or to all others."""
         self._is_whole = False
         for peer, message in messages.items():
             if peer.is_in_last_stage == is_in_last_stage:
                 peer.send(command, message)
 
     def _complete(self, worker: RankWorker, command: Command, *arguments: Any) -> list[Any]:
-        """Do what the others were told to do, and wait for their replies. Returns the results by rank."""
+        """Carry out a sent command here, and wait for the others' replies. Returns the results by rank."""
         try:
             with interrupts_allowed(), self._noting_stage(worker):
                 result = getattr(worker, command)(*arguments)
@@ -203,7 +204,7 @@ class ProcessExecutor(LocalExecutor):
         except BaseException as error:
             drained = self._recover()
             if isinstance(error, CommunicationError):
-                _raise_first(drained)  # which are nearer to the cause
+                _raise_first(drained)  # these are nearer to the cause
             raise
         self._is_whole = True
         results = [read_reply(command, reply) for _, reply in replies]
@@ -219,7 +220,7 @@ class ProcessExecutor(LocalExecutor):
             raise
 
     def _recover(self) -> list[tuple[Peer, Message]]:
-        """After an error: have all ranks join a new group. Returns how the commands under way ended on each.
+        """After an error, let all ranks join a new group. Returns the replies to the commands that were running.
 
         If this is interrupted, the next command begins with it.
         """
@@ -231,7 +232,7 @@ class ProcessExecutor(LocalExecutor):
         return replies
 
     def _join(self) -> None:
-        """Have all ranks join a new group."""
+        """Let all ranks join a new group."""
         for _ in range(JOIN_ATTEMPTS):
             self._num_rendezvous += 1
             for peer in self._peers.all:
@@ -255,7 +256,7 @@ class ProcessExecutor(LocalExecutor):
 
 
 class _WaitingStep:
-    """A step that the earlier stages compute, and the last one when its result is wanted."""
+    """A step that earlier stages compute now, and the last stage when `result` is called."""
 
     def __init__(self, executor: ProcessExecutor, step: StepInput, messages: dict[Peer, Message]) -> None:
         self._executor = executor
@@ -277,7 +278,7 @@ def _abort(*groups: CommunicationGroup) -> None:
 
 
 def _raise_first(replies: Sequence[tuple[Peer, Message]]) -> None:
-    """Raise the first cause: on other ranks it shows as a lost connection."""
+    """Raise the cause rather than its effect, which on other ranks is a lost connection."""
     errors = [
         WireError(**reply.values["error"]).to_exception(peer.title)
         for peer, reply in replies

@@ -1,4 +1,4 @@
-"""The process of one rank other than the driver, which `Peer` starts.
+"""The process of one rank other than the driver.
 
 It executes commands until it is told to stop or the engine's process has ended.
 """
@@ -27,11 +27,11 @@ from infinilm.processes import exit_with_parent, parent_socket
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What a rank has to know to begin with."""
+    """What a rank needs to know to start."""
 
     rank: int
     title: str
-    """What errors call it."""
+    """Its name in errors."""
     tp_size: int
     num_stages: int
     device: str
@@ -46,7 +46,7 @@ class RankSettings:
 
 
 def serve(channel: Channel) -> None:
-    """The command loop. A command that fails is answered with its error, and the loop goes on."""
+    """The command loop. If a command fails, the reply is its error, and the loop goes on."""
     rank: _Rank | None = None
     while True:
         message = channel.receive()
@@ -68,10 +68,10 @@ def serve(channel: Channel) -> None:
 
 
 class _Rank:
-    """A worker, and what it takes to get it going."""
+    """A worker and its set-up."""
 
     def __init__(self, settings: RankSettings) -> None:
-        split_device(settings.device)  # imports the plug-in, without which torch has no such device
+        split_device(settings.device)  # imports the plug-in that torch needs for the device
         device = torch.device(settings.device)
         if device.type != "cpu":
             torch.get_device_module(device).set_device(device)
@@ -104,7 +104,7 @@ class WireError:
     module: str
     name: str
     arguments: list[Any]
-    """Those it was made with, if they can be sent."""
+    """The arguments it was made with that can be sent."""
     message: str
     trace: str
 
@@ -117,10 +117,10 @@ class WireError:
         return cls(kind.__module__, kind.__qualname__, arguments, str(error), trace)
 
     def to_exception(self, rank: str) -> Exception:
-        """The exception again, with a note where it came from.
+        """Make the exception again, with a note that says where it came from.
 
-        It has its own type if that is known here and can be made to say the same; else it is an `EngineError` that
-        names the type.
+        It has its own type if this process knows the type and the message comes out the same. Otherwise it is an
+        `EngineError` that names the type.
         """
         error = self._remake() or EngineError(f"{self.name}: {self.message}")
         error.add_note(f"on {rank}:\n{self.trace}")
@@ -130,7 +130,7 @@ class WireError:
         kind = getattr(sys.modules.get(self.module), self.name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             for arguments in (self.arguments, [self.message]):
-                with suppress(Exception):  # a type may want other arguments than it shows
+                with suppress(Exception):  # a type may need other arguments than `args`
                     error = kind(*arguments)
                     if str(error) == self.message:
                         return error
@@ -149,7 +149,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         exit_code = 1
-    # Threads of the collectives may still wait for ranks that are gone; they must not keep this process.
+    # Threads of the collectives may still wait for ranks that are gone; they must not keep this process alive.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -1,7 +1,7 @@
-"""What every rank runs, under any executor: its share of the model, its KV cache, and the runner of its steps.
+"""The worker that each rank runs under any executor: its share of the model, its KV cache and its runner.
 
-Ranks decide nothing. What a step computes, and where in the cache, is in the `StepInput` or `ForwardInput` that all of
-them get. One rank alone, the driver, samples and holds the hooks: the first of the last pipeline stage.
+Ranks decide nothing. The `StepInput` or `ForwardInput` that all of them get says what a step computes, and where in the
+cache. Only the driver, the first rank of the last pipeline stage, samples and holds the hooks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,19 +43,19 @@ from infinilm.platforms import is_nvidia, sampling_device
 
 @dataclass(frozen=True, slots=True)
 class ForwardInput:
-    """One forward pass whose caller manages the cache itself."""
+    """One forward pass. The caller manages the cache."""
 
     batch: HostBatch
     logit_rows: IntArray
-    """The tokens whose logits are wanted, by their places in the batch."""
+    """The places in the batch of the tokens whose logits are wanted."""
     shape: CacheShape | None = None
-    """Without a cache, one of this shape serves this pass alone."""
+    """If there is no cache, this pass uses a temporary one of this shape."""
     hook_patterns: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """Tensors of the driver."""
+    """The driver's tensors."""
 
     hidden: Tensor  # [T, hidden], after the final norm, on its device
     logits: Tensor  # [n, vocab] float32, where tokens are drawn
@@ -72,9 +72,9 @@ class RankWorker:
         num_threads: int | None = None,
         stages: CommunicationGroup = SINGLE,
     ) -> None:
-        """`group` are the ranks of a pipeline stage, `stages` those with the same place in every stage.
+        """`group` has the ranks of this pipeline stage, `stages` the ranks with the same place in every stage.
 
-        `num_threads`: by default as many as torch has; ranks on a CPU share them.
+        `num_threads` is by default torch's number of threads; ranks on a CPU share them.
         """
         self.group = group
         self.stages = stages
@@ -127,19 +127,19 @@ class RankWorker:
         )
 
     def join(self, rendezvous: int) -> None:
-        """Meet the other ranks, which must be doing the same."""
+        """Join the other ranks, which must call this at the same time."""
         for group in (self.group, self.stages):
             if group.communicates:
                 group.join(rendezvous)
                 group.barrier()
 
     def leave(self) -> None:
-        """Hang up, so that no rank waits for this one."""
+        """Disconnect, so that no rank waits for this one."""
         self.group.leave()
         self.stages.leave()
 
     def close(self) -> None:
-        """Leave for good."""
+        """Disconnect for good."""
         self.group.close()
         self.stages.close()
 
@@ -177,7 +177,7 @@ class RankWorker:
 
     @torch.inference_mode()
     def load_shards(self, shards: Sequence[Mapping[str, Tensor]] | Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Copy this rank's shards of some weights into the model, or quantise them; `shards` are by rank."""
+        """Copy, or quantise, this rank's shards of some weights into the model. `shards` is indexed by rank."""
         targets = self.model.weight_targets()
         for name, shard in shards[self.rank].items():
             target = targets[name]
@@ -206,7 +206,7 @@ class RankWorker:
         }
 
     def reset_cache(self, shape: CacheShape | None) -> None:
-        """Make an empty cache, or none. It uses the memory of the one before if that suffices."""
+        """Make an empty cache, or none. It reuses the memory of the old one if that is large enough."""
         self.cache = None  # so that its memory is free before more is allocated
         if shape is not None:
             self.cache = self._make_cache(shape)
@@ -226,7 +226,7 @@ class RankWorker:
         )
 
     def check_layers(self) -> list[str]:
-        """What gives a token other bits for what is computed beside it, tried on this device."""
+        """The layers in which a token's bits depend on the other tokens of a step, tried on this device."""
         if self.device.type not in ("cpu", "cuda"):
             return ["any product, because none was tried"]
         failing = check_products(cast(nn.Module, self.model), self._max_step_tokens)
@@ -237,7 +237,7 @@ class RankWorker:
         return failing
 
     def _passes(self, trial: MixerTrial) -> bool:
-        """Compute two texts in the cache, which nobody uses yet, or in one of their own."""
+        """Try with two texts in the cache, which is not in use yet, or in a temporary one."""
         cache = self.cache
         if cache is None:
             num_blocks = 2 * -(-trial.num_tokens // TRIAL_BLOCK_SIZE)
@@ -272,7 +272,7 @@ class RankWorker:
 
     @torch.inference_mode()
     def forward(self, given: ForwardInput) -> ForwardOutput:
-        """Compute a pass whose caller manages the cache."""
+        """Compute one forward pass. The caller manages the cache."""
         cache = self.cache
         if cache is None:
             if given.shape is None:
@@ -295,7 +295,7 @@ class RankWorker:
     ) -> Tensor:
         """The hidden states `[T, hidden]` of a batch; `input_ids`, if given, replace those of the batch.
 
-        Stages before the last send theirs on to the next.
+        Every stage but the last sends its hidden states to the next.
         """
         taps = Taps(hook_patterns, self.registry or self._remote_hooks, self.group) if hook_patterns else None
         on_device = batch.to_device(self.device, input_ids)
@@ -319,9 +319,9 @@ class RankWorker:
         return hidden
 
     def compute_logits(self, hidden: Tensor, places: IntArray) -> Tensor:
-        """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch, where they are drawn from.
+        """The logits `[n, vocab]` float32 of tokens at ascending `places` of the batch, on the sampling device.
 
-        Only rank 0 gets them.
+        Only rank 0 of the group gets them.
         """
         if len(places) != len(hidden):
             hidden = hidden[to_device(self.device, places)[0]]

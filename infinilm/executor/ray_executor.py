@@ -1,7 +1,7 @@
 """Ranks on the nodes of a Ray cluster.
 
-Ray places the ranks and watches them, each of which is an actor. Everything else is as with processes of one host:
-commands go over a TCP connection from each rank to the driver, tensors over Gloo or NCCL.
+Each rank is an actor, which Ray places and watches. Everything else works as with processes of one host: commands go
+over a TCP connection from each rank to the driver, tensors over Gloo or NCCL.
 """
 
 import os
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 PLACE_LIMIT_S = 20.0
-"""Resources that are in use are waited for so long."""
+"""How long to wait for resources that are in use."""
 START_LIMIT_S = 120.0
-"""For actors to start and import torch, and again to connect."""
+"""The time for actors to start and import torch, and again to connect."""
 CAUSE_S = 1.8
-"""A lost connection may be the first sign of a node's death. The cause is looked for so long, and then reported."""
+"""How long to look for the cause of a lost connection, which may be the first sign of a node's death."""
 PROBE_S = 0.5
 HANDSHAKE_S = 5.0
 ROLES = (b"driver", b"rank")
 
 
 class RankActor:
-    """One rank. Ray calls `report`, then `run`, which is the rank's whole life."""
+    """One rank. Ray calls `report`, then `run`, which returns when the rank ends."""
 
     def report(self) -> dict[str, Any]:
-        """What the driver wants to know before it gives out the ranks."""
+        """What the driver needs to know before it starts the ranks."""
         import ray
 
         return {
@@ -83,14 +83,14 @@ class RankActor:
 
 
 def _exit_with(connection: socket.socket) -> None:
-    """End this process when the driver hangs up, whatever it is doing then."""
+    """End this process when the driver closes the connection, even in the middle of a command."""
     _wait_for_end(connection, None)
     sleep(PROBE_S)  # an orderly end takes less
     os._exit(1)
 
 
 def _wait_for_end(connection: socket.socket, timeout_s: float | None) -> bool:
-    """Whether the other end has hung up."""
+    """Whether the other end has closed the connection."""
     poll = select.poll()
     try:
         poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
@@ -128,7 +128,7 @@ class RayRank:
         self.kill()
 
     def describe_death(self, title: str) -> str:
-        """The node's death if that is the cause. Ray itself may learn of it seconds later."""
+        """Names the node's death if that is the cause. Ray itself may learn of it seconds later."""
         deadline = monotonic() + CAUSE_S
         while (is_alive := self._is_node_alive()) and not self.running.done() and monotonic() < deadline:
             sleep(0.05)
@@ -179,7 +179,7 @@ class RayRanks:
         self._actors: dict[int, ActorHandle[Any]] = {}
         self._started: dict[int, RayRank] = {}
         self.driver_gpu: str | None = None
-        """The GPU that Ray reserves for the driver. None in a replica, which sees its own GPU alone."""
+        """The GPU that Ray reserves for the driver. None in a replica, which sees only its own GPU."""
         self._has_group = GROUP_VARIABLE in os.environ
         self._group = self._find_group() if self._has_group else self._make_group(nodes, strategy)
         try:
@@ -215,14 +215,14 @@ class RayRanks:
         self._group = None
 
     def _find_group(self) -> Any:
-        """The group of the replica whose engine this is."""
+        """The placement group of the replica that this engine belongs to."""
         from ray._raylet import PlacementGroupID
         from ray.util.placement_group import PlacementGroup
 
         return PlacementGroup(PlacementGroupID(bytes.fromhex(os.environ[GROUP_VARIABLE])))
 
     def _make_group(self, nodes: list[Node], strategy: str) -> Any:
-        """A group for this engine. What can never fit is refused before Ray waits for nodes that nobody will add."""
+        """Make a group for this engine. Refuse what can never fit, because Ray would wait for more nodes."""
         import ray
 
         if shortage := describe_shortage(nodes, self._asked, self._num_ranks):
@@ -277,7 +277,7 @@ class RayRanks:
         return reports
 
     def _connect(self, reports: Mapping[int, Mapping[str, Any]], *, has_low_precision: bool) -> None:
-        """Have every rank connect to this process."""
+        """Let every rank connect to this process."""
         host, secret = self._nodes[self.driver].host, secrets.token_bytes(32)
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             port = listener.getsockname()[1]
@@ -300,7 +300,7 @@ class RayRanks:
                     )
 
     def _accept(self, listener: socket.socket, secret: bytes, missing: dict[int, RayRank]) -> None:
-        """Take the connection of a rank, if one comes soon."""
+        """Accept the connection of a rank, if one arrives soon."""
         try:
             connection, _ = listener.accept()
         except TimeoutError:
@@ -310,7 +310,7 @@ class RayRanks:
         try:
             authenticate(channel, secret, own=ROLES[0], other=ROLES[1])
             rank = missing.pop(channel.receive().values["rank"])
-        except (ChannelClosedError, TimeoutError):  # not one of ours
+        except (ChannelClosedError, TimeoutError):  # not one of our ranks
             channel.close()
             return
         connection.settimeout(None)
@@ -325,7 +325,7 @@ class RayRanks:
 def assign(bundles: Sequence[_Bundle], tp_size: int, num_stages: int) -> dict[int, _Bundle]:
     """A bundle for each rank. Bundle 0, on the driver's node, is the driver's.
 
-    Ranks of a stage talk the most, so they come one after the other, node by node: the driver's stage first.
+    Ranks of one stage communicate the most, so they are assigned together, node by node, the driver's stage first.
     """
     driver = tp_size * (num_stages - 1)
     counts = Counter(bundle.node for bundle in bundles)
@@ -358,7 +358,7 @@ class RayExecutor(ProcessExecutor):
 
 
 def _own_devices(devices: Sequence[torch.device], ranks: RayRanks) -> list[torch.device]:
-    """An actor sees the GPU that Ray gives it, and no other; the driver sees all that this process may use."""
+    """An actor sees only the GPU that Ray gives it; the driver sees all GPUs that this process may use."""
     if devices[0].type == "cpu":
         return list(devices)
     own = [torch.device(device.type, 0) for device in devices]

@@ -1,4 +1,4 @@
-"""The self-check at the start: whether a token's bits depend on what is computed beside it, on this device."""
+"""The self-check at the start: whether, on this device, a token's bits depend on the other tokens of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from infinilm.layers.linear import Linear
 from infinilm.layers.moe import SparseMLP
 
 ROW_COUNTS = {"cpu": (1, 3, 5, 17, 24, 70, 130), "cuda": (1, 2, 5, 8, 16, 17, 24, 32, 33, 65, 130, 256)}
-"""By kind of device: numbers of rows whose products are compared with those of three times the last."""
+"""By kind of device: numbers of rows. Their products are compared with a product of three times the last number."""
 LARGE_MATRIX, MAX_LARGE_ROWS = 32_000_000, 17
-"""From so many elements on, only so many rows are compared on a CPU, so that a start is not delayed."""
+"""On a CPU, matrices with at least so many elements are compared with only so many rows, to keep the start fast."""
 MAX_EXPERT_ROWS = 8192
-"""Experts are tried with so many rows at most."""
+"""Experts are tried with at most so many rows."""
 
 
 class MixerTrial(NamedTuple):
-    """Of token mixers that have one kernel for prompts and another for single tokens."""
+    """A trial of token mixers that have one kernel for prompts and another for single tokens."""
 
     name: str
     num_tokens: int
@@ -38,14 +38,14 @@ MIXER_TRIALS: dict[type[CacheSpec], MixerTrial] = {
 }
 MIN_TRIAL_TOKENS = 9
 TRIAL_BLOCK_SIZE = 16
-"""Of the cache for such a trial, where there is none yet."""
+"""The block size of a temporary cache for such a trial."""
 
 
 def check_products(model: nn.Module, max_step_tokens: int | None = None) -> list[str]:
-    """Find the products with which a row's result depends on its place or on the other rows.
+    """Find the products in which a row's result depends on its place or on the other rows.
 
-    Dense matrices on a CPU are multiplied piece by piece from here on if that helps. Those with which nothing helps are
-    returned. The native library's products have an order of their own, and are not tried.
+    If it helps, dense matrices on a CPU are multiplied piece by piece from now on. Returns the products that still
+    fail. The native library's products have a fixed order of summation and are not tried.
     """
     biases: dict[Any, Tensor | None] = {
         module.matrix: module.bias for module in model.modules() if isinstance(module, Linear)
@@ -77,7 +77,7 @@ def check_products(model: nn.Module, max_step_tokens: int | None = None) -> list
 
 
 def _is_native(module: DenseWeight | TiledWeight | SparseMLP) -> bool:
-    """Whether the native library multiplies."""
+    """Whether the native library computes the product."""
     if isinstance(module, SparseMLP):
         experts = module.experts.matrix
         is_own = isinstance(experts, PackedExperts | Float8Experts)
@@ -86,7 +86,7 @@ def _is_native(module: DenseWeight | TiledWeight | SparseMLP) -> bool:
 
 
 def _is_invariant_in_pieces(matrix: DenseWeight, bias: Tensor | None) -> bool:
-    """Whether a product is invariant, on a CPU if need be piece by piece."""
+    """Whether a product is invariant. On a CPU it is multiplied piece by piece if that is needed."""
     trial = _Trial.of_matrix(matrix, bias)
     if trial.passes():
         return True
@@ -104,7 +104,7 @@ class _Trial:
     dtype: torch.dtype
     counts: tuple[int, ...]
     num_copies: int = 3
-    """How often the rows of the largest count are in the product that the others are compared with."""
+    """How often the reference product repeats the rows of the largest count."""
 
     @classmethod
     def of_matrix(cls, matrix: DenseWeight | TiledWeight, bias: Tensor | None) -> "_Trial":
@@ -117,7 +117,7 @@ class _Trial:
 
     @classmethod
     def of_experts(cls, module: SparseMLP, max_step_tokens: int | None) -> "_Trial":
-        """On a GPU with the numbers of rows from which experts have other tiles, too."""
+        """On a GPU, also with the numbers of rows from which experts have other tiles."""
         num_experts, top_k = module.routing.num_experts, module.routing.top_k
         device = next(module.parameters()).device
         counts = set(ROW_COUNTS[device.type])
@@ -131,13 +131,13 @@ class _Trial:
         weights, ids = (each.to(device) for each in scores.topk(top_k))
 
         def multiply(x: Tensor) -> Tensor:
-            # Of this rank alone: the others are not asked for their share of the sum.
+            # Only this rank's part of the sum, without the other ranks.
             return module.experts.matrix.mix(x, ids[: len(x)].int(), weights[: len(x)], None)
 
         return cls(multiply, module.hidden_size, device, module.dtype, tuple(tried), num_copies=1)
 
     def passes(self) -> bool:
-        """Whether a row's result is the same for all numbers of rows, and in any place."""
+        """Whether a row's result is the same for all numbers of rows and in any place."""
         with torch.inference_mode():
             x = torch.randn(self.counts[-1], self.num_inputs, generator=torch.Generator().manual_seed(0))
             x = x.to(self.device, self.dtype)
@@ -149,10 +149,10 @@ class _Trial:
 
 @torch.inference_mode()
 def computes_alike(compute: Callable[[HostBatch], Tensor], cache: Cache, vocab_size: int, num_tokens: int) -> bool:
-    """Whether two texts of up to `num_tokens` have the same hidden states computed together, whole, and in parts.
+    """Whether two texts of up to `num_tokens` have the same hidden states computed whole, in one step, and in parts.
 
-    `compute` gives a batch's hidden states `[T, hidden]`. It uses the first blocks of the `cache`. False also if there
-    is no room for such texts.
+    `compute` returns a batch's hidden states `[T, hidden]`. The texts use the first blocks of `cache`. Also False if
+    the cache is too small for such texts.
     """
     block_size = cache.block_size
     num_blocks = min(min(cache.num_blocks) // 2, -(-num_tokens // block_size))  # of a text
@@ -163,7 +163,7 @@ def computes_alike(compute: Callable[[HostBatch], Tensor], cache: Cache, vocab_s
     tables = np.arange(2 * num_blocks).reshape(2, -1)
 
     def step(*parts: tuple[int, int, int]) -> list[tuple[int, Tensor]]:
-        """Compute parts of texts: text, begin and end. Returns each with its text."""
+        """Compute parts of texts, given as text, begin and end. Returns each part's text and hidden states."""
         texts, begins, ends = (np.array(column) for column in zip(*parts, strict=True))
         owners = np.repeat(texts, ends - begins)
         places = np.concatenate([np.arange(begin, end) for _, begin, end in parts])

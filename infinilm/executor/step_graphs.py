@@ -1,12 +1,12 @@
 """Steps as CUDA graphs: the whole step, sampling included, launched as one.
 
-There are graphs of steps in which every row decodes, for several numbers of rows, and of small steps with prompts in
-them, for several numbers of tokens. A graph is replayed for every step of its size or less: what is missing is padding,
+There are graphs of steps in which every row decodes, for several numbers of rows, and of small steps with prompts, for
+several numbers of tokens. A graph is replayed for every step of its size or less. Missing rows and tokens are padding,
 which reads and writes nothing. All of a step's input is one small copy to the device (`kernels/step_inputs.py`).
 
-A graph ends with the tokens drawn or, where drawing needs more than the sampling kernel, with the logits. The first
-kind is captured at the start, where no request waits for it; the second when it is needed. With several ranks, each
-captures its own graphs, with the collectives in them; rank 0's alone hold the sampling.
+A graph ends with the tokens drawn or, if drawing needs more than the sampling kernel, with the logits. The first kind
+is captured at the start, when no request waits for it; the second kind when it is needed. With several ranks, each rank
+captures its own graphs, which include the collectives; only rank 0's graphs include the sampling.
 """
 
 import logging
@@ -42,13 +42,14 @@ logger = logging.getLogger(__name__)
 _untyped: Any = torch.cuda
 
 NUM_STAGING = 4
-"""Copies to the device that can be under way at once; more than there are steps in flight."""
+"""Copies to the device that can be in progress at once; more than there are steps in flight."""
 MIN_SHARED_ROWS, MIN_SHARED_TOKENS = 16, 256
-"""From here on reading a common beginning once for all rows is worth a kernel of its own."""
+"""From these numbers on, a separate kernel that reads a shared prefix once for all rows is worth its launch."""
 MIXED_TOKENS = (64, 128, 256, 512, 1024, 2048)
-"""Tokens of captured steps with prompts. The host launches each kernel of larger ones, about 24 ms in a small model."""
+"""Tokens of captured steps with prompts. For larger steps the host launches each kernel: about 24 ms in a small model.
+"""
 MIXED_TOKEN_BYTES = 5 << 40
-"""Steps take the device longer than the host to launch them if tokens times bytes of weights exceed this."""
+"""If tokens times bytes of weights exceed this, a step takes the device longer than the host needs to launch it."""
 MIXED_ROWS = (16, 256, 1024)
 NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
@@ -70,24 +71,24 @@ class _Graph:
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Numbers of rows to capture: close together where steps are short and padding would show."""
+    """Numbers of rows to capture: close together where steps are short, because padding would matter there."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64)]
     return [size for size in sizes if size < max_num_rows] + [min(max_num_rows, 1024)]
 
 
 def mixed_sizes(max_num_tokens: int, weight_bytes: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture steps with prompts for, at least the smallest."""
+    """Numbers of tokens to capture steps with prompts for, always with the smallest."""
     needed = MIXED_TOKENS[: bisect_left(MIXED_TOKENS, max_num_tokens) + 1]
     return needed[:1] + tuple(size for size in needed[1:] if size * weight_bytes <= MIXED_TOKEN_BYTES)
 
 
 def launch_bound_tokens(sizes: Sequence[int]) -> int:
-    """The tokens of the largest graph if larger steps wait for the host; 0 if they take the device longer."""
+    """The tokens of the largest graph if larger steps wait for the host; 0 if those take the device longer."""
     return sizes[-1] if sizes[-1] == MIXED_TOKENS[-1] else 0
 
 
 def mixed_shapes(max_num_rows: int, token_sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Numbers of rows and tokens to capture steps with prompts for. Each row has a token at least."""
+    """Numbers of rows and tokens to capture steps with prompts for. Each row has at least one token."""
     row_sizes = sorted({min(size, max_num_rows) for size in MIXED_ROWS})
     return [(rows, size) for size in token_sizes for fewer, rows in pairwise([0, *row_sizes]) if size > fewer]
 
@@ -136,7 +137,7 @@ class StepGraphs:
             group: GraphStates(self._sizes[-1], self._cache, group, NUM_STAGING) for group in self._cache.state_ends
         }
         self._workspace: DecodeWorkspace | None = None
-        if not isinstance(self._cache.groups[self._group].spec, LatentSpec):  # which needs none
+        if not isinstance(self._cache.groups[self._group].spec, LatentSpec):  # latent attention needs none
             config = worker.model.config
             self._workspace = self._backend.workspace(
                 self._sizes[-1], config.num_attention_heads // worker.group.size, config.max_head_dim, worker.device
@@ -156,9 +157,9 @@ class StepGraphs:
         )
 
     def run(self, batch: "StepBatch") -> tuple[Tensor, Tensor]:
-        """Start a step: the tokens drawn `[S]` and whether their logits were finite `[S]`.
+        """Start a step. Returns the tokens drawn `[S]` and whether their logits were finite `[S]`.
 
-        The results are overwritten by the next step.
+        The next step overwrites the results.
         """
         num_samples = len(batch.sample_places)
         graph = self._launch(batch, samples=True)
@@ -167,7 +168,7 @@ class StepGraphs:
         return graph.token_ids[:num_samples], graph.is_finite[:num_samples]
 
     def run_to_logits(self, batch: "StepBatch") -> Tensor:
-        """Start a step, up to the logits `[S, vocab]` of the tokens to draw."""
+        """Start a step that ends with the logits `[S, vocab]` of the tokens to draw."""
         logits = self._launch(batch, samples=False).logits
         assert logits is not None
         return logits[: len(batch.sample_places)]
@@ -216,9 +217,9 @@ class StepGraphs:
         return graph
 
     def _choose_size(self, num_rows: int, *, samples: bool) -> Shape:
-        """The graph for so many decoding rows, or one up to twice as large if that saves capturing another now.
+        """The size for so many decoding rows, or one up to twice as large if that saves capturing another graph now.
 
-        Few rows are computed by kernels made for their number, and nothing larger will do.
+        Kernels for few rows are made for their number, so these get no larger graph.
         """
         best = bisect_left(self._sizes, num_rows)
         shapes = [Shape(size, 0, samples) for size in self._sizes[best:] if size <= 2 * self._sizes[best]]
@@ -233,7 +234,7 @@ class StepGraphs:
         return self._mixed_inputs[key]
 
     def _prompts(self, shape: Shape, group: int) -> GraphPrompts:
-        """What graphs of that shape read of a group of recurrent layers."""
+        """What graphs of that shape read for a group of recurrent layers."""
         key = (shape.num_tokens, shape.num_rows, group)
         if key not in self._prompt_states:
             self._prompt_states[key] = GraphPrompts(*key[:2], self._cache, group, NUM_STAGING)
@@ -242,7 +243,7 @@ class StepGraphs:
     # --- capturing --------------------------------------------------------------------------------------
 
     def _usual_shapes(self) -> list[Shape]:
-        """All steps that end with the tokens drawn. The largest come first: the others find enough memory then."""
+        """All steps that end with the tokens drawn. The largest come first, so that the others find enough memory."""
         mixed = [Shape(*sizes, True) for sizes in mixed_shapes(self._mixed_rows[-1], self._mixed_tokens)]
         return [*reversed(mixed), *(Shape(size, 0, True) for size in reversed(self._sizes))]
 
@@ -250,7 +251,7 @@ class StepGraphs:
     def compute_all(self) -> None:
         """Compute the steps of `capture_all` without capturing them, which compiles and loads their kernels.
 
-        Of layers with the same kernels one is enough.
+        Only one of several layers with the same kernels is computed.
         """
         with skipping_like_layers(self._worker.model):
             for shape in self._usual_shapes():
@@ -259,7 +260,7 @@ class StepGraphs:
     def capture_all(self) -> None:
         """Capture all usual steps, which `compute_all` has computed in this process."""
         for index, shape in enumerate(self._usual_shapes()):
-            # Libraries have yet to set themselves up for the stream when they meet the first.
+            # Libraries initialise for the stream at the first one.
             graph = self._capture(shape, is_new=index == 0)
             graph.graph.replay()  # the first launch takes longest
 
@@ -271,13 +272,13 @@ class StepGraphs:
         with torch.cuda.stream(self._stream):
             step = self._empty_step(shape)
             if is_new:
-                step()  # compiles what is new and lets libraries set themselves up
-            # Not by torch's context manager, which first empties the allocator's cache and collects garbage.
+                step()  # compiles new kernels and initialises libraries
+            # torch's context manager would first empty the allocator's cache and collect garbage.
             graph.capture_begin(pool=self._pool)
             try:
                 outputs = step()
             except BaseException:
-                with suppress(RuntimeError):  # what it would say is only what came of this
+                with suppress(RuntimeError):  # it would only report a consequence of this error
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -287,7 +288,7 @@ class StepGraphs:
         return self._graphs[shape]
 
     def _empty_step(self, shape: Shape) -> "Callable[[], StepOutputs]":
-        """The computation of a step of that shape, whose inputs are all padding so far."""
+        """The computation of a step of that shape. Its inputs are all padding so far."""
         for states in self._states.values():
             states.clear()
         if shape.num_tokens == 0:
@@ -310,7 +311,8 @@ class StepGraphs:
 
     def _mixed_step(self, inputs: MixedInputs, shape: Shape) -> "StepOutputs":
         inputs.unpack(self._last_token)
-        # Any row may be decoding; they come first, one token each. What the others leave there is overwritten.
+        # Any row may be decoding; decoding rows come first, with one token each. What other rows leave there is
+        # overwritten.
         decoding = slice(0, min(shape.num_rows, shape.num_tokens))
         plan = MixedPlan(
             slots=inputs.slots,
@@ -351,11 +353,11 @@ class StepGraphs:
 
 
 StepOutputs = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Token ids, whether they mean anything, logits: as in `_Graph`."""
+"""Token ids, whether their logits were finite, logits: as in `_Graph`."""
 
 
 def count_shared(tables: IntArray, context_lens: IntArray, block_size: int) -> int:
-    """How many tokens all rows have in common, in the same blocks; 0 if too few to make use of it."""
+    """The number of tokens that all rows share, in the same blocks; 0 if there are too few rows or tokens."""
     if len(tables) < MIN_SHARED_ROWS:
         return 0
     num_full = int(context_lens.min() - 1) // block_size

@@ -1,4 +1,4 @@
-"""What the engine sends to the workers for a step, and what they return; the rows that a worker makes a batch of.
+"""A step's input and output, and the rows from which a worker gathers the batch.
 
 NumPy arrays and plain data, no torch.
 """
@@ -19,7 +19,7 @@ from infinilm.sampling_params import RowStart
 IntArray = npt.NDArray[np.int64]
 
 LAST_TOKEN = -1
-"""In `DecodeRows.token_ids`: the token that the row drew last, which perhaps only the device knows."""
+"""In `DecodeRows.token_ids`: the token that the row drew last, which may be known only on the device."""
 NO_TOKEN = -2
 """In `DecodeRows.token_ids`: the row has fewer draft tokens than others."""
 
@@ -27,7 +27,7 @@ NO_TOKEN = -2
 PROMPT_LOGITS_AT_ONCE = 256
 
 LOGIT_COPIES = 3
-"""In float32, besides the logits: what log-probabilities of all rows take, or penalties in all rows."""
+"""Float32 copies of the logits that log-probabilities or penalties of all rows take, besides the logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class RowChunk:
     samples: bool
     """Whether these are the last tokens, so that the next one is drawn."""
     prompt_targets: Sequence[int] = ()
-    """The prompt tokens at `start + 1` and following whose log-probabilities are wanted, …"""
+    """The prompt tokens from `start + 1` on whose log-probabilities are wanted."""
     num_prompt_logprobs: int = 0
-    """… and how many of the most likely tokens at each position."""
+    """How many of the most likely tokens are wanted at each of these positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,18 @@ class BlockUpdates:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Leave to decode the step's rows for several steps, each with the tokens of the one before.
+    """Permission to decode the step's rows for several steps, each with the tokens of the one before.
 
-    A worker may end the run after any of them. It ends it with a step in which a row draws a stop token.
+    A worker may end the run after any step. It ends the run after a step in which a row draws a stop token.
     """
 
     max_steps: int = 1
     is_stop: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(1, dtype=np.bool_))
-    """By token id, as far as it goes: whether it ends an answer."""
+    """By token id: whether it ends an answer. Ids beyond the array do not."""
     is_awaited: Callable[[], bool] = lambda: False
-    """Whether there is something else to do, so that the run has to end."""
+    """Whether other work waits, so that the run has to end."""
     is_watched: bool = True
-    """Whether somebody reads the tokens as they come, so that the run has to be short."""
+    """Whether tokens are read as they arrive, so that the run has to be short."""
 
 
 ONE_STEP = DecodeRun()
@@ -119,7 +119,7 @@ class StepInput:
     samples_on_host: bool = False
     """Whether a row that draws needs more than the sampling kernel: log-probabilities, penalties, masks, …"""
     run: DecodeRun = ONE_STEP
-    """How far workers that can may go on. Others compute one step."""
+    """How far workers that support runs may go on. Others compute one step."""
 
     @property
     def num_rows(self) -> int:
@@ -143,7 +143,7 @@ class StepInput:
         return int(self.sample_counts.sum())
 
     def accept(self, drawn: Sequence[int]) -> list[Sequence[int]]:
-        """The tokens that each row gains, of those `drawn` `[num_samples]`.
+        """The tokens that each row gains from the tokens `drawn` `[num_samples]`.
 
         A draft is accepted if the row drew the same token in its place. The token drawn after the last accepted draft
         is the row's last.
@@ -159,7 +159,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step computed. Everything is by the row's index in the step."""
+    """The results of a step, by the row's index in the step."""
 
     token_ids: Sequence[int]
     """The tokens that rows gained, one row after the other."""
@@ -167,12 +167,12 @@ class StepOutput:
     """How many tokens each row gained: 0 for a chunk in the middle of a prompt, up to 1 + d for d draft tokens.
     None: one each."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Of the tokens gained, where they were asked for."""
+    """Log-probabilities of the tokens gained, for rows that asked for them."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
-    """What went wrong in single rows. The others are valid."""
+    """Errors of single rows. The other rows are valid."""
     num_steps: int = 1
-    """How many steps of a `DecodeRun` were computed: the tokens that each row gained."""
+    """How many steps of a `DecodeRun` were computed. Each row gained so many tokens."""
 
     @classmethod
     def of(cls, gained: Sequence[Sequence[int]]) -> Self:
@@ -215,8 +215,8 @@ class Rows:
 
     def __init__(self, num_groups: int, max_num_rows: int, max_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        # By group of layers: the rows' block tables. A row is filled with -1 before its first use, so that others take
-        # no memory.
+        # By group of layers: the rows' block tables. A row is filled with -1 before its first use, so that unused rows
+        # take no memory.
         self.tables = np.empty((num_groups, max_num_rows, max_blocks), dtype=np.int64)
         self._are_filled = np.zeros(max_num_rows, dtype=np.bool_)
 
@@ -230,7 +230,7 @@ class Rows:
         self.tables[updates.groups, updates.rows, updates.places] = updates.blocks
 
     def gather(self, step: StepInput) -> StepBatch:
-        """The step's batch, in which tokens known to the device alone are `LAST_TOKEN`."""
+        """The step's batch. Tokens known only on the device are `LAST_TOKEN`."""
         decoding = step.decoding
         rows, starts, input_ids = decoding.rows, decoding.starts, decoding.token_ids.ravel()
         num_decoding = len(rows)
@@ -273,7 +273,7 @@ def wants_prompt_logprobs(step: StepInput) -> bool:
 
 def prompt_logprobs(step: StepInput, batch: StepBatch) -> Iterator[tuple[int, IntArray, Sequence[int], int]]:
     """Prompt tokens whose log-probabilities are wanted, some at a time: the row's index in the step, the places in the
-    batch whose logits say them, the tokens, and how many of the likeliest are wanted besides."""
+    batch whose logits predict them, the tokens, and how many of the most likely tokens are wanted, too."""
     firsts = np.cumsum(batch.tokens.query_lens) - batch.tokens.query_lens
     for index, chunk in enumerate(step.chunks, start=len(step.decoding.rows)):
         for start in range(0, len(chunk.prompt_targets), PROMPT_LOGITS_AT_ONCE):

@@ -39,7 +39,7 @@ def write_call(command: Command, arguments: Sequence[Any], ranks: Sequence[int])
 
 
 def handle_call(worker: RankWorker, command: Command, message: Message) -> Message:
-    """Carry out a command on another rank than the driver."""
+    """Carry out a command on a rank other than the driver."""
     values = message.values
     match command:
         case Command.LOAD:
@@ -121,7 +121,7 @@ def _arrays(message: Message) -> dict[str, IntArray]:
 
 
 def write_step(step: StepInput, hook_patterns: Sequence[str]) -> Message:
-    """A step for other ranks than the driver, which do not sample: what `starts` say is left out."""
+    """A step for ranks other than the driver. They do not sample, so `starts` is left out."""
     chunks = step.chunks
     fields = [
         (chunk.row, chunk.start, len(chunk.token_ids), chunk.samples, len(chunk.prompt_targets)) for chunk in chunks

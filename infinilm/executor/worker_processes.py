@@ -21,14 +21,14 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class RankProcess(Protocol):
-    """What runs one rank, with a socket to the driver. `ChildProcess` is the model."""
+    """A process that runs one rank, with a socket to the driver. The interface follows `ChildProcess`."""
 
     socket: socket.socket
 
     def has_ended(self) -> bool: ...
     def kill(self) -> None: ...
     def wait(self, timeout_s: float | None = None) -> object:
-        """Wait for the end, and kill it after `timeout_s`."""
+        """Wait for the end, and kill the process after `timeout_s`."""
 
     def describe_death(self, title: str) -> str:
         """How the rank called `title` died."""
@@ -45,16 +45,16 @@ class Place:
     node: str | None = None
     """The machine's name in errors, if it is not this one."""
     num_threads: int | None = None
-    """None: its share of the driver's."""
+    """None: its share of the driver's threads."""
 
 
 class Ranks(Protocol):
-    """What places and starts the ranks of one engine: as processes of this host, or somewhere else."""
+    """Places and starts the ranks of one engine, as processes of this host or somewhere else."""
 
     def place(self, rank: int) -> Place: ...
     def start(self, rank: int) -> RankProcess: ...
     def close(self) -> None:
-        """Release what is left when all have ended. Calling it again does nothing."""
+        """Release what is left when all ranks have ended. Calling it again does nothing."""
 
 
 class _RankChild(ChildProcess):
@@ -84,16 +84,16 @@ class Peer:
     def __init__(self, rank: int, title: str, process: RankProcess, *, is_in_last_stage: bool) -> None:
         self.rank = rank
         self.title = title
-        """Its number, its pipeline stage if there are several, and its node if that is another than the driver's."""
+        """Its number, its pipeline stage if there are several, and its node if that is not the driver's."""
         self.is_in_last_stage = is_in_last_stage
         self.num_owed = 0
-        """Replies outstanding."""
+        """The number of outstanding replies."""
         self.process = process
         self._channel = Channel(self.process.socket)
 
     def send(self, command: Command, message: Message) -> None:
         """Send a command. If the process has ended, `receive` reports it."""
-        with interrupts_held():  # the other half of a message would be read as the next
+        with interrupts_held():  # the rank would read half a message as the next one
             with suppress(ChannelClosedError):
                 self._channel.send(Message({"command": command, **message.values}, message.tensors))
             self.num_owed += 1
@@ -150,11 +150,11 @@ class Peers:
             Thread(target=self._watch, name="infinilm-watch", daemon=True).start()
 
     def receive(self) -> list[tuple[Peer, Message]]:
-        """The next reply of each."""
+        """The next reply of each peer."""
         return [(peer, self._receive(peer)) for peer in list(self.all)]
 
     def drain(self) -> list[tuple[Peer, Message]]:
-        """All replies outstanding."""
+        """All outstanding replies."""
         replies: list[tuple[Peer, Message]] = []
         for peer in list(self.all):
             while peer.num_owed:
@@ -224,7 +224,7 @@ class Peers:
                 self.kill()
 
     def _watch(self) -> None:
-        """The driver may be waiting for one rank when another dies."""
+        """Watch all ranks: the driver may be waiting for one when another dies."""
         while not self._is_closed.wait(WATCH_INTERVAL_S):
             for peer in list(self.all):
                 if peer.process.has_ended():

@@ -1,10 +1,10 @@
-"""What a rank takes besides weights and KV cache, estimated before anything is loaded.
+"""Estimates the memory of a rank besides weights and KV cache, before anything is loaded.
 
-On a GPU this decides only whether the model is loaded. Activations and libraries are then measured, and graphs and what
-grows with the length of texts, which can't be, are as estimated.
+On a GPU the estimate decides only whether the model is loaded. Activations and libraries are then measured. Graphs, and
+what grows with the length of texts, can't be measured and stay as estimated.
 
-The estimates are for the largest steps that the settings allow, and rather too high than too low. Freed memory stays
-with torch in pieces that don't join, so a layer's tensors are counted as if all were there at once.
+The estimates are for the largest steps that the settings allow, and are too high rather than too low. torch keeps freed
+memory in pieces that don't join, so a layer's tensors are counted as if all existed at once.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from infinilm.executor.step_graphs import Shape
 
 GRAPH_BYTES = 2 << 20
-"""The driver's copy of a graph, and a few numbers per token that its step begins with."""
+"""The GPU driver's copy of a graph, and a few numbers per token that its step begins with."""
 LIBRARY_BYTES = 512 << 20
-"""cuBLAS keeps up to 64 MiB for each of two streams, and code, of cuBLAS and cuDNN above all, is loaded to the device
-when it is first used."""
+"""cuBLAS keeps up to 64 MiB for each of two streams. Code, mostly of cuBLAS and cuDNN, is loaded to the device when it
+is first used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class StepShape:
     hidden: int
     queries: int
     keys: int
-    """Values are as many."""
+    """The same for values."""
     channels: int
-    """In a channel mixer."""
+    """The width of a channel mixer."""
     vocab: int
     itemsize: int
 
@@ -67,35 +67,35 @@ class StepShape:
     def layer_bytes(self, num_tokens: int) -> int:
         """The tensors of a layer with so many tokens. The next layer uses the same memory."""
         width = (
-            2 * self.hidden  # the residual, which is added to in place, and the norm of it
+            2 * self.hidden  # the residual, which is updated in place, and its norm
             + self.queries
-            + 2 * self.keys  # these three as they are projected
-            + self.queries  # turned by their positions
-            + self.queries  # what they attended to
+            + 2 * self.keys  # queries, keys and values as projected
+            + self.queries  # rotated by their positions
+            + self.queries  # the results of attention
             + self.channels
         )
         return num_tokens * width * self.itemsize
 
     def logits_bytes(self) -> int:
-        """The logits of a step, as computed and in float32, and what is made of them."""
+        """The logits of a step, as computed and in float32, and their `LOGIT_COPIES`."""
         num_rows = max(self.num_rows, min(self.num_tokens, PROMPT_LOGITS_AT_ONCE))
         computed = self.itemsize if self.itemsize < 4 else 0  # or they are in float32 already
         return num_rows * self.vocab * (computed + 4 + 4 * LOGIT_COPIES)
 
     def long_prefill_bytes(self) -> int:
-        """What `LongPrefill` takes in one layer, besides keys and values: there may be 2 x 2,048 rows of filling.
+        """What `LongPrefill` takes in one layer, besides keys and values. There may be 2 x 2,048 rows of padding.
 
-        Queries, their results, those of one piece of the keys, and that once more if cuDNN lays it out differently; in
-        float32 the results so far, before and after that piece is added.
+        These are the queries, their results, the results of one piece of the keys, and a copy of those if cuDNN lays
+        them out differently; in float32, the results so far, before and after that piece is added.
         """
         return (self.num_tokens + 2 * 2048) * self.queries * (4 * self.itemsize + 2 * 4)
 
     def graph_bytes(self, shapes: Sequence["Shape"]) -> int:
         """CUDA graphs of these shapes.
 
-        They compute in memory that all of them share, and are first computed without a graph on a stream that keeps as
-        much. Their logits come on top: those that end with them hold on to them, and captured from small to large, each
-        finds what was there before too small.
+        All graphs share the memory they compute in. Steps are first computed without a graph, on a stream that keeps as
+        much. Logits come on top: graphs that end with logits keep them, and if they are captured from small to large,
+        each needs new memory because the earlier pieces are too small.
         """
         if not shapes:
             return 0
@@ -113,7 +113,7 @@ def estimate_workspace(
     max_model_len: int,
     tp_size: int = 1,
 ) -> Workspace:
-    """What each rank takes besides weights and KV cache, for texts of up to `max_model_len` tokens."""
+    """The memory of each rank besides weights and KV cache, for texts of up to `max_model_len` tokens."""
     shape = StepShape.of(config, model_config, dtype, max_model_len=max_model_len, tp_size=tp_size)
     attention_bytes, prefill_bytes, gathered_bytes = 0, 0, 0
     graphs: list[Shape] = []
@@ -126,10 +126,10 @@ def estimate_workspace(
         if uses_graphs(config, device):
             graphs = graph_shapes(shape.num_rows, shape.num_tokens)
     angle_bytes = 4 * model_config.max_head_dim
-    # Per block: in a step's tables, as int64 and as int32; in those of graphs, as they come and as they are used.
+    # Bytes per block: in a step's tables as int64 and as int32; in the tables of graphs as copied and as used.
     table_bytes = (8 + 4) * shape.num_rows + (4 + 4) * graph_table_rows(graphs)
     return Workspace(
-        # Logits come after the last layer, where the memory of long prompts is free again.
+        # Logits are computed after the last layer, when the memory of long prompts is free again.
         activations=shape.layer_bytes(shape.num_tokens) + max(shape.logits_bytes(), prefill_bytes),
         attention=attention_bytes,
         graphs=shape.graph_bytes(graphs),
@@ -139,15 +139,15 @@ def estimate_workspace(
 
 
 def uses_graphs(config: Config, device: "Device") -> bool:
-    """Whether decode steps are to be CUDA graphs."""
+    """Whether decode steps should be CUDA graphs."""
     return not config.enforce_eager and _has_triton(config, device)
 
 
 def decode_attention_bytes(num_rows: int, heads: int, head_dim: int) -> int:
     """The workspaces of decode attention.
 
-    They double until there is one for all rows, and those before are kept for graphs that may use them: together less
-    than two of the last.
+    Each is twice as large as the one before, until one fits all rows. Earlier ones are kept, because graphs may use
+    them. Together they take less than twice the last one.
     """
     from infinilm.kernels.decode_attention import DecodeWorkspace  # which needs Triton
 
@@ -164,7 +164,7 @@ def graph_shapes(num_rows: int, num_tokens: int) -> list["Shape"]:
 
 
 def graph_table_rows(shapes: Sequence["Shape"]) -> int:
-    """The rows of block tables in graphs' inputs: steps that only decode share theirs."""
+    """The rows of block tables in graphs' inputs. Graphs of decode steps share theirs."""
     decoding = max((shape.num_rows for shape in shapes if shape.num_tokens == 0), default=0)
     mixed = {(shape.num_rows, shape.num_tokens) for shape in shapes if shape.num_tokens > 0}
     return decoding + sum(num_rows for num_rows, _ in mixed)
@@ -175,7 +175,7 @@ def _has_triton(config: Config, device: "Device") -> bool:
 
 
 def _attends_long(shape: StepShape, head_dim: int, dtype: "DType", device: "Device", max_model_len: int) -> bool:
-    """Whether `LongPrefill` takes any step of a prompt that is computed in chunks as large as they may be."""
+    """Whether `LongPrefill` computes any step of a prompt that is divided into the largest possible chunks."""
     import torch
 
     from infinilm.attention.long_prefill import LongPrefill  # which needs Triton
@@ -184,5 +184,5 @@ def _attends_long(shape: StepShape, head_dim: int, dtype: "DType", device: "Devi
     if long_prefill.why_not(torch.empty(0, 1, head_dim, **kind)) is not None:
         return False
     chunk = min(shape.num_tokens, max_model_len)
-    ends = np.arange(chunk, min(max_model_len, max(chunk, 1 << 20)) + 1, chunk)  # those after are like the last
+    ends = np.arange(chunk, min(max_model_len, max(chunk, 1 << 20)) + 1, chunk)  # later chunks are like the last
     return bool(long_prefill.covers(np.full_like(ends, chunk), ends))

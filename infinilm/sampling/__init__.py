@@ -5,8 +5,8 @@ The order of the rules, for each row on its own:
 1. The model's raw logits. Log-probabilities, if asked for, are taken here (`logprobs`).
 2. `logit_bias`, then `repetition_penalty` (tokens of prompt and answer), then `frequency_penalty` and
    `presence_penalty` (tokens of the answer), then stop ids become −inf until `min_tokens`, then the
-   `logits_processors` in their order
-   (`logits_processors`). Last, what the grammar of `structured` forbids becomes −inf (`masks`).
+   request's `logits_processors` in their order (`logits_processors`). Last, what the grammar of
+   `structured` forbids becomes −inf (`masks`).
 3. A greedy row takes the greatest logit, the first of equals, and is done.
 4. `temperature`, then a cut-off: `top_k`, then `top_p` of what `top_k` left, then `min_p` (`truncation`).
 5. The draw among what is left, keyed by seed and position (`noise`).
@@ -16,8 +16,8 @@ tie with the last one kept stay too, so the order of equal tokens never matters.
 
 Steps 3 to 5 are `draw`, with faster twins for GPUs (`infinilm.kernels.sampling`) and for CPUs (`native/sampling.cpp`).
 
-Rows do not influence each other. Where a faster way serves only some rows, each row's own values decide; sums
-that decide something are sums of integers, which come out the same in any order and grouping.
+Rows do not influence each other. If a faster way serves only some rows, each row's own values decide whether it is
+used. Sums that decide something are sums of integers, which are the same in any order and grouping.
 
 `InferEngine.Input` brings its own uniform number and asks for InfiniCore's rule instead, so that results match
 InfiniLM's: `check_uniform`, then `draw_uniform` (`uniform`). It draws straight from the raw logits by temperature,
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+def __getattr__(name: str) -> Any:  # imports what needs torch on first use
     if name in ("UniformValues", "check_uniform", "draw_uniform"):
         return getattr(import_module("infinilm.sampling.uniform"), name)
     raise AttributeError(f"module 'infinilm.sampling' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What the sampler does with logits on a torch device."""
+"""The sampler's operations on logits on a torch device."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ class DeviceArrays:
         return torch.cat(list(parts))
 
     def to_float32(self, logits: Tensor) -> Tensor:
-        """Logits that may be overwritten."""
+        """The logits in float32, which may be overwritten."""
         if not has_kernels(self.device):
             return logits.float()
         from infinilm.kernels.cast import to_float32  # which needs Triton
@@ -70,7 +70,7 @@ class DeviceArrays:
         return found.ids, found.values
 
     def reader(self, token_ids: Tensor) -> Callable[[], list[int]]:
-        """What gives the tokens later. A GPU copies them meanwhile."""
+        """A function that returns the tokens later. A GPU copies them meanwhile."""
         if self.device.type != "cuda":
             return token_ids.tolist
         copy, event = to_pinned(token_ids), torch.cuda.current_stream().record_event()

@@ -1,4 +1,4 @@
-"""What the sampler does with logits in the host's memory: NumPy and the native library. No torch here."""
+"""The sampler's operations on logits in the host's memory: NumPy and the native library, no torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class HostArrays:
-    """See `DeviceArrays`: the same for arrays."""
+    """The operations of `DeviceArrays`, for NumPy arrays."""
 
     upload = staticmethod(native.keep_arrays)
     draw = staticmethod(native.draw_arrays)

@@ -1,7 +1,7 @@
 """Changes to logits before truncation: bias, penalties, `min_tokens` and the request's own functions.
 
 All but the functions are operations over all rows of a step that use them (`HostArrays`, `DeviceArrays`). Their indices
-are computed once for as long as the step's rows stay the same (`_Batch`). No torch here.
+are computed once and reused as long as the step's rows stay the same (`_Batch`). Needs no torch.
 """
 
 import math
@@ -71,8 +71,8 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 class _RowRules:
     bias_ids: IntArray  # [b]
     biases: npt.NDArray[np.float32]  # [b]
-    stop_ids: IntArray  # [s], not to be drawn …
-    first_stop: int  # … before this position
+    stop_ids: IntArray  # [s], must not be drawn before `first_stop`
+    first_stop: int  # the first position at which `stop_ids` may be drawn
     slot: int | None  # of `TokenCounts`
     functions: tuple[LogitsProcessor, ...]
     output_ids: list[int]  # the answer so far, kept only for `functions`
@@ -83,7 +83,7 @@ class _Batch:
     """The rules of a step's rows. A logit's index is `index of the row in the step * vocab + token id`."""
 
     rows: tuple[int, ...]
-    bias_indices: Any  # [b] int64, or None; this and the next three are where the logits are
+    bias_indices: Any  # [b] int64, or None; this and the next three are on the logits' device
     biases: Any  # [b] float32, or None
     penalized: Any  # [k] int64, places of rows with penalties, or None
     slots: Any  # [k] int64, or None

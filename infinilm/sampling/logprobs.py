@@ -75,8 +75,8 @@ def _by_kernels(logits: "torch.Tensor", targets: "torch.Tensor", num_top: int) -
 
 
 def _topk_of_row(logits: "torch.Tensor", count: int) -> "torch.Tensor":
-    """The ids `[1, count]` of the greatest `logits` `[vocab]`, best first. Of equals the first come first: libraries
-    take any."""
+    """The ids `[1, count]` of the greatest `logits` `[vocab]`, best first. Equal ones are in order of their ids, which
+    libraries don't ensure."""
     import torch
 
     bits = logits.float().view(torch.int32)

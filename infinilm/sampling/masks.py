@@ -1,4 +1,4 @@
-"""Applies the token masks of grammars: one mask for all of a step's rows that have a grammar. No torch here."""
+"""Applies the token masks of grammars: one mask for all of a step's rows that have a grammar. Needs no torch."""
 
 from collections.abc import Callable, KeysView, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Tokens drawn, and what reads them."""
+    """Drawn tokens that `matchers` have not advanced by yet, and a function that reads them."""
 
     matchers: Sequence[TokenMatcher]
     read: Callable[[], list[int]]
@@ -25,8 +25,8 @@ class _Drawn:
 class TokenMasks:
     """The grammar matchers of rows.
 
-    On a GPU the host reads a token only when the next one is about to be drawn. By then the device computes the logits
-    of the next step, and the host computes the mask at the same time.
+    On a GPU the host reads a token only when the next one is about to be drawn. At that time the device computes the
+    logits of the next step while the host computes the mask.
     """
 
     def __init__(self, vocab_size: int, arrays: "HostArrays | DeviceArrays") -> None:

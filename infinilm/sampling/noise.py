@@ -2,11 +2,11 @@
 
 Each token gets a uniform 32-bit hash h, made an exponential variate e = −log(1 − (h + ½) / 2³²). The token
 with the greatest `scaled logit − log e` wins: a draw from the softmax of the scaled logits. The noise of a
-token depends on nothing else, so a request draws the same in any batch, and whichever other tokens
+token depends on nothing else, so a request draws the same in any batch, no matter which other tokens
 truncation has removed.
 
 Seed and position become a 64-bit key on the host: output number `position` of the SplitMix64 generator
-whose state starts at the scrambled seed. Token id and key then go through MurmurHash3's finaliser, less its
+whose state starts at the scrambled seed. Token id and key then go through MurmurHash3's finaliser without its
 first shift: a token's part is `mix(id, 0, 0)`, made once, and its hash `mix(part, upper half, lower half)` with
 
     mix(h, a, b):  h = (h ^ a) · 85ebca6b;  h ^= b;  h ^= h >> 13;  h = h · c2b2ae35;  h ^= h >> 16

@@ -132,7 +132,7 @@ class Sampler:
     def sample(self, logits: Any, rows: Sequence[int], positions: Sequence[int]) -> Samples:
         """Draw one token per row from its raw `logits` [n, vocab] of any floating type.
 
-        Those in float32 may be overwritten. `rows` are live; `positions` say how many tokens are before each drawn one.
+        Logits in float32 may be overwritten. `rows` must be live. `positions` count the tokens before each drawn one.
         Waits for the device only if a row has logits processors, or for its previous draw if a row has a grammar.
         """
         if not self._live.issuperset(rows):

@@ -1,4 +1,4 @@
-"""The settings of a draw, as kernels take them, and its seed. No torch here."""
+"""The settings of a draw in the form that kernels take, and its seed. Needs no torch."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ DRAW_SETTINGS = np.dtype(
 def scramble(values: Any) -> Any:
     """SplitMix64's finaliser: a bijection of 64-bit integers in which every bit affects every other.
 
-    Of a Python integer, or an array of uint64.
+    Takes a Python integer or an array of uint64.
     """
     values = ((values ^ (values >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     values = ((values ^ (values >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -28,5 +28,5 @@ def scramble(values: Any) -> Any:
 
 
 def scrambled_seed(seed: int) -> int:
-    """The generator's initial state for any integer seed, of which the low 64 bits count."""
+    """The generator's initial state for any integer seed. Only the low 64 bits of the seed count."""
     return int(scramble(seed & MASK64))

@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p as one cut-off value per row, read off the row's sorted logits.
 
 The greatest `NUM_LEADERS` logits are mostly enough; otherwise the whole row is sorted. They are found through the
-maxima of small blocks: a row's k greatest values lie in the k blocks with the greatest maxima, which are fast to
+maxima of small blocks: a row's k greatest values lie in the k blocks with the greatest maxima. Maxima are fast to
 compute, so nearly all of the vocabulary is read only once.
 
 Probabilities are summed as integers, in units of 2⁻⁴⁰ of the row's greatest, so neither the order of the additions nor
@@ -109,7 +109,7 @@ def total_weights(logits: torch.Tensor, scale: Scale) -> torch.Tensor:
 def find_cutoffs(
     leaders: torch.Tensor, vocab_size: int, scale: Scale, limits: Limits, totals: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cut-offs [n, 1], and the rows for which they are sure and leave `leaders` only, [n] bool.
+    """The cut-offs [n, 1], and for which rows they are certain and keep only `leaders`, [n] bool.
 
     `leaders` [n, c] are the rows' greatest logits, best first. Unless they are the whole vocabulary, `totals`
     [n, 1] holds the weight of it all in rows with top-p and no top-k; elsewhere it can be anything.

@@ -5,7 +5,7 @@ descending order, equal ones by index, c is the running sum of exp((x − max) /
 i with c[i] ≥ random_val · min(c[top_k − 1], top_p · c[last]).
 
 Sums are computed in integers and then rounded to float32 for all comparisons: a row draws the same in any batch, with
-any order of additions, and however many logits are sorted.
+any order of additions, for any number of sorted logits.
 """
 
 from collections.abc import Sequence
