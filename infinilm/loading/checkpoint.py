@@ -50,8 +50,8 @@ class Checkpoint(Protocol):
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
         """Yield the part of a matrix that begins at `starts` and has this `shape`, some rows at a time. Thread-safe.
 
-        `format` is the `packed_format`, the stored GGML format, or one of `QUANTIZERS`, to which rows are then quantised
-        while reading.
+        `format` is the `packed_format`, the stored GGML format, or one of `QUANTIZERS`; with the latter, rows are
+        quantised while reading.
         """
 
     def input_order(self, name: str) -> Ints | None:

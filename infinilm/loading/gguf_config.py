@@ -96,7 +96,7 @@ class GGUFMetadata:
         return float(self._positive(key, default, (int, float), "a positive number"))
 
     def _positive(self, key: str, default: float | None, types: tuple[type, ...], wanted: str) -> Any:
-        """One of the architecture's keys; required without a default."""
+        """The value of one of the architecture's keys, which is required if there is no default."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -116,12 +116,12 @@ class GGUFMetadata:
         return value
 
     def sampling(self, key: str) -> Any:
-        """A default of `general.sampling`. A float32 gets the decimal digits that it was written with."""
+        """A default in `general.sampling`. Float32 values are converted back to the digits they were written with."""
         value = self._pairs.get(f"general.sampling.{key}")
         return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def scaling_keys(self) -> set[str]:
-        """What follows `rope.scaling.` in the architecture's keys."""
+        """The ends of the architecture's keys that begin with `rope.scaling.`."""
         prefix = f"{self.architecture}.rope.scaling."
         return {key.removeprefix(prefix) for key in self._pairs if key.startswith(prefix)}
 
