@@ -109,7 +109,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 class QKVParallelLinear(Linear):
     """The projections to queries, keys and values, or some of them, sharded by heads.
 
-    With more ranks than key-value heads, each head is held by `num_copies` adjacent ranks.
+    With more ranks than key-value heads, each key-value head is held by `num_copies` adjacent ranks.
     """
 
     def __init__(

@@ -113,7 +113,8 @@ def _yarn(plain: Floats, head_dim: int, rope: Mapping[str, Any]) -> Floats:
 
 
 def _llama3(plain: Floats, rope: Mapping[str, Any]) -> Floats:
-    """Stretch pairs slower than `low_freq_factor` turns per original length, keep those faster than `high_…`."""
+    """Stretch pairs that turn fewer than `low_freq_factor` times over the original length; keep pairs that turn more
+    than `high_freq_factor` times; interpolate between them."""
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     fastness = np.clip((turns - low) / (high - low), 0, 1)

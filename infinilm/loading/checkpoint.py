@@ -33,7 +33,7 @@ class Checkpoint(Protocol):
         """
 
     def check_values(self) -> None:
-        """Refuse implausible scales and indices of quantised matrices. This reads tensors, not only headers."""
+        """Refuse invalid scales and indices of quantised matrices. This reads tensors, not only headers."""
 
     def read(self, name: str) -> "Tensor":
         """Read a tensor in its stored type; quantised ones as float32."""

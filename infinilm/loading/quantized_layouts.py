@@ -97,7 +97,7 @@ class QuantizedMatrix(ABC):
 
     @abstractmethod
     def check_values(self) -> None:
-        """Refuse implausible scales and indices. Their shapes and types are checked earlier."""
+        """Refuse invalid scales and indices. Their shapes and types are checked earlier."""
 
     def check_version(self) -> None:
         """Refuse a wrong version of GPTQ, with which all zeros are off by one. All matrices have the same version."""
@@ -267,7 +267,7 @@ class Int4Matrix(QuantizedMatrix):
 
     @cached_property
     def _groups(self) -> Ints | None:
-        """The group of each input; None if inputs are ordered by group."""
+        """The group of each input; None if groups are consecutive inputs, in order."""
         if not self._has_index:
             return None
         groups = self._tensors.read_array(self._index).astype(np.int64)

@@ -88,7 +88,7 @@ class InferEngine(GenerationMixin):
     `guarantee` is "yes", or the reason why results may depend on what else is computed, as in `LLM.stats()`.
 
     `generate` uses the cache from its beginning and overwrites its contents. Calls from several threads run one after
-    the other, in order. An error leaves the engine as it was before the call.
+    the other, in order. After any error the next call finds the engine as before.
     """
 
     Input: TypeAlias = InferInput

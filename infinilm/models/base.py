@@ -52,7 +52,7 @@ class StagedModel(InfinilmModel, Protocol):
 
     @property
     def stage(self) -> Stage:
-        """Its layers."""
+        """The stage and its layers."""
 
     def __call__(
         self,

@@ -67,7 +67,7 @@ _NEUTRAL_KEYS = frozenset(
         ),
     )
 )
-# The neutral keys that could ask for another behaviour, each with the value that asks for the one there is.
+# The neutral keys that could request another behaviour, each with the only supported value.
 _NEUTRAL_VALUES = {
     "is_encoder_decoder": False,
     "output_attentions": False,

@@ -34,7 +34,7 @@ class ModelFamily:
     """
 
     class_name: str
-    """Its name under `architectures` in a config.json."""
+    """The name under `architectures` in a config.json."""
     config_class: type[ModelConfig] | str
     model: ModelBuilder | str
     """The model. Its `weight_targets` and `is_ignorable` give the names of its weights in a checkpoint."""

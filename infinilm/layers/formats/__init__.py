@@ -107,9 +107,9 @@ class WeightFormats:
         return name if tile_format(name).has_tiles else None
 
     def find_of_experts(self, names: Sequence[str], columns: ShardRange) -> str | None:
-        """The common format in which these experts' matrices are kept: on a GPU any, on a CPU none of `FORMATS`.
+        """The common format of these experts' matrices. A GPU keeps any format; a CPU keeps formats outside `FORMATS`.
 
-        None if they have none or different ones, or if the format reorders inputs.
+        None if the matrices have none or different ones, or if the format reorders inputs.
         """
         from infinilm.distributed.grouped import GroupedFormat
 
