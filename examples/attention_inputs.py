@@ -1,10 +1,11 @@
-"""Where attention looks: queries and keys captured by hooks, made into a picture of a layer's attention maps.
+"""Draws the attention maps of a layer, from queries and keys that hooks capture.
 
 Run it: `python examples/attention_inputs.py --out attention.png`
 
-One panel per head, three in a row. In each, row i shows where token i looks, column j how much token j is looked at;
-the darker, the more. The text says something twice, and heads 4 and 5 of this layer do what makes language models
-repeat and copy: from each word of the second time they look at what came after that word the first time.
+The picture has one panel per head, three in a row. In a panel, row i shows the tokens that token i attends to, and
+column j the tokens that attend to token j. Darker means more. The text repeats a sentence. Heads 4 and 5 of this layer
+do what makes language models repeat and copy: from each word of the second sentence they attend to the word that
+followed it in the first sentence.
 """
 
 import argparse
@@ -25,7 +26,7 @@ PANELS_IN_A_ROW, CELL, GAP = 3, 12, 12
 
 
 def capture(engine: InferEngine, tokens: list[int], layer: int) -> tuple[Tensor, Tensor]:
-    """The layer's queries `[T, heads, head_dim]` and keys `[T, kv_heads, head_dim]`, turned by their positions."""
+    """The layer's queries `[T, heads, head_dim]` and keys `[T, kv_heads, head_dim]`, after rotation."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str, tensor: Tensor, _: int) -> None:
@@ -40,7 +41,7 @@ def capture(engine: InferEngine, tokens: list[int], layer: int) -> tuple[Tensor,
 
 
 def attention_maps(query: Tensor, key: Tensor) -> Tensor:
-    """`[heads, T, T]`: how much each token (row) looks at each (column); rows sum to 1."""
+    """The attention weights `[heads, T, T]` of each token (row) on each token (column). Rows sum to 1."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)  # query heads share keys in groups
     scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[2])
     is_later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
@@ -48,8 +49,8 @@ def attention_maps(query: Tensor, key: Tensor) -> Tensor:
 
 
 def draw(maps: Tensor) -> Tensor:
-    """All maps in one grey picture `[height, width]` of bytes, on a grey ground."""
-    # The root: most weights are small, and should be seen.
+    """All maps in one greyscale picture `[height, width]` of bytes, on a grey background."""
+    # The square root makes small weights visible; most weights are small.
     panels = (255 * (1 - maps.sqrt())).round().to(torch.uint8)
     panels = panels.repeat_interleave(CELL, dim=1).repeat_interleave(CELL, dim=2)
     side = panels.shape[1] + GAP
@@ -69,13 +70,13 @@ def write_png(path: Path, picture: Tensor) -> None:
 
     height, width = picture.shape
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)  # 8 bits of grey
-    lines = b"".join(b"\0" + row.numpy().tobytes() for row in picture)  # each as it is, without a filter
+    lines = b"".join(b"\0" + row.numpy().tobytes() for row in picture)  # 0: no filter
     chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
 
 
 def main() -> None:
-    """Capture, compute, draw; and say where the last token looks."""
+    """Draw the maps, and print which tokens the last token attends to."""
     parser = argparse.ArgumentParser(description="Draw the attention maps of a layer.")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompt", default=PROMPT)
@@ -92,7 +93,7 @@ def main() -> None:
     write_png(options.out, draw(maps))
     print(f"{options.out}: layer {options.layer}, {len(maps)} heads, left to right and down")
     for head, weights in enumerate(maps[:, -1]):
-        # All heads look at the first token if there is nothing else to look at.
+        # Heads attend to the first token if no other token is relevant, so it is left out.
         place = 1 + int(weights[1:].argmax())
         looks = f"{weights[place]:4.0%} at {words[place]!r} ({place})"
         print(f"head {head}: {words[-1]!r} looks {looks}, {weights[0]:4.0%} at the first token")

@@ -2,8 +2,8 @@
 
 Run it: `python examples/continuous_batching.py`
 
-Every forward pass takes what is new of each request, a whole prompt of one that has just joined, the last token of
-one that is under way, and gives each its next token. This is what `LLM` does, without its refinements.
+Every forward pass computes the new tokens of each request and draws its next token. For a request that has just joined,
+the new tokens are its prompt; for the others, the last token. `LLM` does the same, with refinements.
 """
 
 from collections import deque
@@ -20,12 +20,12 @@ PROMPTS = {
     "Roses are red, violets are blue, sugar is sweet, and so": 8,
     "Water boils at": 10,
 }
-"""Each with the number of tokens to add to it."""
+"""The prompts, each with the number of tokens to add."""
 
 
 @dataclass
 class Request:
-    """A text that grows, and its place in the cache."""
+    """A growing text, and its blocks in the cache."""
 
     name: int
     tokens: list[int]
@@ -35,16 +35,16 @@ class Request:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the finished text takes."""
+        """The number of blocks that the finished text takes."""
         return -(-self.final_len // BLOCK_SIZE)
 
 
 def step(engine: InferEngine, running: list[Request]) -> None:
-    """Compute what is new of each request, and add a token to each."""
+    """Compute the new tokens of each request, and add a token to each."""
     new_tokens = [request.tokens[request.num_cached :] for request in running]
     longest = max(len(request.blocks) for request in running)
     output = engine.forward(
-        input_ids=[token for tokens in new_tokens for token in tokens],  # [total], laid end to end
+        input_ids=[token for tokens in new_tokens for token in tokens],  # [total], concatenated
         cache_lengths=[request.num_cached for request in running],
         input_lengths=[len(request.tokens) for request in running],  # cached and new
         block_tables=[request.blocks + [-1] * (longest - len(request.blocks)) for request in running],
@@ -56,7 +56,7 @@ def step(engine: InferEngine, running: list[Request]) -> None:
 
 
 def main() -> None:
-    """Answer all prompts, then compare with one at a time."""
+    """Answer all prompts together, then compare with answers computed one at a time."""
     engine = InferEngine("smollm2-135m", cache_config=PagedKVCacheConfig(NUM_BLOCKS, BLOCK_SIZE))
     tokenizer = engine.tokenizer
     assert tokenizer is not None  # the checkpoint has one

@@ -1,9 +1,9 @@
-"""Logit lens: what the model would say if it stopped after each layer.
+"""Logit lens: the tokens that the model would predict if it stopped after each layer.
 
 Run it: `python examples/logit_lens.py --prompt "The capital of France is"`
 
-A hook keeps the output of every layer. The final norm and the output head, made for the last layer's output, are
-applied to each of them.
+A hook keeps the output of every layer. The final norm and the output head, which are made for the last layer, are
+applied to each layer's output.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from infinilm.debug import HookRegistry
 
 
 def capture(engine: InferEngine, tokens: list[int]) -> tuple[Tensor, int]:
-    """What each layer makes of the last token, `[layers, hidden]`, and the token that the model says next."""
+    """The outputs of all layers for the last token, `[layers, hidden]`, and the token that the model predicts."""
     outputs: list[Tensor] = []
     registry = HookRegistry()
-    for layer in range(engine.config.num_hidden_layers):  # "layer*_output" would be attention's and MLP's as well
+    for layer in range(engine.config.num_hidden_layers):  # "layer*_output" would match attention and MLP outputs, too
         registry.register_hook(f"layer{layer}_output", lambda _, tensor, __: outputs.append(tensor[-1].float().cpu()))
     engine.set_hook_registry(registry)
     next_token = int(engine.forward(input_ids=tokens, temperature=0).output_ids.item())
@@ -29,10 +29,10 @@ def capture(engine: InferEngine, tokens: list[int]) -> tuple[Tensor, int]:
 
 
 def read_off(engine: InferEngine, hidden: Tensor) -> Tensor:
-    """The probabilities `[layers, vocab]` of the next token, by final norm and head."""
+    """The probabilities `[layers, vocab]` of the next token, from the final norm and the head."""
     weights = {name: weight.float() for name, weight in engine.state_dict()[0].items() if ".layers." not in name}
     normed = F.rms_norm(hidden, hidden.shape[1:], weights["model.norm.weight"], engine.config.rms_norm_eps)
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])  # often they are one
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])  # tied embeddings
     return (normed @ head.T).softmax(dim=-1)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="The capital of France is")
     options = parser.parse_args()
 
-    engine = InferEngine(options.model, quantization="none")  # weights that can be read
+    engine = InferEngine(options.model, quantization="none")  # quantised weights can't be read
     tokenizer = engine.tokenizer
     assert tokenizer is not None, f"{options.model} has no tokenizer"
     hidden, answer = capture(engine, tokenizer.encode(options.prompt))

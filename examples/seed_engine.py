@@ -1,4 +1,4 @@
-"""The whole of `InferEngine` in one go: four ranks, weights loaded one by one, a batch, a cache that grows.
+"""All of `InferEngine` in one example: four ranks, weights loaded one by one, a batch, and a cache that is enlarged.
 
 Run it: `python examples/seed_engine.py`
 """
@@ -10,7 +10,7 @@ import infinilm
 
 def make_weights(config: infinilm.models.LlamaConfig) -> dict[str, torch.Tensor]:
     """Random weights in place of a checkpoint's, by their Hugging Face names: norms are 1, outputs of order 1."""
-    with infinilm.InferEngine(config, device_type="cpu") as engine:  # one rank, which has every weight whole
+    with infinilm.InferEngine(config, device_type="cpu") as engine:  # one rank holds all weights in full
         shapes = {name: weight.shape for name, weight in engine.state_dict()[0].items()}
     generator = torch.Generator().manual_seed(0)
     return {
@@ -82,7 +82,7 @@ def main() -> None:
     current_cache = engine.get_cache_config()
     print(current_cache.num_blocks)  # 2048
 
-    engine.close()  # or leave it to the end of the program
+    engine.close()  # optional: it also happens at the end of the program
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Run it: `python examples/seed_llm.py`
 
-Prompts are continued as they are, and this chat model often finds that there is nothing to add to the second one;
-`llm.chat` would put them as questions.
+`generate` continues prompts as they are. This chat model often adds nothing to the second one. `llm.chat` would send
+the prompts as a user's messages.
 """
 
 from infinilm import LLM, SamplingParams

@@ -1,4 +1,4 @@
-"""Tensor parallelism on a CPU: one model over three processes, the same answer, and what each process holds.
+"""Tensor parallelism on a CPU: one model on three processes gives the same answer. Prints the shards of each process.
 
 Run it: `python examples/tensor_parallel.py`
 """
@@ -7,7 +7,7 @@ from infinilm import InferEngine
 from infinilm.distributed import DistConfig
 from infinilm.errors import InvalidValueError
 
-MODEL = "smollm2-135m"  # with 9 attention heads and 3 key-value heads, which 3 ranks can share, but not 2
+MODEL = "smollm2-135m"  # it has 9 attention heads and 3 key-value heads: 3 ranks can share them, 2 can't
 PROMPT = "The capital of France is"
 SHOWN = (
     "model.embed_tokens.weight",

@@ -1,4 +1,4 @@
-"""Text generation for models and engines: `GenerationMixin.generate` and what it returns."""
+"""Text generation for models and engines: `GenerationMixin.generate` and its results."""
 
 from infinilm.generation.arrays import infini_to_numpy
 from infinilm.generation.mixin import GenerationMixin, GenerationStep, NextTokens

@@ -21,10 +21,10 @@ _NUMPY_TYPES = frozenset(
 
 
 def infini_to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """The tensor as an array: sharing memory if it is on the CPU, otherwise a copy.
+    """The tensor as an array. It shares the tensor's memory on the CPU, otherwise it is a copy.
 
-    It holds floats of 16, 32 or 64 bits, integers or bool. NumPy has no bfloat16: such a tensor is copied as float32,
-    which holds the same numbers. Other types are refused.
+    Supported are floats of 16, 32 or 64 bits, integers and bool. A bfloat16 tensor, which NumPy does not have, is
+    copied to float32 with the same values. Other types are refused.
     """
     if not isinstance(tensor, Tensor):
         raise InvalidTypeError(f"tensor must be a torch tensor, not {type(tensor).__name__}")
@@ -38,9 +38,10 @@ def infini_to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def read_rows(name: str, values: Any, limit: int) -> IntArray:
-    """`values` `[rows, columns]`, or one row `[columns]`, of integers from 0 to `limit` - 1, as `[rows, columns]`.
+    """Convert integers `[rows, columns]`, or one row `[columns]`, to an array `[rows, columns]`.
 
-    Accepts torch tensors, NumPy arrays and nested lists. `name` names them in errors.
+    `values` is a torch tensor, a NumPy array or nested lists, with integers from 0 to `limit` - 1. Errors call it
+    `name`.
     """
     array = _as_array(name, values)
     if array.ndim == 1:

@@ -29,11 +29,11 @@ class GenerationConfig(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """The number of token ids."""
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
-        """What ends an answer."""
+        """The token or tokens that end an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class GenerationStep:
     """The input of one step."""
 
     text: Tensor
-    """`[batch, length]` int64 on the CPU: prompts and answers so far."""
+    """`[batch, length]` int64 on the CPU: the prompts, and the answers so far."""
     num_computed: int
-    """Tokens of each row that earlier steps have computed: 0 in the first step, then all but the last."""
+    """The tokens of each row that earlier steps computed: 0 in the first step, then all except the last."""
     sampling: UniformValues
     """`temperature`, `top_k`, `top_p` and `random_val`, `[batch]` each."""
 
@@ -54,28 +54,28 @@ class GenerationStep:
 
 
 NextTokens = Callable[[GenerationStep], Sequence[int]]
-"""Computes a step: the next token of each row."""
+"""Computes a step and returns the next token of each row."""
 
 
 class GenerationMixin:
-    """Adds `generate` to a host.
+    """Adds `generate` to a class.
 
-    The host has a `config`, may have a `tokenizer`, and defines in `_start_generation` how a step is computed.
+    The class has a `config`, may have a `tokenizer`, and implements `_start_generation`, which computes the steps.
     """
 
     config: GenerationConfig
     tokenizer: Decoder | None = None
 
     def _start_generation(self, batch_size: int, max_len: int) -> NextTokens:
-        """Prepare for `batch_size` rows of up to `max_len` tokens, prompt and answer; the last is never computed.
+        """Prepare for `batch_size` rows of up to `max_len` tokens, prompt and answer. The last token is never computed.
 
-        Returns the function that computes the steps, in order. State between steps, such as a cache, belongs there, so
-        that calls of `generate` are independent. A host that can't hold the text raises `PromptTooLongError`.
+        Returns the function that computes the steps, in order. That function should hold the state between steps, such
+        as a cache, so that calls of `generate` are independent. Raises `PromptTooLongError` if the text does not fit.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement _start_generation to generate")
 
     def _eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer; a host whose checkpoint names more than the `config` overrides this."""
+        """The tokens that end an answer. Override this if the checkpoint names more of them than the `config`."""
         ids = self.config.eos_token_id
         listed = ids if isinstance(ids, list) else [ids]
         return tuple(each for each in listed if each is not None and each < self.config.vocab_size)
@@ -95,14 +95,14 @@ class GenerationMixin:
     ) -> GenerationOutput:
         """Continue the prompts `input_ids` `[batch, seq]` or `[seq]`: a tensor, an array or lists.
 
-        Rows that draw an end token are padded with the first end token while the others continue; with `stop_on_eos`
-        off, or if the model has no end token, all rows get `max_new_tokens`. `temperature` (0 is greedy), `top_k` (0 or
-        less: no limit) and `top_p` are one number or one per row. A row's draws depend on the `seed` and its index in
-        the batch; without a seed they differ between calls.
+        Rows that draw an end token are padded with the first end token while the other rows continue. Without
+        `stop_on_eos`, or if the model has no end token, all rows get `max_new_tokens`. `temperature` (0 is greedy),
+        `top_k` (0 or less: no limit) and `top_p` are one number, or one per row. A row's draws depend on the `seed` and
+        on its index in the batch; without a seed they differ between calls.
 
-        `tokenizer`, by default the host's own, decodes the answers: any object with `decode(ids)`. `streamer` is one of
-        transformers' (its `put` gets the prompt, then each step's tokens, then `end` is called) or a function that is
-        called with the list of each step's tokens, one per row, padding included.
+        `tokenizer` decodes the answers. It is any object with `decode(ids)`; by default it is the model's own.
+        `streamer` is a transformers streamer (`put` gets the prompt, then each step's tokens; `end` is called last), or
+        a function that gets the list of each step's tokens, one per row, including padding.
         """
         prompts = read_rows("input_ids", input_ids, self.config.vocab_size)
         max_new_tokens, stop_on_eos, seed = map(plain_number, (max_new_tokens, stop_on_eos, seed))
@@ -140,7 +140,7 @@ class _Draws:
         self._rows = [np.random.default_rng((seed, row)) for row in range(batch_size)]
 
     def next(self) -> npt.NDArray[np.float64]:
-        # Drawn in float32, in which they are used, so that none is rounded up to 1.
+        # Drawn in float32, the type in which they are used, so that none is rounded up to 1.
         return np.array([row.random(dtype=np.float32) for row in self._rows], dtype=np.float64)
 
 
@@ -165,7 +165,7 @@ class _Rows:
         return bool(answer) and answer[-1] in self._eos_token_ids
 
     def append(self, drawn: Sequence[int]) -> list[int]:
-        """Add a step's tokens; returns them, with padding for rows that have ended."""
+        """Add a step's tokens. Returns them, with padding for rows that have ended."""
         added = list(drawn)
         for row, answer in enumerate(self.answers):
             if self._has_ended(answer):
@@ -199,7 +199,7 @@ def _run(
     draws: _Draws,
     put: Callable[[list[int]], object] | None,
 ) -> list[float]:
-    """Compute steps until all rows are done; returns the seconds of each."""
+    """Compute steps until all rows are done. Returns each step's time in seconds."""
     seconds = []
     while not rows.are_done:
         step = GenerationStep(rows.so_far(), rows.num_computed, {**sampling, "random_val": draws.next()})

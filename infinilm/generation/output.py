@@ -1,4 +1,4 @@
-"""What `generate` returns, and how it streams tokens."""
+"""The results of `generate`, and the interface of streamers."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -16,26 +16,26 @@ class GenerationTimings:
     batch_size: int
     num_prompt_tokens: int
     num_new_tokens: int
-    """Without padding."""
+    """The number of new tokens, without padding."""
     num_steps: int
     ttft_s: float
-    """Time to first token: the prefill, and drawing the first token of each row."""
+    """Time to first token: the prefill, including drawing the first token of each row."""
     decode_s: float
-    """All steps after the first."""
+    """The time of all steps after the first."""
 
     @property
     def mean_itl_s(self) -> float | None:
-        """Inter-token latency: the mean time of a step after the first; None if there was none."""
+        """Inter-token latency: the mean time of the steps after the first; None if there were none."""
         return self.decode_s / (self.num_steps - 1) if self.num_steps > 1 else None
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens of all rows per second of prefill."""
+        """The prompt tokens of all rows per second of prefill."""
         return self.num_prompt_tokens / self.ttft_s
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """New tokens of all rows, without the first of each, per second of decoding; None if there was none."""
+        """The new tokens of all rows, except each row's first, per second of decoding; None without decode steps."""
         return (self.num_new_tokens - self.batch_size) / self.decode_s if self.num_steps > 1 else None
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class GenerationTimings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationOutput:
-    """The answers to a batch of prompts, in their order."""
+    """The answers to a batch of prompts, in the order of the prompts."""
 
     token_ids: list[list[int]]
     """The new tokens of each row, including the one that ended it."""

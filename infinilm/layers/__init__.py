@@ -1,4 +1,4 @@
-"""The layers that models are made of, whole or shared out over ranks."""
+"""The layers that models consist of, whole or sharded over ranks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ __all__ = [
     "apply_rotary",
 ]
 
-# Imported when they are asked for: they need torch, which names and tables do not.
+# Imported at first use: these files need torch; `names.py` and `rotary_tables.py` do not.
 _FILES = {
     "Attention": "attention",
     "ParallelLMHead": "embedding",

@@ -8,7 +8,7 @@ from infinilm.kernels.support import has_kernels
 
 
 class SiluAndMul(nn.Module):
-    """`silu(gate) * up` of `[T, 2n]`, gates first: `[T, n]`."""
+    """`silu(gate) * up` for `[T, 2n]` with gates first. Returns `[T, n]`."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class SiluAndMul(nn.Module):
 
     def forward(self, gate_up: Tensor) -> Tensor:
         if self._has_kernels:
-            from infinilm.kernels.activation import silu_mul  # which needs Triton
+            from infinilm.kernels.activation import silu_mul  # needs Triton
 
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)

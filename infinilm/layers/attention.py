@@ -20,13 +20,13 @@ from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 
 class Attention(Mixer):
-    """A token mixer in which groups of query heads share a key and a value head.
+    """A token mixer in which groups of query heads share a key and a value head (grouped-query attention).
 
-    A token sees the last `window` tokens, itself included; None: all. Scores are multiplied by `scale`; None:
-    `head_dim**-0.5`. With a `cap` they are then `cap * tanh(score / cap)`. With `has_sinks` each head has a sink, a
+    A token sees the last `window` tokens, including itself; None: all. Scores are multiplied by `scale`; None:
+    `head_dim**-0.5`. With a `cap` they then become `cap * tanh(score / cap)`. With `has_sinks` each head has a sink, a
     learned score of a key without a value. With `qk_norm_eps` queries and keys are normalised before they are
-    rotated: each head by a `norm_class`, or all heads as one with `norms_all_heads`.
-    With `has_gate` the query projection also gives each query's gate, whose sigmoid its result is multiplied by.
+    rotated: each head by a `norm_class`, or all heads as one vector with `norms_all_heads`. With `has_gate` the query
+    projection also computes a gate for each query, and the attention result is multiplied by the gate's sigmoid.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Attention(Mixer):
                 self.k_norm = ParallelRMSNorm(k, qk_norm_eps, num_copies=self.qkv.num_copies, **kind)
             else:
                 self.q_norm, self.k_norm = (norm_class(head_dim, qk_norm_eps, **kind) for _ in range(2))
-        # The kernels know norms of single heads.
+        # The kernels only support norms of single heads.
         has_plain_norms = type(self.q_norm) in (NoneType, RMSNorm)
         self._has_kernels = has_kernels(options["device"]) and has_plain_norms
 
@@ -119,10 +119,10 @@ class Attention(Mixer):
         return output if residual is None else output.add_(residual)
 
     def _rope_and_store_kv(self, heads: Tensor, cache: Tensor, step: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys by their positions and store keys and values.
+        """Rotate queries and keys by their positions, and store keys and values.
 
-        Returns the queries `[T, heads, head_dim]` and what they attend to: the layer's `cache`, unless the cache's
-        `update` gives something else.
+        Returns the queries `[T, heads, head_dim]` and the tensor that they attend to: the layer's `cache`, or the
+        result of the cache's own `update`.
         """
         if self._has_kernels and step.taps is None and step.cache.only_stores:
             from infinilm.kernels.rope_store import rope_store
@@ -147,7 +147,7 @@ class Attention(Mixer):
         normed = qk
         if self.q_norm is not None and self.k_norm is not None:
             q, k = torch.split(qk, [self.num_heads, self.num_kv_heads], dim=1)
-            if isinstance(self.q_norm, ParallelRMSNorm):  # all heads as one
+            if isinstance(self.q_norm, ParallelRMSNorm):  # it normalises all heads as one vector
                 q, k = q.flatten(1), k.flatten(1)
             normed = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1).view(qk.shape)
         apply_rotary(normed, *step.angles(self.rotary), out=qk, is_interleaved=self.rotary.is_interleaved)
@@ -161,13 +161,13 @@ class Attention(Mixer):
         return heads[:, : self.num_heads], cache
 
     def _show(self, taps: Taps, heads: Tensor, stage: str) -> None:
-        """Show queries and keys to hooks, and before they are rotated values too."""
+        """Show queries and keys to hooks; before rotation also the values."""
         q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         shown = {"q": (q, 1), "k": (k, self.qkv.num_copies)}
         if stage == "after_proj":
             shown["v"] = (v, self.qkv.num_copies)
         for name, (tensor, num_copies) in shown.items():
-            # A projection is seen as the matrix's outputs, rotated ones as heads; both are views of `heads`.
+            # Hooks see projections as the matrix's outputs, and rotated tensors as heads; both are views of `heads`.
             view = tensor.view(len(tensor), -1) if stage == "after_proj" else tensor
             point = f"attention_{name}_{stage}"
             taps.see(point, view, self.layer, is_shared_out=True, num_copies=num_copies)

@@ -1,4 +1,4 @@
-"""The gated delta net: a token mixer whose memory of the text is a state of fixed size."""
+"""The gated delta net: a recurrent token mixer with a state of fixed size."""
 
 from typing import Any, NamedTuple, Unpack
 
@@ -19,7 +19,7 @@ from infinilm.layers.state_plan import PromptStates, StatePlan
 
 
 class _Inputs(NamedTuple):
-    """What the tokens were projected to. Rows may be apart."""
+    """The tokens' projections. Their rows need not be contiguous in memory."""
 
     channels: Tensor  # [T, q, k and v]
     gate: Tensor  # [T, value heads * value_dim]
@@ -30,8 +30,8 @@ class _Inputs(NamedTuple):
 class GatedDeltaNet(Mixer):
     """Queries, keys and values pass a short causal convolution, then the gated delta rule (`kernels/delta_rule.py`).
 
-    Its state is `[value_heads, key_dim, value_dim]`, and the last inputs of the convolution, `[channels, width - 1]`.
-    Groups of value heads share a query and a key head. The result of each head is normalised and gated.
+    The state is `[value_heads, key_dim, value_dim]`, plus the last inputs of the convolution, `[channels, width - 1]`.
+    Groups of value heads share a query and a key head. Each head's result is normalised and gated.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class GatedDeltaNet(Mixer):
         return output
 
     def _mix(self, projected: Tensor, step: ForwardContext) -> Tensor:
-        """What becomes of the tokens' projections, `[T, value heads * value_dim]`."""
+        """Compute the result from the tokens' projections: `[T, value heads * value_dim]`."""
         plan, states = step.plan, step.cache.states[self.layer]
         assert isinstance(plan, StatePlan)
         if plan.places is None:
@@ -110,7 +110,7 @@ class GatedDeltaNet(Mixer):
         return mixed
 
     def _mix_by_library(self, projected: Tensor, step: ForwardContext) -> Tensor:
-        """The same by the native library: a text's tokens one after the other, so that chunks change no bit."""
+        """The same by the native library, token by token, so that chunking a text does not change any bit."""
         conv = self._weight.t().contiguous()
         decay, dt_bias, norm = -self.a_log.exp(), self.dt_bias, self.norm.float()
         numbers = dict(
@@ -133,7 +133,7 @@ class GatedDeltaNet(Mixer):
         return _Inputs(*torch.split(projected, [sum(self._sizes[:3]), *self._sizes[3:]], dim=-1))
 
     def _step(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
-        """The requests with one new token: `[n, value heads * value_dim]`."""
+        """Compute the requests with one new token: `[n, value heads * value_dim]`."""
         if self._has_kernels:
             return self._step_by_kernels(plan, inputs, states)
         memory, before = (self._read(part, plan) for part in states)
@@ -145,7 +145,7 @@ class GatedDeltaNet(Mixer):
         return self._norm_and_gate(output, inputs.gate)
 
     def _step_by_kernels(self, plan: StatePlan, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
-        if self._is_ordered:  # the same kernels for one token as for more
+        if self._is_ordered:  # use the same kernels for one token as for several
             out = torch.empty(inputs.gate.shape, dtype=inputs.gate.dtype, device=inputs.gate.device)
             self._prompts_by_kernels(plan.singles, inputs, states, out)
             return out
@@ -167,7 +167,7 @@ class GatedDeltaNet(Mixer):
         )
 
     def _prompts_by_kernels(self, rows: PromptRows, inputs: "_Inputs", states: list[Tensor], out: Tensor) -> None:
-        """The requests with several new tokens: their rows of `out` `[T, value heads * value_dim]`."""
+        """Compute the requests with several new tokens into their rows of `out` `[T, value heads * value_dim]`."""
         from infinilm.kernels.delta_prompts import conv_prompts, delta_prompts, gate_prompts
         from infinilm.kernels.delta_tokens import delta_tokens
 
@@ -194,12 +194,12 @@ class GatedDeltaNet(Mixer):
 
     @staticmethod
     def _read(part: Tensor, plan: StatePlan | PromptStates) -> Tensor:
-        """The states that texts go on from; zeros for those that begin."""
+        """The states that texts continue from; zeros for new texts."""
         found = part[plan.sources]
         return found.masked_fill_(plan.is_first.view(-1, *[1] * (found.dim() - 1)), 0)
 
     def _compute_prompts(self, prompts: PromptStates, inputs: "_Inputs", states: list[Tensor]) -> Tensor:
-        """The requests with several new tokens: `[P, value heads * value_dim]`."""
+        """Compute the requests with several new tokens: `[P, value heads * value_dim]`."""
         memory, before = (self._read(part, prompts) for part in states)
         channels = torch.cat((before.transpose(1, 2).flatten(0, 1), inputs.channels.float()))
         width = self.conv.shape[2]
@@ -223,7 +223,7 @@ class GatedDeltaNet(Mixer):
         return self.conv.squeeze(1).float()
 
     def _heads_of(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[…, value heads, dim]` of channels `[…, channels]`."""
+        """Split channels `[…, channels]` into queries, keys and values `[…, value heads, dim]`."""
         activated = F.silu(convolved.to(self.conv.dtype))
         query, key, value = torch.split(activated, self._sizes[:3], dim=-1)
         query, key = (
@@ -233,14 +233,14 @@ class GatedDeltaNet(Mixer):
         return query * self.key_dim**-0.5, key, value.view(*value.shape[:-1], -1, self.value_dim).float()
 
     def _norm_and_gate(self, mixed: Tensor, gate: Tensor) -> Tensor:
-        """The heads' results `[n, heads, value_dim]` float32 to `[n, heads * value_dim]` of the gate's type."""
+        """The heads' results `[n, heads, value_dim]` float32 to `[n, heads * value_dim]` in the gate's type."""
         wide = mixed.to(gate.dtype).float()
         scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt_()
         normed = (wide * scale).to(gate.dtype) * self.norm
         return (normed.flatten(1) * F.silu(gate.float())).to(gate.dtype)
 
     def _show_states(self, step: ForwardContext) -> None:
-        """Show each request's state `[N, heads, key_dim, value_dim]`."""
+        """Show each request's state `[N, heads, key_dim, value_dim]` to hooks."""
         assert step.taps is not None
         states, tables = step.cache.states[self.layer], step.batch.block_tables
         lasts = torch.from_numpy((step.batch.context_lens - 1) // step.cache.block_size)

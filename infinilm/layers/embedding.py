@@ -1,4 +1,4 @@
-"""The table of token embeddings and the output head, sharded by tokens of the vocabulary."""
+"""The token embeddings and the output head, sharded over the vocabulary."""
 
 from typing import ClassVar
 
@@ -13,11 +13,11 @@ from infinilm.layers.formats import DENSE, Weight, WeightFormats
 class _VocabParallel(nn.Module):
     """One row of `hidden` numbers per token of the vocabulary.
 
-    Every rank has as many rows, so that results can be gathered; the last ranks may have rows to spare.
+    Every rank has the same number of rows, so that results can be gathered; the last ranks may have unused rows.
     """
 
     is_table: ClassVar[bool]
-    """Whether rows are looked up as well as multiplied with."""
+    """Whether the matrix is used for look-ups as well as for products."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class _VocabParallel(nn.Module):
         self.group = group
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden]` to `[n, vocab]` on rank 0, and to nothing on the others."""
+        """`[n, hidden]` to `[n, vocab]` on rank 0, and to an empty tensor on the others."""
         own = self.matrix.multiply(hidden)
         return own if self.group.size == 1 else self.group.gather(own)[..., : self.rows.full]
 
@@ -51,7 +51,7 @@ class _VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """The table of token embeddings; `logits` uses it as the output head, for models that tie the two."""
+    """The token embeddings. `logits` uses them as the output head, for models with tied embeddings."""
 
     is_table = True
 
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """The output head: `[n, hidden]` to `[n, vocab]` on rank 0, and to nothing on the others."""
+    """The output head. Only rank 0 gets logits; see `logits`."""
 
     is_table = False
 

@@ -1,7 +1,8 @@
-"""Multi-head latent attention: keys and values are kept as one small vector per token, from which heads are made.
+"""Multi-head latent attention: the cache holds one small vector per token, which stands for the keys and values of all
+heads.
 
-The matrices that make a head's key and value from the vector are applied to the query and to the result instead, so
-that heads attend to the vectors themselves: all query heads share one key, whose first part is also the value.
+The matrices that expand the vector into a head's key and value are applied to the query and to the result instead.
+Heads therefore attend to the vectors themselves: all query heads share one key, and its first part is also the value.
 """
 
 from typing import Unpack
@@ -21,10 +22,10 @@ from infinilm.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 
 
 class LatentAttention(Mixer):
-    """A token mixer whose cache holds, of each token, a normalised vector of `rank` and a rotated key of `rope_dim`.
+    """A token mixer that caches a normalised vector of size `rank` and a rotated key of size `rope_dim` per token.
 
-    A head's query has `plain_dim` numbers without and `rope_dim` with rotation. With a `query_rank` queries, too, are
-    made from a smaller vector.
+    A head's query has `plain_dim` numbers without rotation and `rope_dim` with rotation. With a `query_rank` queries
+    are also made from a smaller vector.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LatentAttention(Mixer):
             self.query_norm = RMSNorm(query_rank, norm_eps, dtype=dtype, device=device)
         self.latents = Linear(hidden_size, latents, bias=bias, dtype=dtype, device=device, formats=options["formats"])
         self.latent_norm = RMSNorm(rank, norm_eps, dtype=dtype, device=device)
-        # By head: the rows that make a key, then those that make a value.
+        # For each head the rows that make a key, then those that make a value.
         shape = (self.heads.length * (plain_dim + value_dim), rank)
         self.expansion = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
         self.out = RowParallelLinear(num_heads * value_dim, {"o_proj": hidden_size}, bias=bias, **options)
@@ -90,9 +91,9 @@ class LatentAttention(Mixer):
         return output
 
     def _attend(self, query: Tensor, latents: Tensor, step: ForwardContext) -> Tensor:
-        """Of queries `[T, heads, plain + rope_dim]` and new tokens `[T, rank + rope_dim]`: `[T, heads, value_dim]`."""
+        """Queries `[T, heads, plain + rope_dim]` and new tokens `[T, rank + rope_dim]` to `[T, heads, value_dim]`."""
         kept = torch.cat((self.latent_norm(latents[:, : self.rank]), latents[:, self.rank :]), 1)
-        # The rotated parts of all heads and of the key, turned as one.
+        # The rotated parts of all heads and of the key, in one call.
         rotated = torch.cat((query[..., self.plain_dim :], kept[:, None, self.rank :]), dim=1)
         apply_rotary(rotated, *step.angles(self.rotary), out=rotated, is_interleaved=self.rotary.is_interleaved)
         kept[:, self.rank :] = rotated[:, -1]
@@ -144,14 +145,14 @@ class LatentAttention(Mixer):
             scale=self.scale,
         )
         out = torch.empty(len(query), self.heads.length * self.value_dim)
-        # Copies: the library changes what it is given.
+        # Copies, because the library changes its arguments in place.
         kept, queries = (torch.empty(part.shape).copy_(part) for part in (latents, query.flatten(1)))
         arrays = native.arrays_of(kept, queries, out)
         heads.run(*arrays[:2], step.cache.native, step.cache.native_place(self.layer), step.plan, arrays[2])
         return out.view(*query.shape[:2], -1).to(query.dtype)
 
     def _by_head(self) -> tuple[Tensor, Tensor]:
-        """`[heads, plain_dim, rank]` and `[heads, value_dim, rank]`."""
+        """The expansions to keys `[heads, plain_dim, rank]` and to values `[heads, value_dim, rank]`."""
         by_head = self.expansion.view(self.heads.length, -1, self.rank)
         return by_head[:, : self.plain_dim], by_head[:, self.plain_dim :]
 

@@ -1,8 +1,8 @@
 """Linear layers, whole and sharded over ranks.
 
-A rank of a column-parallel layer has some of the matrix's rows (a checkpoint stores `[out, in]`) and computes some
-of the outputs. A rank of a row-parallel layer has the columns for those inputs, and the ranks' results are summed.
-So a column-parallel layer followed by a row-parallel one takes one all-reduce.
+In a column-parallel layer each rank holds some of the matrix's rows (a checkpoint stores `[out, in]`) and computes
+some of the outputs. In a row-parallel layer each rank holds the columns for those inputs, and the ranks' results are
+summed. A column-parallel layer followed by a row-parallel one needs one all-reduce.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from infinilm.layers.norm import RMSNorm
 
 
 class Linear(nn.Module):
-    """`x Wᵀ + b` for one or more matrices with the same input, kept and multiplied as one.
+    """`x Wᵀ + b` for one or more matrices with the same input, stored and multiplied as one.
 
-    `outputs` maps each matrix's name in the checkpoint to its rows, in the order of the result:
-    `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, first the gate's values, then the up's. Where a rank
-    holds only a part of the rows or of the columns, a `ShardRange` says which. The weight format (`matrix`) stores
-    and multiplies them.
+    `outputs` maps each matrix's name in the checkpoint to its number of rows, in the order of the result:
+    `{"gate_proj": 1536, "up_proj": 1536}` gives `[T, 3072]`, the gate's values first. A `ShardRange` says which of the
+    rows or columns a rank holds, if it holds only a part. The weight format (`matrix`) stores and multiplies the
+    matrices.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(sum(rows), dtype=dtype, device=device), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """`x` `[T, in]`, after the `norm` if there is one, to `[T, out]`.
+        """`x` `[T, in]`, after the `norm` if given, to `[T, out]`.
 
-        A `residual` `[T, out]` is added; its memory may become the result's.
+        A `residual` `[T, out]` is added; the result may reuse its memory.
         """
         return self.matrix.multiply(x, self.bias, residual, norm)
 
     def weight_targets(self, prefix: str = "") -> dict[str, Shard]:
-        """Where to load to, shaped as in a checkpoint: `{prefix}{output}.weight` and, if there is one, `.bias`."""
+        """The weights to load: `{prefix}{output}.weight`, and `.bias` if there is one, shaped as in a checkpoint."""
         targets: dict[str, Shard] = {}
         shards = self.matrix.shards(list(self.outputs.values()), self.columns)
         first = 0
@@ -84,7 +84,7 @@ class ColumnParallelLinear(Linear):
 
 
 class GateUpParallelLinear(Linear):
-    """The two matrices that an MLP begins with: `[T, hidden]` to this rank's `[T, gate and up]`."""
+    """The first two matrices of an MLP: `[T, hidden]` to this rank's `[T, gate and up]`."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 class QKVParallelLinear(Linear):
     """The projections to queries, keys and values, or some of them, sharded by heads.
 
-    With more ranks than key-value heads, `num_copies` ranks next to each other hold the same one.
+    With more ranks than key-value heads, each key-value head is held by `num_copies` adjacent ranks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class QKVParallelLinear(Linear):
         q, kv = (
             ShardRange(p.start * head_dim, p.length * head_dim, p.full * head_dim) for p in (self.heads, self.kv_heads)
         )
-        if has_gate:  # twice as many rows: each query head's, then its gate's
+        if has_gate:  # twice as many rows: each query head's rows are followed by its gate's
             q = ShardRange(2 * q.start, 2 * q.length, 2 * q.full)
         outputs = dict(zip(QKV, (q, kv, kv), strict=True))
         super().__init__(hidden_size, {name: outputs[name] for name in projections}, bias=bias, **options)
@@ -158,15 +158,15 @@ class RowParallelLinear(Linear):
         self.group = group
 
     def forward(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """This rank's `x` `[T, share of in]` to the whole `[T, out]`, added to the `residual` if there is one."""
-        if self.group.rank > 0:  # the sum holds bias and residual once
+        """This rank's `x` `[T, share of in]` to the whole `[T, out]`, plus the `residual` if given."""
+        if self.group.rank > 0:  # only rank 0 adds bias and residual
             return self.group.all_reduce(self.matrix.multiply(x))
         whole = super().forward(x, residual, norm)
         return self.group.all_reduce(whole) if self.group.communicates else whole
 
 
 def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-    """Refuse a number of ranks over which heads can't be sharded."""
+    """Refuse a number of ranks that the heads can't be sharded over."""
     divides = num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
     if num_heads % num_ranks or not divides:
         fitting = [

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of: mixers, and the context in which a forward pass calls them."""
+"""Mixers, the parts of a decoder layer, and the context in which a forward pass calls them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,13 @@ from infinilm.layers.rotary_embedding import RotaryEmbedding
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one forward pass share."""
+    """What all layers of a cache group share in one forward pass."""
 
     batch: ForwardBatch
     cache: Cache
     backend: AttentionBackend
-    plan: Any  # the backend's own, of this batch
-    taps: Taps | None  # None: no hook is to see anything
+    plan: Any  # the backend's plan for this batch
+    taps: Taps | None  # None: there are no hooks
     _angles: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def angles(self, rotary: RotaryEmbedding) -> tuple[Tensor, Tensor]:
@@ -32,11 +32,14 @@ class ForwardContext:
         return self._angles[rotary]
 
     def scales_of(self, layer: int) -> dict[str, Tensor]:
-        """The scales of a layer's cache as a keyword argument of backends; nothing if it has none."""
+        """The scales of a layer's cache as a keyword argument of backends; empty if the cache has no scales."""
         return {"scales": self.cache.scales[layer]} if self.cache.scales else {}
 
     def update_cache(self, layer: int, kv: Tensor) -> Tensor:
-        """Give the cache's own `update` the new keys and values `[T, 2, kv_heads, head_dim]`: what to attend to."""
+        """Call the cache's own `update` with the new keys and values `[T, 2, kv_heads, head_dim]`.
+
+        Returns the tensor to attend to.
+        """
         current = self.cache.layers[layer]
         seen = self.cache.update(layer, kv[:, 0], kv[:, 1], self.batch.slot_mapping)
         if not isinstance(seen, Tensor) or seen.shape != current.shape or seen.dtype != current.dtype:
@@ -51,13 +54,13 @@ class ForwardContext:
 class Mixer(nn.Module):
     """The part of a decoder layer between a norm and the residual: a token mixer or a channel mixer.
 
-    `forward(x, step, residual, norm)` computes `residual + mix(norm(x))` `[T, hidden]`, without what is None. Norm and
-    residual are arguments so that a mixer can fuse them into its first and last matrix product. The residual's memory
-    may become the result's.
+    `forward(x, step, residual, norm)` computes `residual + mix(norm(x))` `[T, hidden]`; norm and residual may be None.
+    They are arguments so that a mixer can fuse them into its first and last matrix product. The result may reuse the
+    residual's memory.
     """
 
     def __init__(self, layer: int, prefix: str) -> None:
-        """`prefix` is that of the mixer's weights in a checkpoint, after the layer's."""
+        """`prefix` is the mixer's part of its weights' names in a checkpoint, after the layer's prefix."""
         super().__init__()
         self.layer, self.prefix = layer, prefix
 

@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
 }
-"""By Hugging Face's names."""
+"""The activation functions by Hugging Face's names."""
 
 
 class MLP(Mixer):

@@ -1,4 +1,4 @@
-"""The sparse channel mixer: a router chooses some experts, each a small gated MLP, for every token."""
+"""The sparse channel mixer: a router chooses some experts for every token. Each expert is a small gated MLP."""
 
 from typing import Any, Unpack
 
@@ -22,7 +22,7 @@ from infinilm.layers.norm import RMSNorm
 
 
 class Experts(nn.Module):
-    """The experts of a layer. Each rank has a share of every expert's intermediate size."""
+    """The experts of a layer. Each rank holds a share of every expert's intermediate size."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class Experts(nn.Module):
             self.matrix = DenseExperts(*sizes, **how, is_ordered=formats.is_ordered, half=half)
 
     def _common_formats(self, formats: WeightFormats) -> tuple[str, str] | None:
-        """The formats of gate and up, and of down, if those of all experts are kept in one."""
+        """The common format of all experts' gates and ups, and that of all downs; None unless both exist."""
         gate_ups = [name for names in self._tensor_names() for name in names[:2]]
         downs = [names[2] for names in self._tensor_names()]
         kinds = formats.find_of_experts(gate_ups, self._hidden), formats.find_of_experts(downs, self._inner)
         return None if kinds[0] is None or kinds[1] is None else (kinds[0], kinds[1])
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
+        """The weighted sum of each row's experts, plus the residual if given.
 
-        It is added to the residual, if there is one.
+        `x` is `[T, hidden]`; the experts' `ids` and their `weights` are `[T, k]`.
         """
         mixed = self.matrix.mix(x, ids, weights, residual if self._group.rank == 0 else None)
         return self._group.all_reduce(mixed) if self._group.communicates else mixed
@@ -87,7 +87,7 @@ class Experts(nn.Module):
         return dict(zip(names, shards, strict=True))
 
     def _tensor_names(self) -> list[list[str]]:
-        """By expert: the names of gate, up and down, after the layer's prefix."""
+        """For each expert the names of gate, up and down, without the layer's prefix."""
         parts = self._names.gate, self._names.up, self._names.down
         return [[f"experts.{expert}.{part}.weight" for part in parts] for expert in range(self._num_experts)]
 
@@ -111,12 +111,12 @@ class SparseMLP(Mixer):
         gate: Gate = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        """`router_dtype` is what the router computes in (default: as the rest).
+        """The router computes in `router_dtype` (default: the type of the other weights).
 
-        A bias that it adds (`adds_router_bias`) is a part of the logits; another (`has_router_bias`) is added to the
-        scores by which experts are chosen, not to their weights. Shared experts, of the
-        intermediate size `shared_size` together, compute every token besides those chosen. With `gates_shared` their
-        result is multiplied by the sigmoid of one more projection.
+        With `adds_router_bias` a bias is a part of the router's logits. With `has_router_bias` another bias is added
+        to the scores that choose the experts, but not to the experts' weights. Shared experts compute every token in
+        addition to the chosen ones; `shared_size` is their total intermediate size. With `gates_shared` their result
+        is multiplied by the sigmoid of one more projection.
         """
         super().__init__(layer, names.prefix)
         if shared_size:
@@ -127,7 +127,7 @@ class SparseMLP(Mixer):
         options = below(options, names.prefix)
         self.routing, self._names = routing, names
         self.hidden_size, self.dtype = hidden_size, options["dtype"]
-        # Whole on every rank: it is small, and all ranks must choose the same experts.
+        # Every rank holds the whole router: it is small, and all ranks must choose the same experts.
         dense = WeightFormats(is_ordered=options["formats"].is_ordered)
         kind: WeightOptions = {"dtype": router_dtype or options["dtype"], "device": options["device"], "formats": dense}
         self._router_dtype = kind["dtype"]
@@ -166,7 +166,7 @@ class SparseMLP(Mixer):
         return output if residual is None else output.add_(residual)
 
     def _share(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        """What is added to the chosen experts' sum: the shared ones' result and the residual, if there are any."""
+        """The sum of the shared experts' result and the residual, as far as they exist."""
         if self.shared is None:
             return residual
         if self.shared_gate is None:
@@ -184,15 +184,15 @@ class SparseMLP(Mixer):
         return logits
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row, int32 `[T, k]`, best first, and their weights, float32 `[T, k]`."""
+        """Each row's experts, int32 `[T, k]`, best first, and their weights, float32 `[T, k]`."""
         if self._has_kernels:
-            from infinilm.kernels.experts import choose_experts  # which needs Triton
+            from infinilm.kernels.experts import choose_experts  # needs Triton
 
             return choose_experts(logits, self.routing, self.router_bias)
         return choose_experts_torch(logits, self.routing, self.router_bias)
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Refuse what a hook made of the chosen experts, unless they are experts and different ones."""
+        """Refuse expert ids from a hook that are out of range or repeated within a row."""
         ordered = ids.sort(dim=1).values
         is_known = ((ordered >= 0) & (ordered < self.routing.num_experts)).all()
         if not (is_known and (ordered[:, 1:] > ordered[:, :-1]).all()):

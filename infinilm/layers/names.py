@@ -1,10 +1,10 @@
-"""What checkpoints call the parts of layers. No torch here."""
+"""The names of the parts of layers in checkpoints. This module needs no torch."""
 
 from typing import NamedTuple
 
 
 class LayerNorms(NamedTuple):
-    """A layer's norms, by their names in a checkpoint; None where there is no norm."""
+    """The names of a layer's norms in a checkpoint; None: there is no such norm."""
 
     before_tokens: str | None = "input_layernorm"
     after_tokens: str | None = None
@@ -13,17 +13,17 @@ class LayerNorms(NamedTuple):
 
 
 PRE_NORMS = LayerNorms()
-"""Llama's: one before each mixer."""
+"""Llama's norms: one before each mixer."""
 
 
 ACTIVATION_NAMES = ("silu", "gelu", "gelu_pytorch_tanh")
 """The activation functions of MLPs, by Hugging Face's names."""
 NATIVE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""Those that the native library has, too."""
+"""The activation functions that the native library has."""
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the parts of a sparse layer."""
+    """The names of the parts of a sparse layer in a checkpoint."""
 
     prefix: str = "mlp."
     router: str = "gate"
@@ -33,4 +33,4 @@ class ExpertNames(NamedTuple):
     router_bias: str = "e_score_correction_bias"
     shared: str = "shared_experts"
     has_biases: bool = False
-    """Whether gate, up and down of an expert add biases."""
+    """Whether an expert's gate, up and down have biases."""

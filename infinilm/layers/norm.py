@@ -12,8 +12,8 @@ from infinilm.kernels.support import has_kernels
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last dimension.
 
-    Half-precision input is normalised in float32 and rounded before it is multiplied by the weight, as the
-    models were trained.
+    Half-precision input is normalised in float32 and rounded before the multiplication by the weight, because models
+    were trained that way.
     """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         if invariant.is_native(x.device, x.dtype):
             return invariant.rms_norm(x, self.weight, self.eps)
         wide = x.float()
-        # Not F.rms_norm: on a CPU its mean takes ten times as long for a few hundred rows.
+        # F.rms_norm is not used: on a CPU its mean takes ten times as long for a few hundred rows.
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self.weight)
@@ -72,9 +72,9 @@ class ZeroCentredRMSNorm(RMSNorm):
 
 
 class ParallelRMSNorm(RMSNorm):
-    """A norm over a width of which each rank has a share: the mean square is that of all ranks together.
+    """A norm over a width that is sharded over ranks. The mean square is computed over all ranks.
 
-    `num_copies` ranks next to each other hold the same share.
+    `num_copies` adjacent ranks hold the same share.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rotary position embedding: turning queries and keys by the angles of their positions."""
+"""Rotary position embedding: rotating queries and keys by angles that depend on their positions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from infinilm.layers.rotary_tables import query_scales, rotary_dim, rotary_table
 class RotaryEmbedding(nn.Module):
     """The cosines and sines of positions 0 to `max_len` - 1, computed once.
 
-    With a `partial_rotary_factor` only the first `dim` of a head's numbers are rotated. The rope type `none` rotates by
-    no angle. `interleaved` pairs are neighbours: numbers 2i and 2i + 1 instead of i and i + dim / 2. With a
-    `llama_4_scaling_beta` queries are to be multiplied by `query_scale` of their position.
+    With a `partial_rotary_factor` only the first `dim` of a head's numbers are rotated. The rope type `none` does not
+    rotate. `interleaved` pairs are neighbours: numbers 2i and 2i + 1 instead of i and i + dim / 2. With a
+    `llama_4_scaling_beta` the caller multiplies queries by the `query_scale` of their position.
     """
 
     table: Tensor  # [max_len, dim] float32: cosines, then sines, half of them each
@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dtype, self.dim = dtype, rotary_dim(head_dim, rope)
         self.is_interleaved = bool(rope.get("interleaved"))
-        # Computed on the host, so that every device turns by the same angles.
+        # Computed on the host, so that every device uses the same angles.
         table = torch.from_numpy(rotary_table(head_dim, rope, max_len, max_position_embeddings))
         self.register_buffer("table", table.to(device), persistent=False)
         query_scale, scales = None, query_scales(rope, max_len)
@@ -50,10 +50,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor, is_interleaved: bool = False) -> None:
-    """Turn the heads of `x` `[T, heads, head_dim]` into `out`, which may be `x`.
+    """Rotate the heads of `x` `[T, heads, head_dim]` and write them to `out`, which may be `x`.
 
-    Number i of a head is paired with number i + dim / 2, where the angles have `dim` numbers, or neighbours with each
-    other; the rest is copied.
+    `cos` and `sin` have `dim` numbers per position. Number i of a head is paired with number i + dim / 2, or, if
+    `is_interleaved`, neighbours with each other. The numbers after `dim` are copied.
     """
     dim = cos.shape[-1]
     if dim < x.shape[-1]:

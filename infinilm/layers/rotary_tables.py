@@ -1,9 +1,9 @@
-"""The angles of rotary position embedding, for every position. No torch here.
+"""The angles of rotary position embedding, for every position. This module needs no torch.
 
-`rope` is Hugging Face's `rope_parameters`, checked and with its defaults filled in: `rope_type`, `rope_theta`
-and what the type needs besides. The angles of a position depend on nothing but the position, so a text may be
-computed in any chunks. They are rounded to float32 where the models' own code rounds them; what is between is computed
-in float64, so that every machine has the same.
+`rope` is Hugging Face's `rope_parameters`, checked and with its defaults filled in: `rope_type`, `rope_theta` and the
+other values that the type needs. Angles depend only on the position, so a text may be computed in any chunks. They are
+rounded to float32 where the models' own code rounds them. Everything else is computed in float64, so that results are
+equal on every machine.
 """
 
 import math
@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_FILLED_ROWS = 1024  # at a time: few enough for the caches
+_FILLED_ROWS = 1024  # rows filled at a time: few enough for the CPU's caches
 
 
 class RotaryTable:
-    """The cosines, then the sines, half of them each, of positions 0 to `max_len` - 1: `array`, `[max_len, dim]`.
+    """`array` `[max_len, dim]`: for positions 0 to `max_len` - 1 first `dim / 2` cosines, then `dim / 2` sines.
 
-    Rows are computed by `fill`. What is not filled takes no memory: tables of long contexts are tens of megabytes.
+    `fill` computes rows. Tables of long contexts have tens of megabytes, but rows that are not filled take no memory.
     """
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any], max_len: int, max_position_embeddings: int) -> None:
@@ -32,7 +32,7 @@ class RotaryTable:
         self.array = np.empty((max_len, 2 * frequencies.shape[-1]), dtype=np.float32)
 
     def fill(self, num_positions: int) -> None:
-        """Have the rows of so many positions."""
+        """Compute the rows of the first `num_positions` positions, unless they are there already."""
         while self._num_filled < min(num_positions, len(self.array)):
             rows = slice(self._num_filled, min(self._num_filled + _FILLED_ROWS, len(self.array)))
             frequencies = self._frequencies if self._frequencies.ndim == 1 else self._frequencies[rows]
@@ -52,7 +52,7 @@ def rotary_table(
 
 
 def query_scales(rope: Mapping[str, Any], max_len: int) -> npt.NDArray[np.float32] | None:
-    """What queries of each position are multiplied by, `[max_len]`; None: by nothing."""
+    """The factor of queries at each position, `[max_len]`; None: queries are not scaled."""
     if (beta := rope.get("llama_4_scaling_beta")) is None:
         return None
     periods = np.arange(max_len) // rope["original_max_position_embeddings"]
@@ -60,7 +60,7 @@ def query_scales(rope: Mapping[str, Any], max_len: int) -> npt.NDArray[np.float3
 
 
 def rotary_dim(head_dim: int, rope: Mapping[str, Any]) -> int:
-    """How many of a head's numbers are rotated. The rope type `proportional` turns the others by no angle."""
+    """The number of a head's numbers that are rotated. The rope type `proportional` rotates the others by angle 0."""
     if rope["rope_type"] == "proportional":
         return head_dim
     return int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
@@ -81,7 +81,7 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, ma
         case "linear":
             divisors = rope["factor"]
         case "dynamic":
-            # A token is turned as if its text ended with it, and keys are cached as they were turned.
+            # Each token is rotated as if it ended the text, and keys are cached after rotation.
             lengths = np.maximum(np.arange(1, max_len + 1), max_position_embeddings)
             stretch = rope["factor"] * lengths / max_position_embeddings - (rope["factor"] - 1)
             bases = theta * np.power(stretch, head_dim / (head_dim - 2))
@@ -97,10 +97,10 @@ def inverse_frequencies(head_dim: int, rope: Mapping[str, Any], max_len: int, ma
 
 
 def _yarn(plain: Floats, head_dim: int, rope: Mapping[str, Any]) -> Floats:
-    """Stretch slow pairs by `factor`, leave fast ones alone, and go linearly from one to the other between."""
+    """Stretch slow pairs by `factor`, keep fast pairs, and interpolate linearly between them."""
 
     def pair_turning(times: float) -> float:
-        """Which pair (a fractional index) turns this many times over the original length."""
+        """The index (with a fraction) of the pair that turns this many times over the original length."""
         wavelength = rope["original_max_position_embeddings"] / (times * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope["rope_theta"]))
 
@@ -113,7 +113,8 @@ def _yarn(plain: Floats, head_dim: int, rope: Mapping[str, Any]) -> Floats:
 
 
 def _llama3(plain: Floats, rope: Mapping[str, Any]) -> Floats:
-    """Stretch pairs slower than `low_freq_factor` turns per original length, keep those faster than `high_…`."""
+    """Stretch pairs that turn fewer than `low_freq_factor` times over the original length; keep pairs that turn more
+    than `high_freq_factor` times; interpolate between them."""
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     fastness = np.clip((turns - low) / (high - low), 0, 1)
@@ -121,7 +122,7 @@ def _llama3(plain: Floats, rope: Mapping[str, Any]) -> Floats:
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:
-    """What cosines and sines are multiplied by, so that attention stays as sharp on a longer text."""
+    """The factor of cosines and sines that keeps attention as sharp on a longer text."""
     if rope["rope_type"] not in ("yarn", "longrope"):
         return 1.0
     if rope.get("attention_factor") is not None:
@@ -138,5 +139,5 @@ def attention_factor(rope: Mapping[str, Any]) -> float:
 
 
 def yarn_scale(factor: float, weight: float) -> float:
-    """What YaRN sharpens attention by, for positions stretched by `factor`."""
+    """The factor by which YaRN sharpens attention, for positions stretched by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0

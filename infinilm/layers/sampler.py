@@ -1,4 +1,4 @@
-"""The sampler, under the name that it has among layers. `sampling/` describes and implements it."""
+"""The sampler as one of the layers. It is implemented in `sampling/`."""
 
 from infinilm.sampling import Sampler
 

@@ -1,4 +1,4 @@
-"""Where the states of recurrent layers are read and written in one step."""
+"""Plans: where a step reads and writes the states of recurrent layers."""
 
 import math
 from dataclasses import dataclass
@@ -19,35 +19,37 @@ from infinilm.kernels.support import has_kernels
 
 @dataclass(frozen=True, slots=True)
 class PromptStates:
-    """R requests of several new tokens, P in all, laid end to end.
+    """R requests with several new tokens each, P tokens in total, concatenated.
 
-    A text is cut into chunks from its beginning, so that blocks end where chunks end. Tokens of a request's first chunk
-    that were computed earlier, and those that its last chunk lacks, are padding.
+    Texts are cut into chunks from their beginning, so that every block ends where a chunk ends. A request's first chunk
+    is padded in place of tokens that were computed earlier, its last chunk up to the chunk size.
     """
 
-    places: Tensor  # [P] int64, in the batch
+    places: Tensor  # [P] int64, each token's index in the batch
     requests: Tensor  # [P] int64
-    offsets: Tensor  # [P] int64, in the request
-    firsts: Tensor  # [R] int64, each request's first token, in P
+    offsets: Tensor  # [P] int64, each token's index in its request
+    firsts: Tensor  # [R] int64, index in P of each request's first token
     sources: Tensor  # [R] int64, blocks
     is_first: Tensor  # [R] bool
     chunk_size: int
-    chunk_places: Tensor  # [P] int64, in the chunks' tokens
+    chunk_places: Tensor  # [P] int64, each token's index in the chunks
     num_chunks: int
     order: tuple[tuple[Tensor, Tensor], ...]  # see `delta_rule_chunks`
     targets: Tensor  # [Q] int64, blocks
-    target_chunks: Tensor  # [Q] int64, after which the state is kept
+    target_chunks: Tensor  # [Q] int64, the chunk after which the state is stored
     target_requests: Tensor  # [Q] int64
-    target_ends: Tensor  # [Q] int64, new tokens of the request that the state has seen
+    target_ends: Tensor  # [Q] int64, number of the request's new tokens that the state has seen
 
     def conv_places(self, width: int) -> Tensor:
-        """What a convolution of that `width` sees: `[P, width]`, places in `width - 1` earlier inputs of each request,
-        followed by the new tokens."""
+        """The inputs that a convolution of this `width` sees for each token: `[P, width]`.
+
+        They are indices into a list of `width - 1` earlier inputs of each request, followed by the new tokens.
+        """
         taps = torch.arange(width, device=self.offsets.device)
         return self._inputs_before(self.requests, self.offsets, width, taps)
 
     def kept_inputs(self, width: int) -> Tensor:
-        """The inputs that a convolution has to keep: `[Q, width - 1]`, counted in the same way."""
+        """The inputs that a convolution must store: `[Q, width - 1]` indices into the same list."""
         taps = torch.arange(width - 1, device=self.offsets.device)
         return self._inputs_before(self.target_requests, self.target_ends, width, taps)
 
@@ -88,7 +90,7 @@ class PromptStates:
         targets: list[tuple[int, int, int, int]] = []
         for request, row in enumerate(rows.tolist()):
             if batch.slot_mapping[lasts[request] - 1] < 0:
-                continue  # a step that only warms up
+                continue  # a warm-up step stores nothing
             start, end = int(starts[request]), int(batch.context_lens[row])
             for index in range(start // block_size, -(-end // block_size)):
                 limit = min((index + 1) * block_size, end)
@@ -120,18 +122,18 @@ class PromptStates:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """What requests with one new token do, and the others."""
+    """The plan of a step for one group: n requests with one new token, and the other requests (`prompts`)."""
 
-    places: Tensor | None  # [n] int64, of the single tokens in the batch; None: all are
+    places: Tensor | None  # [n] int64, the single tokens' indices in the batch; None: all requests have one token
     sources: Tensor  # [n] int64, blocks
-    is_first: Tensor  # [n] bool: the text begins with this token, so that the source means nothing
-    targets: Tensor  # [n] int64, blocks; the spare one behind all others if the state is not kept
+    is_first: Tensor  # [n] bool: the text begins with this token, so the source is meaningless
+    targets: Tensor  # [n] int64, blocks; the spare block after all others if the state is not stored
     block_size: int
     prompts: PromptStates | PromptRows | None = None
 
     @cached_property
     def singles(self) -> PromptRows:
-        """The requests with one new token, as if they were prompts. Where in a text they are does not matter."""
+        """The requests with one new token, as if they were prompts. Their position in the text does not matter."""
         starts = torch.arange(len(self.sources) + 1, device=self.sources.device)
         return PromptRows(starts, 2 - self.is_first.long(), self.targets[:, None], self.sources, self.block_size)
 
@@ -139,8 +141,8 @@ class StatePlan:
     def of(
         cls, batch: HostBatch, tables: IntArray, *, block_size: int, device: torch.device, ends: IntArray
     ) -> "StatePlan":
-        """`tables` `[N, max_blocks]` are the group's. `ends` `[blocks]` are the tokens of the text that each block's
-        state has seen; it is checked and brought up to date here, on the host."""
+        """`tables` `[N, max_blocks]` are the group's. `ends` `[blocks]` says how many tokens of the text each block's
+        state has seen. It is checked and updated here, on the host."""
         lasts = np.cumsum(batch.query_lens)
         starts = batch.context_lens - batch.query_lens
         sources = find_sources(tables, starts, block_size, ends)
@@ -183,12 +185,12 @@ def _prompt_rows(
 
 
 def _new_blocks(rows: IntArray, batch: HostBatch, tables: IntArray, ends: IntArray, block_size: int) -> IntArray:
-    """The `tables` of `PromptRows`, for requests at `rows` of the batch. Brings `ends` up to date."""
+    """The `tables` of `PromptRows`, for requests at `rows` of the batch. Updates `ends`."""
     firsts = (batch.context_lens - batch.query_lens) // block_size
     lasts = -(-batch.context_lens // block_size)
     blocks = np.full((len(tables), int((lasts - firsts).max())), -1, dtype=np.int64)
     final_tokens = np.cumsum(batch.query_lens) - 1
-    for row in rows[batch.slot_mapping[final_tokens[rows]] >= 0].tolist():  # others are in a step that only warms up
+    for row in rows[batch.slot_mapping[final_tokens[rows]] >= 0].tolist():  # a warm-up step stores nothing
         first, last = int(firsts[row]), int(lasts[row])
         own = tables[row, first:last]
         blocks[row, : len(own)] = own
@@ -209,16 +211,16 @@ def plan_states(batch: ForwardBatch, cache: Cache, group: int) -> StatePlan:
 
 
 def check_states(batch: ForwardBatch, cache: Cache, group: int) -> None:
-    """Refuse a step for a group of recurrent layers whose texts go on from states that are not there any more."""
+    """Refuse a step of a group of recurrent layers if a state that a text continues from is gone."""
     assert batch.host is not None
     starts = batch.context_lens - batch.query_lens
     find_sources(batch.host.tables_of(group), starts, cache.block_size, cache.state_ends[group])
 
 
 def find_sources(tables: IntArray, starts: IntArray, block_size: int, ends: IntArray) -> IntArray:
-    """The blocks `[N]` whose states texts go on from that have `starts` `[N]` tokens; -1 for those that begin.
+    """The blocks `[N]` with the states that texts continue from after `starts` `[N]` tokens; -1 for new texts.
 
-    Refuses a text that goes on from a token whose state is not there any more.
+    Refuses a text if the state that it continues from is gone.
     """
     rows = np.arange(len(starts))
     sources = np.where(starts > 0, tables[rows, np.maximum(starts - 1, 0) // block_size], -1)
@@ -234,7 +236,7 @@ def find_sources(tables: IntArray, starts: IntArray, block_size: int, ends: IntA
 
 
 class GraphStates:
-    """A plan of up to `size` decoding rows that captured graphs read: where it lies stays, what is in it changes."""
+    """A plan of up to `size` decoding rows for captured graphs. Its memory stays in place; its contents change."""
 
     def __init__(self, size: int, cache: Cache, group: int, num_staging: int) -> None:
         self._ends, self._block_size = cache.state_ends[group], cache.block_size
@@ -245,7 +247,7 @@ class GraphStates:
         self.clear()
 
     def clear(self) -> None:
-        """Have nothing but padding, which reads and writes the spare block."""
+        """Fill the plan with padding, which reads and writes the spare block."""
         self._blocks.fill_(len(self._ends))
 
     def first(self, size: int) -> StatePlan:
@@ -254,7 +256,7 @@ class GraphStates:
         return StatePlan(None, sources, self._is_first[:size], targets, self._block_size)
 
     def fill(self, tables: IntArray, context_lens: IntArray, size: int) -> None:
-        """Send a step's blocks to the device, for a graph of `size` rows."""
+        """Copy a step's blocks to the device, for a graph of `size` rows."""
         starts = context_lens - 1
         staging = self._staging[self._num_steps % len(self._staging)]
         self._num_steps += 1
@@ -267,9 +269,9 @@ class GraphStates:
 
 
 class GraphPrompts:
-    """A plan of up to `num_rows` requests with up to `num_tokens` tokens that captured graphs read.
+    """A plan of up to `num_rows` requests with up to `num_tokens` tokens for captured graphs.
 
-    Decoding rows come first. Where it lies stays, what is in it changes.
+    Decoding rows come first. The plan's memory stays in place; its contents change.
     """
 
     def __init__(self, num_tokens: int, num_rows: int, cache: Cache, group: int, num_staging: int) -> None:
@@ -286,20 +288,20 @@ class GraphPrompts:
         self.clear()
 
     def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Where tokens begin, their requests' lengths, sources of prompts, sources and targets of decoding rows, and
+        """Views: the requests' first tokens and lengths, sources of prompts, sources and targets of decoding rows, and
         tables."""
         rows = self._num_rows
         *parts, tables = torch.split(values, [rows + 1, rows, rows, rows, rows, rows * self._columns])
         return (*parts, tables.view(rows, -1))
 
     def clear(self) -> None:
-        """Have nothing but padding."""
+        """Fill the plan with padding."""
         for part, value in zip(self._parts(self._values), self._padding, strict=True):
             part.fill_(value)
 
     @property
     def _padding(self) -> tuple[int, ...]:
-        spare = len(self._ends)  # a block that nobody reads
+        spare = len(self._ends)  # a block that no request reads
         return 0, 0, 0, spare, spare, -1
 
     def plan(self) -> StatePlan:
@@ -310,7 +312,7 @@ class GraphPrompts:
         return StatePlan(*places, self._block_size, prompts)
 
     def fill(self, batch: HostBatch, tables: IntArray, num_decoding: int) -> None:
-        """Send a step's blocks to the device; `tables` are the group's."""
+        """Copy a step's blocks to the device; `tables` are the group's."""
         staging = self._staging[self._num_steps % len(self._staging)]
         self._num_steps += 1
         parts = [part.numpy() for part in self._parts(staging)]

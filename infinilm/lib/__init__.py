@@ -1,1 +1,1 @@
-"""Where code written against InfiniLM looks for its extension module."""
+"""The package in which code for InfiniLM expects the extension module."""

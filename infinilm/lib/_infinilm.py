@@ -1,4 +1,4 @@
-"""The names of InfiniLM's extension module, for code that imports them from there."""
+"""The names of InfiniLM's extension module, for code that imports them from it."""
 
 from importlib import import_module
 from typing import Any

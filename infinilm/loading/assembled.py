@@ -1,4 +1,4 @@
-"""GGUF checkpoints with tensors that are put together from several stored ones."""
+"""GGUF checkpoints with tensors that are assembled from several stored ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Assembled:
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     read: Callable[[Checkpoint, Sequence[int], Sequence[int]], Floats]
-    """Reads the part that begins at a place and has a shape."""
+    """Reads a part of the tensor, given its start and its shape."""
 
 
 class AssembledCheckpoint:
@@ -88,7 +88,7 @@ class AssembledCheckpoint:
 
 
 def assemble(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with DeepSeek's matrices of keys and values as one."""
+    """The checkpoint with DeepSeek's separate key and value matrices joined into one."""
     shapes = checkpoint.shapes()
     found: dict[str, _Assembled] = {}
     for name in shapes:
@@ -99,7 +99,7 @@ def assemble(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _join_heads(stored: Checkpoint, keys: str, values: str) -> _Assembled:
-    """Of each head first the lines for keys, which are stored the other way round, then those for values."""
+    """For each head first the lines for keys, which are stored transposed, then those for values."""
     shapes = stored.shapes()
     key_shape, value_shape = shapes[keys], shapes.get(values, ())
     if len(key_shape) != 3 or len(value_shape) != 3 or (key_shape[0], key_shape[1]) != (value_shape[0], value_shape[2]):

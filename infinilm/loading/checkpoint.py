@@ -21,43 +21,41 @@ class Checkpoint(Protocol):
     num_bytes: int  # size of the tensors on disk
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by tensor name in file order, from the headers alone."""
+        """Shapes by tensor name, in file order. Reads only headers."""
 
     def formats(self) -> Mapping[str, str]:
-        """The stored type of each tensor, as its file calls it: `BF16`, `Q4_K`."""
+        """The stored type of each tensor, as its file names it, such as `BF16` or `Q4_K`."""
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:
-        """The format in which `read_packed` gives a matrix without rounding; None if it has none.
+        """The format in which `read_packed` returns a matrix without rounding; None if there is none.
 
-        It is one of GGML's for the native library, else a `GroupedFormat` for other devices.
+        It is one of GGML's formats for the native library, else a `GroupedFormat` for other devices.
         """
 
     def check_values(self) -> None:
-        """Refuse scales and indices of quantised matrices that can't be meant; see `shapes` for what headers tell."""
+        """Refuse invalid scales and indices of quantised matrices. This reads tensors, not only headers."""
 
     def read(self, name: str) -> "Tensor":
         """Read a tensor in its stored type; quantised ones as float32."""
 
     def read_into(self, name: str, target: "Tensor", starts: Sequence[int] | None = None) -> None:
-        """Fill `target`, of any type and device, with the tensor, without a second full copy.
+        """Fill `target`, of any type and device, with the tensor, without a second full copy. Thread-safe.
 
-        With `starts`, one index per dimension, only the part that begins there and has the shape of `target` is read.
-        Thread-safe.
+        With `starts`, one index per dimension, it reads only the part that begins there and has the shape of `target`.
         """
 
     def read_floats(self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Floats:
-        """The tensor, or the part of a `shape` that begins at `starts`, as float32. Thread-safe."""
+        """The tensor as float32, or its part of this `shape` that begins at `starts`. Thread-safe."""
 
     def read_packed(self, name: str, format: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[PackedRows]:
-        """The part of a matrix that begins at `starts` and has this `shape`, some rows at a time.
+        """Yield the part of a matrix that begins at `starts` and has this `shape`, some rows at a time. Thread-safe.
 
-        Rows come in GGML blocks of `format`: as stored, or quantised while reading, which only `QUANTIZERS` can do. Or
-        `format` is `packed_format`.
-        Thread-safe.
+        `format` is the `packed_format`, the stored GGML format, or one of `QUANTIZERS`; with the latter, rows are
+        quantised while reading.
         """
 
     def input_order(self, name: str) -> Ints | None:
-        """The columns of a matrix in the order in which `packed_format` has them for a device; None: in order."""
+        """The order of a matrix's columns in its `packed_format` for a GPU; None: the stored order."""
 
     def tokenizer(self) -> Tokenizer | None: ...
 
@@ -65,7 +63,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face directory with safetensors, or one GGUF file, and see the language model in it."""
+    """Open a Hugging Face directory with safetensors, or one GGUF file, as a checkpoint of its language model."""
     from infinilm.loading.parts import view_language_model
 
     checkpoint = _open(Path(path))

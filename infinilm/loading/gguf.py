@@ -8,9 +8,9 @@ A GGUF file is, from its start (all little-endian)::
     padding up to a multiple of `general.alignment`
     tensor data; the offsets above count from here
 
-Every number in the header is checked against the size of the file before it is used. So a damaged or malicious file
-ends in a `CheckpointError`: it cannot crash the process or make it allocate more than a small multiple of the header's
-size.
+Every number in the header is checked against the size of the file before it is used. A damaged or malicious file
+therefore raises a `CheckpointError`: it cannot crash the process or make it allocate more than a small multiple of the
+header's size.
 """
 
 import itertools
@@ -99,7 +99,7 @@ class GGUFTensorInfo:
 class GGUFFile:
     """A GGUF file, mapped into memory: `metadata` by key and `tensors` by name, in the header's order.
 
-    Large arrays of the metadata are NumPy's or, of strings, the native library's.
+    Large metadata arrays are NumPy arrays, or `Strings` of the native library.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class GGUFFile:
     def read_blocks(
         self, tensor: GGUFTensorInfo, starts: Sequence[int], counts: Sequence[int]
     ) -> npt.NDArray[np.uint8]:
-        """Copy a part of the tensor, whose last dimension is counted in blocks: `[*counts, block_bytes]`."""
+        """Copy a part of the tensor: `[*counts, block_bytes]`. The last dimension is counted in blocks."""
         block = tensor.ggml_type
         sizes = (*tensor.shape[:-1], tensor.shape[-1] // block.block_elements)
         if not all(0 <= at < at + count <= size for at, count, size in zip(starts, counts, sizes, strict=True)):
@@ -150,7 +150,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class _HeaderReader:
-    """Reads the header from its start; every read is checked against the end of the file first."""
+    """Reads the header from its start. Every read is first checked against the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -160,7 +160,7 @@ class _HeaderReader:
         self._position = 4
 
     def counts(self) -> tuple[int, int]:
-        """Check the version; returns the number of tensors and of metadata pairs."""
+        """Check the version. Returns the number of tensors and of metadata pairs."""
         version = self._integer(4, "the version")
         if version not in (2, 3):
             if int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3):
@@ -269,14 +269,14 @@ class _HeaderReader:
         return list(map(bool, values))
 
     def _strings(self, count: int, what: str) -> Any:
-        """Read an array of strings: a list, or, if it is as large as a vocabulary, the native library's `Strings`."""
+        """Read an array of strings: a list, or the native library's `Strings` if it is as large as a vocabulary."""
         self._check_count(count, 8, f"strings in {what}")
         data, end = self._data, self._end
         if count >= _LARGE_ARRAY and (library := native.load()) is not None:
             try:
                 strings = library.Strings(np.frombuffer(data, np.uint8), self._position, count, end)
             except ValueError:
-                pass  # the loop below says what is wrong
+                pass  # the loop below reports what is wrong
             else:
                 self._position += strings.stored_bytes
                 return strings

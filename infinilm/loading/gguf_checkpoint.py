@@ -22,14 +22,14 @@ from infinilm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Tensors are decoded in slices of about this many elements, few enough for the caches.
+# Tensors are decoded in slices of about this many elements, few enough for the CPU's caches.
 _SLICE_ELEMENTS = 2**18
-_COPIED_ELEMENTS = 2**21  # of blocks that are not decoded: more would show in the peak of memory
+_COPIED_ELEMENTS = 2**21  # per slice of blocks that are not decoded: more would raise the peak of memory
 
 # Architectures whose files permute the rows of q and k, see `_unpermute`.
 _PERMUTED_ARCHITECTURES = {"llama", "mistral", "mistral3", "granite", "smollm3"}
 
-# Architectures whose files store norms as they are multiplied, 1 + weight.
+# Architectures whose files store norms as the factor 1 + weight.
 _ARCHITECTURES_WITH_WHOLE_NORMS = {"gemma2", "gemma3", *HYBRIDS}
 _SAMPLING_KEYS = {
     "temperature": "temp",
@@ -38,7 +38,7 @@ _SAMPLING_KEYS = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-"""Keys of a generation config, and their names in llama.cpp's `general.sampling`."""
+"""Keys of a generation config, with their names in llama.cpp's `general.sampling`."""
 
 
 class GGUFCheckpoint:
@@ -61,7 +61,7 @@ class GGUFCheckpoint:
         self._has_permuted_rows = metadata.architecture in _PERMUTED_ARCHITECTURES
         self._has_whole_norms = metadata.architecture in _ARCHITECTURES_WITH_WHOLE_NORMS
         self.has_tiled_heads = metadata.architecture in ("qwen35", "qwen35moe")
-        """Whether the value heads of a delta net that share a key head are apart by the number of key heads."""
+        """Whether value heads of a delta net that share a key head are stored `num_key_heads` heads apart."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -102,7 +102,7 @@ class GGUFCheckpoint:
     def _decoded(
         self, name: str, shape: Sequence[int], starts: Sequence[int] | None
     ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """The part of `shape` that begins at `starts`, some rows at a time, each with the number of rows before."""
+        """Yield the part of `shape` that begins at `starts`, some rows at a time, with the index of their first row."""
         tensor = self._tensor(name)
         starts = locate_part(self.path, name, tensor.shape, shape, starts)
         if not math.prod(shape):
@@ -122,7 +122,7 @@ class GGUFCheckpoint:
                 values = _unpermute(values, head_dim)
             if self._has_whole_norms and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
                 values = values - np.float32(1)
-            if name.endswith("linear_attn.A_log"):  # stored as it is used, -exp(A_log)
+            if name.endswith("linear_attn.A_log"):  # the file stores -exp(A_log)
                 values = np.log(-values)
             yield offset, values
 
@@ -168,7 +168,7 @@ class GGUFCheckpoint:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}") from None
 
     def _find_permutation(self, name: str, first_row: int, num_rows: int) -> int | None:
-        """The size of the heads inside which rows are permuted, see `_unpermute`; None if they are not."""
+        """The size of the heads in which rows are permuted, see `_unpermute`; None if rows are not permuted."""
         if not self._has_permuted_rows or not (".q_proj." in name or ".k_proj." in name):
             return None
         head_dim: int = self.config["head_dim"]
@@ -180,7 +180,7 @@ class GGUFCheckpoint:
         return head_dim
 
     def _decode(self, tensor: GGUFTensorInfo, starts: tuple[int, ...], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """The values of a part, in the order of the file."""
+        """The values of a part, in the file's order."""
         block = tensor.ggml_type
         first, num_blocks = _covering_blocks(block, starts[-1], shape[-1])
         raw = self._file.read_blocks(tensor, (*starts[:-1], first), (*shape[:-1], num_blocks))
@@ -190,7 +190,7 @@ class GGUFCheckpoint:
 
 
 def _covering_blocks(block: GGMLType, start: int, length: int) -> tuple[int, int]:
-    """The first block and the number of blocks that hold `length` elements of a row from `start` on."""
+    """The first block, and the number of blocks, that hold `length` elements of a row from `start` on."""
     first = start // block.block_elements
     return first, -(-(start + length) // block.block_elements) - first
 
@@ -199,12 +199,12 @@ def _unpermute(rows: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
     """Put the rows of q or k (`[heads · head_dim, …]`) into Hugging Face's order.
 
     Rotary embedding rotates pairs of rows. GGUF's llama stores the two rows of a pair next to each other: (0, 1), (2,
-    3), …; Hugging Face stores all first ones before all second ones: (0, half), (1, half + 1), …
+    3), …. Hugging Face stores the first rows of all pairs before the second rows: (0, half), (1, half + 1), …
     """
     return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _unpermuted(rows: npt.NDArray[np.int64], head_dim: int) -> npt.NDArray[np.int64]:
-    """The indices to which `_unpermute` moves the given rows."""
+    """The indices that `_unpermute` moves the given rows to."""
     pair, half = rows % head_dim // 2, rows % 2
     return rows - rows % head_dim + half * (head_dim // 2) + pair

@@ -39,7 +39,7 @@ _ARCHITECTURES = {
     "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM"),
 }
-"""By GGUF's name: Hugging Face's `model_type` and class."""
+"""Hugging Face's `model_type` and class, by GGUF's name."""
 _SPARSE_ARCHITECTURES = {
     "llama": ("mixtral", "MixtralForCausalLM"),
     **{
@@ -49,13 +49,13 @@ _SPARSE_ARCHITECTURES = {
 }
 """The same for files with experts."""
 _RENAMED = {"deepseek2": "deepseek_v3", "mistral3": "ministral3", "olmo2": "olmo3"}
-"""By GGUF's name: the `model_type` of files that say more, see `_own_settings`."""
+"""The `model_type` of files with certain additional metadata, by GGUF's name; see `_own_settings`."""
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 ROPE_TENSORS = (ROPE_FACTORS, *LONG_FACTORS)
-"""Tensors that say how positions are rotated, which is in the config of a Hugging Face checkpoint."""
+"""Tensors with settings of the rotary embedding. Hugging Face checkpoints have these in the config."""
 LAYER_PATTERN = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(\d{1,6}))?\.(weight|bias|scale)")
-"""Layer, part, the expert's number in files that have a tensor for each, and kind."""
+"""Layer, part, the expert's number (in files with a tensor for each expert), and kind."""
 
 
 def architectures(model_type: str) -> list[str]:
@@ -66,7 +66,7 @@ def architectures(model_type: str) -> list[str]:
 
 
 class GGUFMetadata:
-    """Typed access to a file's metadata; keys without a dot-prefix of their own get the architecture's."""
+    """Typed access to a file's metadata. Keys without their own dot-prefix get the architecture's."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._path = file.path
@@ -96,7 +96,7 @@ class GGUFMetadata:
         return float(self._positive(key, default, (int, float), "a positive number"))
 
     def _positive(self, key: str, default: float | None, types: tuple[type, ...], wanted: str) -> Any:
-        """One of the architecture's keys; required without a default."""
+        """The value of one of the architecture's keys, which is required if there is no default."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -116,18 +116,18 @@ class GGUFMetadata:
         return value
 
     def sampling(self, key: str) -> Any:
-        """A default of `general.sampling`. A float32 gets the decimal digits that it was written with."""
+        """A default in `general.sampling`. Float32 values are converted back to the digits they were written with."""
         value = self._pairs.get(f"general.sampling.{key}")
         return float(f"{value:.6g}") if isinstance(value, float) else value
 
     def scaling_keys(self) -> set[str]:
-        """What follows `rope.scaling.` in the architecture's keys."""
+        """The ends of the architecture's keys that begin with `rope.scaling.`."""
         prefix = f"{self.architecture}.rope.scaling."
         return {key.removeprefix(prefix) for key in self._pairs if key.startswith(prefix)}
 
 
 def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
-    """The `config.json` that Hugging Face would have for the file."""
+    """Make the `config.json` that Hugging Face would have for the file."""
     _refuse_other_structures(metadata)
     tensors = file.tensors
     hidden_size = metadata.integer("embedding_length")
@@ -162,7 +162,7 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     }
     for key in ("attention.value_length", "rope.dimension_count"):
         is_partial = key == "rope.dimension_count" and architecture in ("glm4", "glm4moe", "phi3", *HYBRIDS)
-        is_partial = is_partial or architecture in ("deepseek2", "gemma4")  # whose heads have several sizes
+        is_partial = is_partial or architecture in ("deepseek2", "gemma4")  # these have heads of several sizes
         if metadata.integer(key, head_dim) != head_dim and not is_partial:
             raise metadata.error(f"{key} is {metadata.get(key)}, and the head dimension {head_dim}; they must agree")
     if head_dim % 2:
@@ -174,7 +174,7 @@ def make_config(metadata: GGUFMetadata, file: GGUFFile) -> dict[str, Any]:
     eos = list(dict.fromkeys(token for token in ends if token is not None))
     return config | {
         "bos_token_id": metadata.token_id("bos", vocab_size),
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,  # a list where several tokens end an answer
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,  # a list if several tokens end an answer
         "pad_token_id": metadata.token_id("padding", vocab_size),
     }
 
@@ -183,7 +183,7 @@ def _expert_settings(metadata: GGUFMetadata, tensors: Mapping[str, GGUFTensorInf
     """The settings of mixtures of experts; empty for other files."""
     if not metadata.get("expert_count"):
         if metadata.architecture in _SPARSE_ARCHITECTURES and metadata.architecture not in ("gemma4", "llama"):
-            metadata.integer("expert_count")  # refused
+            metadata.integer("expert_count")  # raises the error
         return {}
     experts = {
         "num_experts": metadata.integer("expert_count"),
@@ -200,7 +200,7 @@ def _expert_settings(metadata: GGUFMetadata, tensors: Mapping[str, GGUFTensorInf
 
 
 def _own_settings(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
-    """What an architecture has besides, and what llama.cpp knows of it without metadata."""
+    """The additional settings of an architecture, including those that llama.cpp sets without metadata."""
     settings: dict[str, Any] = {}
     match metadata.architecture:
         case "gemma2" | "gemma3":
@@ -265,7 +265,7 @@ def _gemma_settings(metadata: GGUFMetadata, config: dict[str, Any]) -> dict[str,
 
 
 def _refuse_other_structures(metadata: GGUFMetadata) -> None:
-    """Refuse settings that would load but be computed wrongly."""
+    """Refuse settings that would load but would be computed wrongly."""
     if metadata.get("expert_count") and metadata.architecture not in _SPARSE_ARCHITECTURES:
         raise metadata.error(
             f"{metadata.architecture} files with experts are not supported, it has {metadata.get('expert_count')}"
@@ -276,10 +276,10 @@ def _refuse_other_structures(metadata: GGUFMetadata) -> None:
 
 
 def _check_sizes(metadata: GGUFMetadata, config: dict[str, Any], tensors: Mapping[str, GGUFTensorInfo]) -> int:
-    """Check the metadata against the tensors; the vocabulary size."""
+    """Check the metadata against the tensors. Returns the vocabulary size."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     layers = {int(match[1]) for name in tensors if (match := LAYER_PATTERN.fullmatch(name))}
-    if metadata.get("nextn_predict_layers"):  # whose layers come last, if they were not left out
+    if metadata.get("nextn_predict_layers"):  # these layers come last, or are left out
         layers &= set(range(num_layers))
     if len(layers) != num_layers:
         raise metadata.error(f"block_count is {num_layers}, but there are tensors of {len(layers)} layers")
@@ -305,7 +305,7 @@ def _check_sizes(metadata: GGUFMetadata, config: dict[str, Any], tensors: Mappin
 
 
 def _rope_scaling(metadata: GGUFMetadata, config: dict[str, Any], file: GGUFFile) -> dict[str, Any] | None:
-    """Hugging Face's `rope_scaling`, from metadata or from the tensor of factors of Llama 3.1 files."""
+    """Hugging Face's `rope_scaling`, from metadata or, in Llama 3.1 files, from the tensor of factors."""
     kind = metadata.get("rope.scaling.type")
     if kind is None and metadata.get("rope.scale_linear") is not None:
         return {"rope_type": "linear", "factor": metadata.number("rope.scale_linear")}
@@ -373,9 +373,9 @@ def _read_factors(metadata: GGUFMetadata, name: str, num_pairs: int, file: GGUFF
 
 
 def _stored_dtype_name(file: GGUFFile) -> str:
-    """The type that dense matrices share, float32 if it is not one; bfloat16 if any is quantised.
+    """The common type of dense matrices, or float32 if they have several; bfloat16 if any matrix is quantised.
 
-    Quantised matrices have no type of their own. A GPU's kernels multiply them with 16-bit numbers.
+    Quantised matrices have no float type, and a GPU's kernels multiply them with 16-bit numbers.
     """
     types = {tensor.ggml_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if not types <= PLAIN_TYPES.keys():

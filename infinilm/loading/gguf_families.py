@@ -1,4 +1,4 @@
-"""What the metadata of GGUF's later architectures mean: settings of a Hugging Face `config.json`."""
+"""Converts the metadata of GGUF's later architectures to settings of a Hugging Face `config.json`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 """Architectures with gated delta nets."""
 CHECKED_BY_TENSORS = (*HYBRIDS, "deepseek2", "gemma4", "glm4moe", "gpt-oss")
-"""Architectures whose sizes are checked when their tensors are compared with the model's."""
-_SOFTMAX, _SIGMOID = 1, 2  # of `expert_gating_func`
+"""Architectures whose sizes are only checked when their tensors are compared with the model's."""
+_SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
 
 
 def read_sizes(metadata: "GGUFMetadata", hidden_size: int, num_heads: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def read_sizes(metadata: "GGUFMetadata", hidden_size: int, num_heads: int) -> di
 
 
 def read_layer_types(metadata: "GGUFMetadata", num_layers: int, every: int) -> list[str]:
-    """Hugging Face's types of all layers: the last of `every` few is full, unless the metadata say which are not."""
+    """Hugging Face's types of all layers: every `every`-th layer is full, unless the metadata name the sliding ones."""
     pattern = metadata.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         every = metadata.integer("attention.sliding_window_pattern", every)
@@ -55,7 +55,7 @@ def read_layer_types(metadata: "GGUFMetadata", num_layers: int, every: int) -> l
 
 
 def read_family(metadata: "GGUFMetadata", config: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
-    """The settings that an architecture of `CHECKED_BY_TENSORS` has besides; empty for others."""
+    """The additional settings of an architecture in `CHECKED_BY_TENSORS`; empty for others."""
     own: dict[str, Any]
     match metadata.architecture:
         case "deepseek2":
@@ -80,7 +80,7 @@ def read_family(metadata: "GGUFMetadata", config: dict[str, Any], file: GGUFFile
 
 
 def _grouped_experts(metadata: "GGUFMetadata") -> dict[str, Any]:
-    """Of experts that may be shared or come in groups."""
+    """The settings of experts that may be shared or come in groups."""
     scale = metadata.get("expert_weights_scale")  # 0: there is none
     return {
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
@@ -96,7 +96,7 @@ def _grouped_experts(metadata: "GGUFMetadata") -> dict[str, Any]:
 def _deepseek_settings(metadata: "GGUFMetadata", config: dict[str, Any]) -> dict[str, Any]:
     if metadata.get("attention.temperature_scale"):
         raise metadata.error("deepseek2.attention.temperature_scale is not supported")
-    # Newer files give the sizes of the heads that latent vectors are made into under names of their own.
+    # Newer files have separate keys, ending in _mla, for the sizes of the heads that are made from latent vectors.
     end = "" if metadata.get("attention.key_length_mla") is None else "_mla"
     settings: dict[str, Any] = {
         "qk_rope_head_dim": config["head_dim"],
@@ -185,7 +185,7 @@ def _gemma4_settings(metadata: "GGUFMetadata", config: dict[str, Any], file: GGU
 
 
 def _proportion(metadata: "GGUFMetadata", file: GGUFFile, num_pairs: int) -> float:
-    """Which part of the pairs of a full layer's heads is rotated: those whose frequency is divided by 1."""
+    """The share of a full layer's pairs that are rotated: those with a frequency divisor of 1."""
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None or tensor.shape != (num_pairs,) or tensor.ggml_type.name != "F32":
         raise metadata.error(f"the tensor 'rope_freqs.weight' must be F32 of shape [{num_pairs}]")
@@ -197,7 +197,7 @@ def _proportion(metadata: "GGUFMetadata", file: GGUFFile, num_pairs: int) -> flo
 
 
 def read_rotary_part(metadata: "GGUFMetadata", config: dict[str, Any]) -> float:
-    """Which part of a head is rotated."""
+    """The share of a head that is rotated."""
     if metadata.get("rope.dimension_sections"):
         raise metadata.error("rope.dimension_sections is not supported: positions in pictures are refused")
     head_dim: int = config["head_dim"]
@@ -205,12 +205,12 @@ def read_rotary_part(metadata: "GGUFMetadata", config: dict[str, Any]) -> float:
 
 
 def _count(metadata: "GGUFMetadata", key: str) -> int:
-    """One of the architecture's keys that may be 0 or missing."""
+    """The value of an architecture's key that may be 0 or missing."""
     return metadata.integer(key) if metadata.get(key) not in (None, 0) else 0
 
 
 def _per_layer(metadata: "GGUFMetadata", key: str, num_layers: int) -> Sequence[int]:
-    """A key that is one number for all layers or one for each."""
+    """The values of a key that has one number for all layers, or one for each layer."""
     value = metadata.get(key)
     if not isinstance(value, list):
         return [metadata.integer(key)] * num_layers

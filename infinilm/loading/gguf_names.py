@@ -39,8 +39,8 @@ _LAYER_NAMES = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
-"""By GGUF's part of the name, with or without its end: Hugging Face's, likewise."""
-# Where an architecture's names differ from these.
+"""Parts of Hugging Face's names by GGUF's, both with or without the end `.weight` or `.bias`."""
+# The names that differ in some architectures.
 _GEMMA_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -122,7 +122,7 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
 
 def name_tensors(file: GGUFFile, architecture: str, num_layers: int) -> dict[str, GGUFTensorInfo]:
-    """A file's tensors by Hugging Face's names, without those of layers after the last, which draft tokens."""
+    """A file's tensors by Hugging Face's names, without those of layers after the last one, which draft tokens."""
     layer_names = _LAYER_NAMES | _OWN_LAYER_NAMES.get(architecture, {})
     tensors: dict[str, GGUFTensorInfo] = {}
     for name, tensor in file.tensors.items():
@@ -138,7 +138,7 @@ def name_tensors(file: GGUFFile, architecture: str, num_layers: int) -> dict[str
 
 
 def _reshaped(name: str, tensor: GGUFTensorInfo) -> GGUFTensorInfo:
-    """The tensor with the dimensions of size 1 that Hugging Face has."""
+    """The tensor with the additional dimensions of size 1 that Hugging Face uses."""
     if name.endswith(".conv1d.weight") and len(tensor.shape) == 2:
         return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
     if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
@@ -147,11 +147,11 @@ def _reshaped(name: str, tensor: GGUFTensorInfo) -> GGUFTensorInfo:
 
 
 def _of_experts(name: str, tensor: GGUFTensorInfo) -> Iterator[tuple[str, GGUFTensorInfo]]:
-    """The matrix of each expert by its name, of a tensor that has all of them one after the other."""
+    """Split a tensor of all experts into the matrix of each expert, with its name."""
     num_experts, *shape = tensor.shape
     names = [name.replace("gate_up", half) for half in ("gate", "up")] if "gate_up" in name else [name]
     if not shape or shape[0] % len(names):
-        yield name, tensor  # which no model has
+        yield name, tensor  # no model has a tensor of this name, so strict loading reports it
         return
     shape[0] //= len(names)
     num_bytes = tensor.num_bytes // (num_experts * len(names))

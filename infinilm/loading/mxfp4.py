@@ -1,5 +1,4 @@
-"""Experts stored in MXFP4, as GPT-OSS has them: 4-bit floats with a scale for every 32. No torch here, unless tensors
-are asked for."""
+"""Experts stored in MXFP4, as in GPT-OSS: 4-bit floats with a scale for every 32. Needs torch only to read tensors."""
 
 from __future__ import annotations
 
@@ -20,22 +19,22 @@ if TYPE_CHECKING:
     from infinilm.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
 GROUP = 32
-"""Numbers that share a scale, two in a byte, the first in its lower half."""
+"""Numbers that share a scale. Two are in a byte, the first in its lower half."""
 NATIVE_FORMAT = "Q5_0"
-"""The least of the native library's formats that has all 4-bit floats, as multiples of half their scale."""
+"""The smallest of the native library's formats that holds all 4-bit floats, as multiples of half their scale."""
 PACKED_FORMATS = (MXFP4, NATIVE_FORMAT)
-"""Those that `pack` makes."""
+"""The formats that `pack` makes."""
 _HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
 """Twice the float of each code."""
 _BIAS = 128
-"""Of exponents, for halves."""
+"""The bias of exponents, for multiples of a half."""
 _LEAST, _MOST = _BIAS - 24, _BIAS + 15
-"""The exponents that a float16 has."""
+"""The range of exponents that float16 can hold."""
 _NO_NUMBER = 255
-"""An exponent that is NaN."""
+"""The exponent that stands for NaN."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _LINES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""By the stored name: the matrices whose lines alternate there."""
+"""The matrices with alternating lines in a stored tensor, by the tensor's name."""
 
 
 class _Lines(NamedTuple):
@@ -49,10 +48,10 @@ class _Lines(NamedTuple):
 
 
 class Mxfp4Checkpoint(CodedCheckpoint):
-    """A checkpoint whose tensors `name_blocks` and `name_scales` are seen as matrices.
+    """A checkpoint with tensors `name_blocks` and `name_scales`, presented as matrices.
 
-    Blocks are uint8 `[experts, out, in / 32, 16]` and scales uint8 `[experts, out, in / 32]`, exponents of 2 plus 127.
-    Each expert's matrices, of gate, up and down, are tensors of their own.
+    Blocks are uint8 `[experts, out, in / 32, 16]`. Scales are uint8 `[experts, out, in / 32]`: exponents of 2 plus 127.
+    Each expert's gate, up and down appear as separate matrices.
     """
 
     def __init__(self, stored: SafetensorsCheckpoint) -> None:
@@ -120,7 +119,7 @@ class Mxfp4Checkpoint(CodedCheckpoint):
         return decode(codes, exponents)[:, begin : begin + shape[1]]
 
     def _read(self, name: str, starts: Sequence[int], shape: Sequence[int]) -> tuple[Bytes, Bytes]:
-        """The codes `[rows, groups, 32]` and exponents `[rows, groups]` that hold a part."""
+        """The codes `[rows, groups, 32]` and exponents `[rows, groups]` that contain a part."""
         lines = self._matrices[name]
         first = starts[1] // GROUP
         num_groups = -(-(starts[1] + shape[1]) // GROUP) - first
@@ -149,32 +148,32 @@ class Mxfp4Checkpoint(CodedCheckpoint):
 
 
 def unpack_codes(blocks: Bytes) -> Bytes:
-    """The codes `[rows, groups, 32]` of blocks `[rows, groups, 16]`."""
+    """Unpack blocks `[rows, groups, 16]` into codes `[rows, groups, 32]`."""
     return np.stack((blocks & 0x0F, blocks >> 4), axis=-1).reshape(*blocks.shape[:2], GROUP)
 
 
 def decode(codes: Bytes, exponents: Bytes) -> Floats:
-    """The floats of codes `[rows, groups, 32]` and exponents `[rows, groups]`: `[rows, groups * 32]`."""
+    """Decode codes `[rows, groups, 32]` and exponents `[rows, groups]` into floats `[rows, groups * 32]`."""
     scales = exponents[..., None].astype(np.int32) - _BIAS
     return np.ldexp(_HALVES[codes].astype(np.float32), scales).reshape(len(codes), -1)
 
 
 def take_apart(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Codes and exponents, see `decode`, of GGML's blocks `[rows, groups, 17]`."""
+    """Split GGML's blocks `[rows, groups, 17]` into codes and exponents, see `decode`."""
     pairs = blocks[..., 1:]
     return np.concatenate((pairs & 0x0F, pairs >> 4), axis=-1), blocks[..., 0]
 
 
 def check_exponents(exponents: Bytes, source: str) -> None:
-    """Refuse what is no number; `source` names the exponents in the error."""
+    """Refuse NaN exponents; `source` names the exponents in the error."""
     if (exponents == _NO_NUMBER).any():
         raise CheckpointError(f"{source} has {_NO_NUMBER}, which stands for no number; the file is damaged")
 
 
 def pack(codes: Bytes, exponents: Bytes, format: str, source: str) -> Bytes:
-    """Rows in one of `PACKED_FORMATS`, uint8 `[rows, bytes]`, of codes and exponents, see `decode`.
+    """Pack codes and exponents (see `decode`) into rows of one of `PACKED_FORMATS`, uint8 `[rows, bytes]`.
 
-    In MXFP4 a row is its codes, uint8 `[in / 2]`, and its exponents, uint8 `[in / 32]`.
+    In MXFP4 a row consists of its codes, uint8 `[in / 2]`, and its exponents, uint8 `[in / 32]`.
     """
     if format == NATIVE_FORMAT:
         return repack(codes, exponents, source)
@@ -183,9 +182,10 @@ def pack(codes: Bytes, exponents: Bytes, format: str, source: str) -> Bytes:
 
 
 def repack(codes: Bytes, exponents: Bytes, source: str) -> Bytes:
-    """The same numbers in GGML's Q5_0, uint8 `[rows, groups * 22]`; `source` names them in errors.
+    """Pack the same numbers in GGML's Q5_0, uint8 `[rows, groups * 22]`; `source` names them in errors.
 
-    A scale is a power of 2 as a float16. Numbers that would need a smaller one are rounded to multiples of 2**-24.
+    Scales are powers of 2 as float16. Numbers that would need a smaller scale than float16 has are rounded to multiples
+    of 2**-24.
     """
     halves = _HALVES[codes]
     is_used = halves.any(axis=-1)

@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are parts of the stored ones: a multimodal model's text, fused projections, experts."""
+"""A checkpoint whose tensors are parts of stored ones: a multimodal model's text model, fused projections, experts."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from infinilm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Where multimodal checkpoints have their language model's weights, and what they are called in the model alone.
+# Prefixes of the language model's weights in multimodal checkpoints, and their prefixes in the language model alone.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -28,17 +28,17 @@ _DELTA_NET_PART = re.compile(r"(.+\.linear_attn\.)(.+)")
 _EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)")
 _TURNED_EXPERTS = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(_bias)?")
 MAX_EXPERTS = 10_000
-"""More than any model has: a checkpoint with more is damaged."""
+"""More experts than any model has: a checkpoint with more is damaged."""
 FUSED_FAMILIES = frozenset({"gemma4_text", "glm4", "gpt_oss", "phi3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"})
-"""By `model_type`: those whose files have one tensor for q, k and v, for gate and up, or for all experts."""
+"""The `model_type`s whose files have one tensor for q, k and v, for gate and up, or for all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some rows of a stored tensor, or of one expert's matrix in it: runs of equal length that begin at `starts`.
 
-    With `columns`, the columns are runs as well. With a `step` above 1 every `step`-th row from the one start on is
-    meant. If `is_turned`, the source has a row for each column.
+    With `columns`, the columns are also runs. With a `step` above 1 there is one start, and the part is every `step`-th
+    row from it on. If `is_turned`, the source is transposed.
     """
 
     source: str
@@ -50,13 +50,15 @@ class Part:
     is_turned: bool = False
 
     def rows(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Where `count` rows from `first` on are: a row of the source, the first of these rows there, how many."""
+        """Locate `count` rows from `first` on. Yields for each run its first row in the source, the number of rows
+        before it, and its number of rows."""
         return _runs(self.starts, self.shape[0], first, count)
 
     def pieces(
         self, starts: Sequence[int], shape: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """What is in one piece of the rows and columns from `starts` on: its place in the source and among them."""
+        """Locate a block of this `shape` from `starts` on. Yields for each contiguous piece its place in the source and
+        its slices of the block."""
         for row, offset, count in self.rows(starts[0], shape[0]):
             rows = slice(offset, offset + count)
             if self.columns is None:
@@ -84,7 +86,10 @@ class Part:
 
 
 def _runs(starts: Sequence[int], size: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Where `count` of `size` things in equal runs are: the place of the first of a run, its number here, how many."""
+    """Locate `count` of `size` rows, from `first` on, in runs of equal length.
+
+    Yields for each run the place of its first row in the source, the number of rows before it, and its number of rows.
+    """
     length, done = size // len(starts), 0
     while done < count:
         run, offset = divmod(first + done, length)
@@ -94,7 +99,7 @@ def _runs(starts: Sequence[int], size: int, first: int, count: int) -> Iterator[
 
 
 class _Heads(NamedTuple):
-    """The heads of delta nets. Tiled: value heads that share a key head are apart by the number of key heads."""
+    """The heads of delta nets. If tiled, value heads that share a key head are stored `num_keys` heads apart."""
 
     num_keys: int
     num_values: int
@@ -103,21 +108,21 @@ class _Heads(NamedTuple):
     is_tiled: bool
 
     def of_values(self, first: int, dim: int) -> tuple[int, ...]:
-        """Where each value head of `dim` lines begins, of lines from `first` on; one run if they are in order."""
+        """The start of each value head of `dim` lines, with the first at `first`; one start if heads are in order."""
         if not self.is_tiled:
             return (first,)
         share = self.num_values // self.num_keys
         return tuple(first + (head % share * self.num_keys + head // share) * dim for head in range(self.num_values))
 
     def by_key(self, offset: int, width: int) -> tuple[int, ...]:
-        """Where each key head's lines begin, of which there are `width` for all that belong to it."""
+        """The start of each key head's lines, at `offset` in its group of `width` lines."""
         return tuple(head * width + offset for head in range(self.num_keys))
 
 
 def find_parts(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, has_tiled_heads: bool = False
 ) -> dict[str, Part]:
-    """The tensors of the language model among those of a checkpoint, by their names in the model alone.
+    """The language model's tensors in a checkpoint, by their names in the language model alone.
 
     The `config` is the language model's. `has_tiled_heads` is for delta nets, see `_Heads`.
     """
@@ -151,7 +156,7 @@ def _read_heads(config: Mapping[str, Any], is_tiled: bool) -> _Heads:
 
 
 def _split_heads(match: re.Match[str], part: Part, heads: _Heads) -> dict[str, Part] | None:
-    """The parts of a delta net's tensor whose heads are in another order; None if it is read as others are."""
+    """The parts of a delta net's tensor with reordered heads; None if the tensor is split as in other models."""
     prefix, name = match.groups()
     keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
     share = heads.num_values // heads.num_keys
@@ -191,7 +196,7 @@ def _split_heads(match: re.Match[str], part: Part, heads: _Heads) -> dict[str, P
 
 
 def _text_name(name: str) -> str | None:
-    """A tensor's name in the language model alone; None if it is not its."""
+    """A tensor's name in the language model alone; None if it belongs to another part of the model."""
     for prefix, own in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
@@ -228,7 +233,7 @@ def _split(name: str, part: Part, parts: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def _split_experts(match: re.Match[str], part: Part) -> dict[str, Part]:
-    """The matrices of each expert, of a tensor of all experts: gates and ups, or downs."""
+    """Split a tensor of all experts into each expert's matrices: gate and up, or down."""
     num_experts, num_rows, num_columns = part.shape
     names = ["gate_proj", "up_proj"] if match[2] == "gate_up_proj" else ["down_proj"]
     size = num_rows // len(names)
@@ -242,7 +247,7 @@ def _split_experts(match: re.Match[str], part: Part) -> dict[str, Part]:
 
 
 def _split_turned(match: re.Match[str], part: Part) -> dict[str, Part]:
-    """The same of tensors with the inputs first, `[experts, in, out]`, or of biases; lines of gate and up alternate."""
+    """The same for tensors with inputs first, `[experts, in, out]`, or biases. Lines of gate and up alternate."""
     names = ["gate_proj", "up_proj"] if match[2] == "gate_up_proj" else ["down_proj"]
     num_dims, num_lines = 2 if match[3] else 3, part.shape[-1]
     if len(part.shape) != num_dims or num_lines % len(names) or not 0 < part.shape[0] <= MAX_EXPERTS:
@@ -259,7 +264,7 @@ def _split_turned(match: re.Match[str], part: Part) -> dict[str, Part]:
 
 
 class PartialCheckpoint:
-    """A checkpoint seen as `parts` of its tensors; see `Checkpoint` for the attributes and methods."""
+    """A checkpoint that presents `parts` of the tensors of `whole`; see `Checkpoint` for the interface."""
 
     def __init__(self, whole: Checkpoint, parts: Mapping[str, Part]) -> None:
         self._whole, self._parts = whole, parts
@@ -275,7 +280,7 @@ class PartialCheckpoint:
 
     @staticmethod
     def _format(part: Part, stored: str) -> str:
-        """That in which a part can be had. Columns in another order are quantised anew: blocks can't be cut."""
+        """The format of a part. Reordered columns are quantised again, because blocks can't be cut."""
         return "Q8_0" if part.columns is not None and stored not in PLAIN_TYPES else stored
 
     def packed_format(self, name: str, *, is_native: bool) -> str | None:
@@ -329,7 +334,7 @@ class PartialCheckpoint:
         return out
 
     def _read_lines(self, part: Part, starts: Sequence[int], shape: Sequence[int]) -> Floats:
-        """Some of the lines of an expert, of which a tensor has every `step`-th, and may have the inputs first."""
+        """Read some of an expert's lines, which are every `step`-th line of a tensor with inputs first."""
         lines = part.starts[0] + part.step * starts[0], part.step * (shape[0] - 1) + 1
         place = (part.expert or 0, *starts[1:], lines[0])
         values = self._whole.read_floats(part.source, place, (1, *shape[1:], lines[1]))[0][..., :: part.step]
@@ -361,7 +366,7 @@ class PartialCheckpoint:
 
 
 def view_language_model(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the tensors of its language model, each projection with a tensor of its own."""
+    """The checkpoint reduced to its language model, with a separate tensor for each projection."""
     shapes = checkpoint.shapes()
     text = checkpoint.config.get("text_config")
     config = text if isinstance(text, Mapping) else checkpoint.config

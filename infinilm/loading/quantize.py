@@ -2,9 +2,9 @@
 
 A quantised row is a run of blocks, each a few small integers with one or two float16 scales.
 
-Decoding equals the `gguf` package bit for bit: products and sums are rounded separately, never fused, so results do not
-depend on the machine. Every decoder takes `blocks` (uint8 `[n, block_bytes]`) and gives float32
-`[n, block_elements]`, of any shape. No torch here.
+Decoding gives the same bits as the `gguf` package: products and sums are rounded separately, never fused, so results do
+not depend on the machine. Every decoder takes `blocks` (uint8 `[n, block_bytes]`) and returns float32
+`[n, block_elements]`, or the same numbers in another shape. Decoding needs no torch.
 
 Matrices can also be quantised while they are read: to `Q8_0`, 32 numbers as 8-bit multiples of a scale, or `Q4_1`, 32
 numbers as 4-bit steps from a minimum.
@@ -26,13 +26,13 @@ Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
 PLAIN_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types without blocks, and torch's names of them."""
+"""Types without blocks, with torch's names."""
 
 
 def dequantize(raw: Bytes, ggml_type: GGMLType, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """Decode `raw` (whole blocks in row order, any shape) into an array of `shape`: float32, or float16 as stored.
+    """Decode `raw` (whole blocks in row order, any shape) into an array of `shape`: float32, or float16 if stored so.
 
-    Temporaries take about as much memory as the result: pass large tensors in slices.
+    Temporaries take about as much memory as the result, so pass large tensors in slices.
     """
     num_blocks, rest = divmod(prod(shape), ggml_type.block_elements)
     if rest or raw.size != num_blocks * ggml_type.block_bytes:
@@ -45,12 +45,12 @@ def dequantize(raw: Bytes, ggml_type: GGMLType, shape: tuple[int, ...]) -> npt.N
         return widen_bfloat16(blocks.view("<u2")).reshape(shape)
     if ggml_type.name in PLAIN_TYPES:
         return blocks.view(PLAIN_TYPES[ggml_type.name]).reshape(shape)
-    with np.errstate(invalid="ignore", over="ignore"):  # damaged scales may be no numbers
+    with np.errstate(invalid="ignore", over="ignore"):  # damaged scales may be NaN
         return _DECODERS[ggml_type.name](blocks).reshape(shape)
 
 
 def widen_bfloat16(bits: npt.NDArray[np.uint16]) -> Floats:
-    """The numbers whose upper 16 bits these are."""
+    """The float32 numbers with these upper 16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -65,7 +65,7 @@ def _halves(quants: Bytes) -> Bytes:
 
 
 def _low_bits(blocks: Bytes, start: int) -> Bytes:
-    """The 32 numbers of four bits in the last 16 bytes of a block, `[n, 32]`."""
+    """The 32 four-bit numbers in the last 16 bytes of each block, `[n, 32]`."""
     return _halves(blocks[:, start:]).reshape(len(blocks), 32)
 
 
@@ -105,9 +105,9 @@ def _q8_0(blocks: Bytes) -> Floats:
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """Scales and minimums of a Q4_K or Q5_K block's 8 groups of 32, float32 `[n, 8, 1]` each.
 
-    A block opens with a float16 scale and a float16 minimum scale, then 12 bytes hold 8 + 8 numbers of
-    six bits: bytes 0–3 the first four scales and, in their top two bits, the upper bits of the last four;
-    bytes 4–7 likewise for the minimums; bytes 8–11 the lower four bits of the last four of both.
+    A block begins with a float16 scale and a float16 minimum scale. The next 12 bytes hold 8 + 8 six-bit numbers: bytes
+    0–3 the first four scales and, in their top two bits, the upper bits of the last four; bytes 4–7 the same for the
+    minimums; bytes 8–11 the lower four bits of the last four scales and minimums.
     """
     scales, minimums, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((scales & 0x3F, (low & 0x0F) | ((scales >> 2) & 0x30)), axis=1)
@@ -168,10 +168,10 @@ _DECODERS: dict[str, Callable[[Bytes], Floats]] = {
 
 BLOCK = 32
 PackedRows = tuple[Any, Any]
-"""Rows in blocks, uint8 `[n, bytes of a row]`, and their indices in the part they belong to, int64 `[n]`: arrays, or
-tensors where the blocks are for a GPU."""
+"""Rows in blocks, uint8 `[n, bytes of a row]`, and their indices in the part that is read, int64 `[n]`. These are
+arrays, or tensors if the blocks are for a GPU."""
 
-_SLICE_ELEMENTS = 2**18  # quantised at a time: few enough for the caches
+_SLICE_ELEMENTS = 2**18  # elements quantised at a time: few enough for the CPU's caches
 _FIT_ROUNDS = 4
 LARGEST_FP8 = 448.0
 
@@ -193,9 +193,9 @@ def quantize_rows(
 
 
 def quantize(values: Floats, format: str) -> Any:
-    """Rows `[n, columns]` float32 in a `GroupedFormat`, or in GGML blocks of `format`: uint8 `[n, bytes of a row]`.
+    """Quantise float32 rows `[n, columns]` to a `GroupedFormat` or to GGML blocks: uint8 `[n, bytes of a row]`.
 
-    Those in a `GroupedFormat`, which are for a GPU, are a tensor.
+    The result is a tensor for a `GroupedFormat`, which is for a GPU, else an array.
     """
     if (grouped := GroupedFormat.parse(format)) is not None:
         return _to_groups(values, grouped)
@@ -204,12 +204,12 @@ def quantize(values: Floats, format: str) -> Any:
     num_rows, num_columns = values.shape
     if num_columns % BLOCK:
         raise InvalidValueError(f"rows of {num_columns} numbers are not whole blocks of {BLOCK}")
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # what is no number shows in the scale
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinity end up in the scale
         return QUANTIZERS[format](values.reshape(-1, BLOCK)).reshape(num_rows, -1)
 
 
 def _to_groups(values: Floats, format: GroupedFormat) -> Any:
-    """Codes without zeros. The largest number of a group is a code's largest."""
+    """Quantise to codes without zeros. A group's largest magnitude gets a code of the largest magnitude."""
     import torch
 
     if format.has_zeros:
@@ -228,12 +228,13 @@ def _to_groups(values: Floats, format: GroupedFormat) -> Any:
 
 
 def _to_int4(x: Floats, scale_dtype: npt.DTypeLike) -> tuple[Bytes, npt.NDArray[Any]]:
-    """Groups `[n, m]` as codes uint8 of 0 to 15, of which 8 is 0, and scales `[n, 1]`.
+    """Quantise groups `[n, m]` to uint8 codes from 0 to 15, where 8 stands for 0, and scales `[n, 1]`.
 
-    The largest number, which may make the scale negative, has the code 0: there are more below 8 than above.
+    The number with the largest magnitude has the code 0, because there are more codes below 8 than above. The scale may
+    therefore be negative.
     """
     largest = np.take_along_axis(x, np.abs(x).argmax(1, keepdims=True), axis=1)
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # what is no number shows in the scale
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN and infinity end up in the scale
         scale = (largest / np.float32(-8)).astype(scale_dtype)
         codes = np.clip(np.rint(x * _inverse(scale)) + 8, 0, 15).astype(np.uint8)
     return codes, scale
@@ -255,8 +256,8 @@ def _to_q8_0(x: Floats) -> Bytes:
 def _to_q4_1(x: Floats) -> Bytes:
     """Blocks `[n, 32]` as scale f16, minimum f16 and 16 bytes of quants; value = scale · q + minimum.
 
-    Numbers are rounded to the nearest of 16 steps between a block's least and greatest. Then scale and minimum are
-    fitted to the quants by least squares and numbers rounded again, `_FIT_ROUNDS` times. The best result is kept.
+    Numbers are rounded to the nearest of 16 steps between a block's minimum and maximum. Then, `_FIT_ROUNDS` times,
+    scale and minimum are fitted to the quants by least squares, and numbers are rounded again. The best result is kept.
     """
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     scale, minimum = ((high - low) / np.float32(15)).astype(np.float16), low.astype(np.float16)
@@ -284,7 +285,7 @@ def _steps(x: Floats, scale: Halves, minimum: Halves) -> Floats:
 
 
 def _fit(x: Floats, quants: Floats) -> tuple[Halves, Halves]:
-    """The scale and minimum, float16 `[n, 1]`, with which `quants` come nearest to `x`."""
+    """The scale and minimum, float16 `[n, 1]`, with which `quants` are closest to `x`."""
     mean, quant_mean = x.mean(1, keepdims=True), quants.mean(1, keepdims=True)
     centred = quants - quant_mean
     variance = np.square(centred).sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A checkpoint whose matrices are quantised for GPUs, seen as one of plain matrices, or of packed ones."""
+"""A checkpoint with matrices that are quantised for GPUs, presented as dense or packed matrices."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ACTIVATION_PARTS = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
-"""Scales of activations, which stay in the type that is computed in."""
+"""Scales of activations. They are not used: activations stay in the model's dtype."""
 _CACHE_PARTS = (".q_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-"""Scales of a KV cache, which has a type of its own."""
+"""Scales of a KV cache. They are not used: the cache has its own type."""
 _SLICE_ELEMENTS = 2**21
 
 
 class CodedCheckpoint:
-    """See `Checkpoint`. Some of its matrices are stored as codes and scales; `_matrices` has them by name."""
+    """See `Checkpoint`. Some matrices are stored as codes and scales; `_matrices` holds these by name."""
 
     _matrices: Mapping[str, Any]
 
@@ -58,7 +58,7 @@ class CodedCheckpoint:
 
 
 class QuantizedCheckpoint(CodedCheckpoint):
-    """A matrix is called `layer.weight`, whatever its tensors are called."""
+    """A checkpoint of FP8 or INT4 matrices. A matrix is named `layer.weight`, whatever its tensors are named."""
 
     _matrices: Mapping[str, QuantizedMatrix]
 
@@ -69,7 +69,7 @@ class QuantizedCheckpoint(CodedCheckpoint):
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from error
         parts = {part: name for name, matrix in self._matrices.items() for part in matrix.parts}
-        self._names: dict[str, None] = {}  # of all tensors, in the order of the file
+        self._names: dict[str, None] = {}  # the names of all tensors, in the order of the file
         unused = []
         for name in stored.shapes():
             if name in parts:
@@ -136,7 +136,7 @@ class QuantizedCheckpoint(CodedCheckpoint):
         return out
 
     def _pieces(self, name: str, starts: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, Piece]]:
-        """A part of a matrix, some rows at a time, each with the number of rows before."""
+        """Yield a part of a matrix, some rows at a time, with the index of their first row."""
         num_rows, num_columns = shape
         if not num_columns:
             return
@@ -163,14 +163,14 @@ class QuantizedCheckpoint(CodedCheckpoint):
 
 
 def _as_tensor(array: Any) -> "Tensor":
-    """Of memory that can be written to, which a mapped file's can't: torch warns of that."""
+    """A tensor of writable memory. torch warns about read-only memory, such as a mapped file's."""
     import torch
 
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
 def _find_matrices(stored: SafetensorsCheckpoint) -> dict[str, QuantizedMatrix]:
-    """The quantised matrices, by the names of the plain ones."""
+    """The quantised matrices, by the names that they would have as dense ones."""
     schemes = read_schemes(stored.config)
     formats = stored.formats()
     found: dict[str, QuantizedMatrix] = {}

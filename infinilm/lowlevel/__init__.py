@@ -1,1 +1,1 @@
-"""The low-level engine, in which the caller owns requests, cache and sampling."""
+"""The low-level engine: the caller manages requests, cache and sampling."""

@@ -1,4 +1,4 @@
-"""The low-level engine: one forward pass at a time, with the caller in charge of requests, cache and sampling."""
+"""The low-level engine: one forward pass per call. The caller manages requests, cache and sampling."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -47,12 +47,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MEMORY_SHARE = 0.9
-"""How much of the free memory a cache may take."""
+"""The share of the free memory that a cache may take."""
 
 
 def _exclusive(method: Callable[Concatenate["InferEngine", P], T]) -> Callable[Concatenate["InferEngine", P], T]:
-    """Have a method wait while the engine is in the call of another thread, and refuse to run within one of this
-    thread, or if the engine is closed or dead."""
+    """Decorator: the method waits while another thread's call runs. It raises an error if it is called from within
+    another call of the same thread, or if the engine is closed or dead."""
 
     @wraps(method)
     def call(engine: "InferEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -74,21 +74,21 @@ def _exclusive(method: Callable[Concatenate["InferEngine", P], T]) -> Callable[C
 
 
 class InferEngine(GenerationMixin):
-    """Runs a model, on one rank or many, as its caller says.
+    """Runs forward passes of a model, on one rank or many.
 
-    `config` is a model's configuration, whose weights are then random until `load_param` brings others, or the path
-    of a checkpoint. `cache_config` None: no cache; each forward pass attends to its own input alone.
+    `config` is the path of a checkpoint, or a model configuration; weights are then random until you call `load_param`.
+    `cache_config` None: there is no cache, and each forward pass attends only to its own input.
 
-    `dtype` None: a configuration is computed in its own, a checkpoint in its own on a GPU and in float32 on a CPU.
-    `dtype`, `quantization` and `activation_bits` mean what they mean in `Config`: a GGUF file's matrices stay quantised
-    on a CPU unless a `dtype`, or quantization="none", is asked for; q8 and q4 quantise a checkpoint's matrices while
+    `dtype` None: a configuration's own type; a checkpoint's own type on a GPU, and float32 on a CPU.
+    `dtype`, `quantization` and `activation_bits` have the same meaning as in `Config`: on a CPU a GGUF file's matrices
+    stay quantised unless you set a `dtype` or quantization="none"; q8 and q4 quantise a checkpoint's matrices while
     they are read.
 
-    `deterministic` means what it means in `Config`, and `executor` says where the ranks run, as there. The attribute
-    `guarantee` is "yes", or why results may depend on what else is computed, as in `LLM.stats()`.
+    `deterministic` and `executor` (where the ranks run) also have the same meaning as in `Config`. The attribute
+    `guarantee` is "yes", or the reason why results may depend on what else is computed, as in `LLM.stats()`.
 
-    `generate` uses the cache from its beginning, over whatever lies there. Calls of several threads are served one
-    after the other, in their order. After an error, whatever it was, the next call finds the engine as before.
+    `generate` uses the cache from its beginning and overwrites its contents. Calls from several threads run one after
+    the other, in order. After any error the next call finds the engine as before.
     """
 
     Input: TypeAlias = InferInput
@@ -143,7 +143,7 @@ class InferEngine(GenerationMixin):
         self._executor = start_executor(executor, devices, choices.dtype, choices.attention_backend, num_stages)
         try:
             self._check_room(devices[0])
-            with torch.inference_mode(False):  # whatever the caller is in: threads that read weights are not
+            with torch.inference_mode(False):  # even if the caller is in it: the threads that read weights are not
                 self._executor.load(self.config, self.max_len, source, choices.formats)
             is_ordered = choices.formats.is_ordered or bool(deterministic)
             self.guarantee = str(find_guarantee(self._executor, is_ordered=is_ordered))
@@ -163,7 +163,7 @@ class InferEngine(GenerationMixin):
         dtype: str | torch.dtype | None,
         **settings: Any,
     ) -> tuple[Path | int, ModelChoices]:
-        """Read what the checkpoint's headers say; returns where weights come from and how they are kept."""
+        """Read the checkpoint's headers. Returns the source of the weights (path or seed) and the model's choices."""
         self.tokenizer: Tokenizer | None = None
         self._end_ids: tuple[int, ...] | None = None
         if isinstance(config, ModelConfig):
@@ -195,16 +195,16 @@ class InferEngine(GenerationMixin):
 
     @_exclusive
     def load_param(self, name: str, tensor: Tensor | npt.NDArray[Any]) -> None:
-        """Put a whole weight, by its name in a Hugging Face checkpoint, into the model; every rank takes its piece.
+        """Load a full weight, by its name in a Hugging Face checkpoint; every rank takes its shard.
 
-        What a checkpoint may hold though the model has no use for it, as the head of a model that ties it to the
-        embedding, is passed over.
+        Tensors that a checkpoint may hold but the model does not use are ignored, for example the head of a model with
+        tied embeddings.
         """
         self._load(self._params.check({name: tensor}, is_complete=False))
 
     @_exclusive
     def load_params(self, params: Mapping[str, Tensor | npt.NDArray[Any]], strict: bool = True) -> None:
-        """Put weights into the model; `strict`: every one it has. If one of them is wrong, nothing is loaded."""
+        """Load several weights; with `strict` they must be all of the model's. If any is wrong, none is loaded."""
         check_flag("strict", strict)
         self._load(self._params.check(params, is_complete=strict))
 
@@ -214,8 +214,8 @@ class InferEngine(GenerationMixin):
 
     @_exclusive
     def state_dict(self) -> list[dict[str, Tensor]]:
-        """Copies of every rank's weights, on the host. Where a rank holds a piece, it has fewer rows (q, k, v, gate,
-        up, embedding and head) or columns (o and down) than the whole. A pipeline stage has those of its layers."""
+        """Copies of every rank's weights, on the host. A rank's shard has fewer rows (q, k, v, gate, up, embedding and
+        head) or columns (o and down) than the full weight. A pipeline stage has only the weights of its layers."""
         return self._executor.state_dicts()
 
     def state_dict_keyname(self) -> list[str]:
@@ -226,7 +226,7 @@ class InferEngine(GenerationMixin):
 
     @_exclusive
     def forward(self, given: InferInput | None = None, /, **fields: Any) -> InferOutput:
-        """Compute an `Input`, or one made of its fields given as keywords, and draw each request's next token."""
+        """Compute an `Input`, or the fields of one given as keywords, and draw each request's next token."""
         if given is None:
             given = InferInput(**fields)
         elif fields or not isinstance(given, InferInput):
@@ -245,7 +245,7 @@ class InferEngine(GenerationMixin):
         if registry is not None:
             registry.begin_step(_rows_of(lowered, all_logits=given.return_logits))
         patterns = registry.patterns() if registry is not None else ()
-        with self._executor.computing():  # threads that torch draws with would spin during the next pass
+        with self._executor.computing():  # otherwise torch's sampling threads would spin during the next pass
             result = self._executor.forward(ForwardInput(lowered.batch, rows, self._shape_of(lowered.layout), patterns))
             hidden, logits = result.hidden, result.logits
             samples = draw_uniform(logits[torch.from_numpy(ends - 1)] if given.return_logits else logits, **values)
@@ -291,10 +291,10 @@ class InferEngine(GenerationMixin):
 
     @_exclusive
     def reset_cache(self, cache_config: CacheConfig | None = None) -> None:
-        """Have an empty cache of this kind and size; None: `StaticKVCacheConfig()`.
+        """Replace the cache by an empty one of this kind and size; None: `StaticKVCacheConfig()`.
 
-        Memory of the cache before is used again where it suffices. A cache that is refused leaves the one before,
-        and what is in it; if memory runs out against expectation, there is none afterwards.
+        The previous cache's memory is reused if it suffices. If the new cache is refused, the previous one stays, with
+        its contents. If memory runs out unexpectedly, there is no cache afterwards.
         """
         config = StaticKVCacheConfig() if cache_config is None else cache_config
         _check_cache_config(config)
@@ -316,13 +316,13 @@ class InferEngine(GenerationMixin):
         try:
             self._executor.reset_cache(shape)
         except BaseException:
-            with suppress(EngineError):  # of an engine that is dead, which the first error says already
-                self._executor.reset_cache(None)  # on every rank, whichever of them had no memory
+            with suppress(EngineError):  # the engine may be dead, which the first error reports already
+                self._executor.reset_cache(None)  # on every rank, even if only some ran out of memory
             raise
         self._cache_config, self._layout = config, layout
 
     def get_cache_config(self) -> CacheConfig | None:
-        """The cache in force, with the sizes that were derived filled in; None: there is none."""
+        """The current cache's configuration, including derived sizes; None: there is no cache."""
         return None if self._cache_config is None else self._cache_config.unique_copy()
 
     def _cache_limits(self) -> CacheLimits:
@@ -336,8 +336,8 @@ class InferEngine(GenerationMixin):
         free_bytes = free_memory_bytes(device)
         if device.type == "cpu":
             free_bytes //= info.num_ranks
-        # The old cache goes before the new comes. Of its memory, a CPU counts as free what was never written to, so
-        # that the sum would be too much; there is never more than at the start, unless it is free for all to see.
+        # The old cache is freed before the new one is made. On a CPU, pages of it that were never written already count
+        # as free, so the sum could be too high; limit it to what was free at the start, unless more is free now.
         held_bytes = self._executor.cache_bytes
         at_start = self._executor.free_bytes - self._weight_bytes
         available = max(free_bytes, min(free_bytes + held_bytes, at_start))
@@ -349,17 +349,17 @@ class InferEngine(GenerationMixin):
     # --- the rest ---------------------------------------------------------------------------------------
 
     def get_dist_config(self) -> DistConfig:
-        """The ranks and their devices, a copy."""
+        """A copy of the configuration of ranks and their devices."""
         return _check_dist_config(self._dist_config)
 
     def set_hook_registry(self, registry: HookRegistry | None) -> None:
-        """Let hooks see, and replace, activations of all passes to come; None: no more."""
+        """Let hooks see, and replace, the activations of all later passes; None: remove the hooks."""
         with interrupts_held(), self._turns:
             self._registry = attach(registry, self._registry, self.config.num_hidden_layers)
             self._executor.set_hook_registry(self._registry)
 
     def close(self) -> None:
-        """Stop the ranks and give back the memory. Calling it again does nothing."""
+        """Stop the ranks and free their memory. Further calls do nothing."""
         self._executor.shutdown()
 
     def __enter__(self) -> Self:
@@ -398,7 +398,7 @@ def _check_cache_class(kind: object, config: CacheConfig, model_type: str) -> No
 
 
 def _device_kind(device_type: str | torch.device | DeviceType | None, dist_config: DistConfig) -> str:
-    """The kind of device. Which of several devices is the distributed configuration's to say."""
+    """The kind of device. The distributed configuration selects among several devices."""
     if device_type is None:
         return "auto"
     if not isinstance(device_type, (str, torch.device)):
@@ -413,12 +413,12 @@ def _device_kind(device_type: str | torch.device | DeviceType | None, dist_confi
 
 
 def _ordinary(result: Tensor) -> Tensor:
-    """A tensor that may be written to. One made in inference mode may not, outside of it."""
+    """A writable tensor: tensors made in inference mode can't be written to outside of it."""
     return result.clone() if result.is_inference() else result
 
 
 def _rows_of(lowered: PreparedInput, *, all_logits: bool) -> tuple[RequestRows, ...]:
-    """For hooks: where in the pass's tensors each request is."""
+    """For hooks: each request's rows in the tensors of the pass."""
     batch = lowered.batch
     ends = np.cumsum(batch.query_lens).tolist()
     starts = (batch.context_lens - batch.query_lens).tolist()

@@ -37,7 +37,7 @@ _ALIASES = {
 
 
 def _tensor_field(name: str) -> property:
-    """An attribute that takes whatever holds integers, and reads as a tensor or None."""
+    """An attribute that accepts any `TensorLike` or None, and reads as a tensor or None."""
 
     def read(owner: "Input") -> Tensor | None:
         return owner._tensors[name]
@@ -49,23 +49,23 @@ def _tensor_field(name: str) -> property:
 
 
 class Input:
-    """One step of some requests: their new tokens, and where those belong.
+    """One step of some requests: their new tokens, and the tokens' places in the cache.
 
-    `input_ids` is either rows, `[batch, seq]`, a request each, of which short ones are padded on the right; or the
-    new tokens of all n requests laid end to end, `[total]` or `[1, total]`. Everything else has a default:
+    `input_ids` has one of two forms: `[batch, seq]`, one request per row, with short rows padded on the right; or the
+    concatenated new tokens of all n requests, `[total]` or `[1, total]`. All other fields have defaults:
 
-    - `cache_lengths` `[n]`: tokens that are in the cache already. Default: `input_lengths` less the new ones, or 0.
-    - `input_lengths` `[n]`: cached and new tokens together. Default: all tokens given are new.
-    - `input_offsets` `[n + 1]` or `[n]`: where in `[total]` each request starts; it may be left out if the lengths
-      tell.
-    - `position_ids`, like `input_ids` or `[seq]` for all rows: places for the rotary embedding. Default: from the
+    - `cache_lengths` `[n]`: tokens in the cache. Default: `input_lengths` minus the new tokens, or 0.
+    - `input_lengths` `[n]`: cached and new tokens together. Default: all given tokens are new.
+    - `input_offsets` `[n + 1]` or `[n]`: the start of each request in `[total]`. It may be omitted if it follows from
+      the lengths.
+    - `position_ids`, like `input_ids` or `[seq]` for all rows: positions for the rotary embedding. Default: from the
       lengths.
-    - `block_tables` `[n, max_blocks]`, -1 for none: where the requests lie in a paged cache. Default: an even share.
-    - `slot_mapping` `[total]`, `block * block_size + offset`: where the new tokens go. Default: from the tables.
-      Negative: nowhere.
+    - `block_tables` `[n, max_blocks]`, -1 for none: the requests' blocks in a paged cache. Default: an even share.
+    - `slot_mapping` `[total]`, `block * block_size + offset`: the slots of the new tokens. Default: from the tables.
+      Negative: not stored.
 
-    The sampling values are one number or one per request. Torch tensors are kept as they are; NumPy arrays are
-    shared, not copied, if torch can (it can't share read-only ones).
+    Each sampling value is one number, or one per request. Torch tensors are kept as they are. NumPy arrays are shared,
+    not copied, if torch can share them (it can't share read-only arrays).
     """
 
     __slots__ = ("_tensors", *_OTHER_FIELDS)
@@ -125,12 +125,12 @@ class Input:
         setattr(self, alias, value)
 
     def to_model_input(self, block_size: int = 16) -> HostBatch:
-        """The batch that models compute (`InfinilmModel`): sampling values are left out, all else is filled in.
+        """The batch for an `InfinilmModel`, with defaults filled in and without sampling values.
 
         Without `block_tables` all tokens must be new, and the requests get blocks from 0 on. Token ids and positions
         are not checked against a model's sizes.
         """
-        from infinilm.lowlevel.prepare_inputs import to_batch  # which imports this module
+        from infinilm.lowlevel.prepare_inputs import to_batch  # that module imports this one
 
         return to_batch(self, block_size)
 
@@ -143,15 +143,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came of an `Input` of n requests."""
+    """The result of an `Input` of n requests."""
 
     output_ids: Tensor  # [n] int64 on the host: the token after each request's last one
-    logits: Tensor | None = None  # like input_ids, with a last dimension for the vocabulary; if asked for
-    hidden_states: Tensor | None = None  # likewise, of the last norm
+    logits: Tensor | None = None  # [*input_ids.shape, vocab], if requested
+    hidden_states: Tensor | None = None  # [*input_ids.shape, hidden] after the final norm, if requested
 
 
 def as_tensor(name: str, value: TensorLike) -> Tensor:
-    """Integers as a tensor that shares their memory where it can."""
+    """Integers as a tensor, sharing their memory if possible."""
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
         if not is_plain or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
@@ -174,7 +174,7 @@ def as_tensor(name: str, value: TensorLike) -> Tensor:
         raise InvalidValueError(
             f"{name}={short_repr(value)} can't be made an array: {error}; give rows of equal length, padding short ones"
         ) from error
-    # NumPy takes an empty list to hold floats.
+    # NumPy makes a float array of an empty list.
     return _from_numpy(name, array if array.size else array.astype(np.int64))
 
 
@@ -188,13 +188,13 @@ def _from_numpy(name: str, array: npt.NDArray[Any]) -> Tensor:
 
 
 def _check_int64(name: str, array: npt.NDArray[Any]) -> None:
-    """Refuse numbers that would become others as int64."""
+    """Refuse numbers that int64 can't hold."""
     if array.dtype == np.uint64 and array.size and (most := array.max()) >= 2**63:
         raise InvalidValueError(f"{name} holds {most}; numbers must be below 2**63")
 
 
 def share_array(array: npt.NDArray[Any]) -> Tensor:
-    """An array of numbers that torch has as a tensor: the same memory, or a copy of what torch can't share."""
+    """An array as a tensor, with the same memory, or with a copy if torch can't share it."""
     steps = [stride % array.itemsize == 0 and stride >= 0 for stride in array.strides]
     if not (array.flags.writeable and array.dtype.isnative and all(steps)):
         array = array.astype(array.dtype.newbyteorder("="), order="C")

@@ -1,4 +1,4 @@
-"""Weights that a caller brings, one by one or all at once, checked and cut into the ranks' pieces."""
+"""Checks weights that a caller loads, and cuts them into the ranks' shards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,22 +22,23 @@ _MAX_LISTED = 20
 
 
 class ParamTable:
-    """The weights of a model, by their names in a Hugging Face checkpoint, and which piece of each a rank holds."""
+    """The weights of a model, by their names in a Hugging Face checkpoint, and each rank's shard of them."""
 
     def __init__(self, whole: InfinilmModel, outlines: Sequence[InfinilmModel]) -> None:
-        """`outlines` are every rank's share of the `whole` model; they need no memory."""
+        """`outlines` are the ranks' shares of the `whole` model; they need no memory."""
         self._shards = [outline.weight_targets() for outline in outlines]
         self._whole = whole.weight_targets()
         self._is_ignorable = whole.is_ignorable
 
     def names(self) -> list[str]:
-        """Of all weights."""
+        """The names of all weights."""
         return list(self._whole)
 
     def check(self, params: Mapping[str, Param], *, is_complete: bool) -> dict[str, Tensor]:
-        """The weights among `params`, whole. What a checkpoint may hold without need is left out.
+        """Check `params` and return the full weights among them. Tensors that a checkpoint may hold without need are
+        left out.
 
-        Anything else is refused, and if they are to be complete, so is a set with one missing.
+        Anything else is refused. With `is_complete` missing weights are refused, too.
         """
         if not isinstance(params, Mapping):
             raise InvalidTypeError(f"params is a {type(params).__name__}; give a mapping of names to tensors")
@@ -48,7 +49,7 @@ class ParamTable:
         return {name: self._check(name, param) for name, param in params.items() if self._has(name)}
 
     def cut(self, name: str, whole: Tensor) -> list[dict[str, Tensor]]:
-        """Each rank's piece of a weight, views of the whole. A rank of another pipeline stage has none."""
+        """Each rank's shard of a weight, as a view. It is missing for ranks of other pipeline stages."""
         return [{name: shards[name].cut(whole)} if name in shards else {} for shards in self._shards]
 
     def _has(self, name: str) -> bool:

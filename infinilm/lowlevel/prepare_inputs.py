@@ -1,4 +1,4 @@
-"""From an `Input` to a `HostBatch`: whatever was left out is filled in, and everything is checked."""
+"""Converts an `Input` to a `HostBatch`: fills in defaults and checks all fields."""
 
 import math
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ class PreparedInput:
 
     batch: HostBatch
     layout: CacheLayout
-    """Of the cache to run it in. Without a cache configured: of one for this input alone."""
+    """The layout of the cache; if none is configured, of a temporary one for this input alone."""
     shape: tuple[int, ...]
-    """Of `input_ids`."""
-    places: IntArray | None  # [T], where in the flattened input_ids the batch's tokens are; None: everywhere
+    """The shape of `input_ids`."""
+    places: IntArray | None  # [T], indices of the batch's tokens in the flattened input_ids; None: all of them
 
     @property
     def num_requests(self) -> int:
-        """How many tokens will be drawn."""
+        """The number of requests; one token is drawn for each."""
         return len(self.batch.query_lens)
 
     def restore(self, results: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class PreparedInput:
 def lower(
     given: Input, layout: CacheLayout | None, *, vocab_size: int, max_len: int, block_size: int = _TEMPORARY_BLOCK_SIZE
 ) -> PreparedInput:
-    """Check an input and lay it out for a cache; `layout` None: no cache, the input is all there is to attend to.
+    """Check an input and lay it out for a cache.
 
-    Blocks then have the `block_size`.
+    `layout` None: there is no cache, the input attends only to itself, and its temporary blocks have the `block_size`.
     """
     check_flag("return_logits", given.return_logits)
     check_flag("return_hidden_states", given.return_hidden_states)
@@ -108,7 +108,7 @@ def to_batch(given: Input, block_size: int) -> HostBatch:
 
 
 def _array(name: str, tensor: Tensor | None) -> IntArray | None:
-    """A field on the host; no copy if it lies there as int64 already."""
+    """A field on the host, without a copy if it is there as int64 already."""
     if tensor is None:
         return None
     if tensor.dim() not in _DIMENSIONS[name]:
@@ -159,7 +159,7 @@ def _temporary_layout(context_lens: IntArray, block_size: int) -> CacheLayout:
 
 
 def _block_tables(given: IntArray | None, context_lens: IntArray, layout: CacheLayout) -> IntArray:
-    """The blocks that each request needs, and no others, `[n, max_blocks]`."""
+    """Only the blocks that each request needs, `[n, max_blocks]`."""
     tables = layout.tables(len(context_lens)) if given is None else given
     needed = -(-context_lens // layout.block_size)
     if (needed > tables.shape[1]).any():
@@ -182,7 +182,7 @@ def _block_tables(given: IntArray | None, context_lens: IntArray, layout: CacheL
 
 
 def _select(array: IntArray, ragged: RaggedLayout) -> IntArray:
-    """The entries `[T]` of the tokens, of an array with one for every place in `input_ids`."""
+    """The tokens' entries `[T]` of an array with one entry for every place in `input_ids`."""
     flat = array.reshape(-1)
     return flat if ragged.places is None else flat[ragged.places]
 
@@ -219,7 +219,7 @@ def _position_ids(
 
 
 def _slots(tables: IntArray, positions: IntArray, ragged: RaggedLayout, layout: CacheLayout) -> IntArray:
-    """Where the tokens' places are in the cache, `[T]`."""
+    """The tokens' slots in the cache, `[T]`."""
     owners = np.repeat(np.arange(len(tables)), ragged.query_lens)
     blocks, offsets = np.divmod(positions, layout.block_size)
     return tables[owners, blocks] * layout.block_size + offsets

@@ -1,4 +1,4 @@
-"""How the tokens of an input divide into requests, by whichever of its lengths and offsets were given."""
+"""Divides an input's tokens into requests, using the lengths and offsets that were given."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ from infinilm.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class RaggedLayout:
-    """Which tokens are whose: T new tokens of N requests."""
+    """The requests that tokens belong to: T new tokens of N requests."""
 
     query_lens: IntArray  # [N] new tokens, all >= 1
     cached_lens: IntArray  # [N] tokens in the cache already, all >= 0
-    places: IntArray | None = None  # [T], where in the flattened input_ids the tokens are; None: all of it is tokens
+    places: IntArray | None = None  # [T], indices of the tokens in the flattened input_ids; None: all of them
 
     @property
     def context_lens(self) -> IntArray:
-        """`[N]`, cached and new."""
+        """`[N]`, cached and new tokens."""
         return self.cached_lens + self.query_lens
 
     def positions(self) -> IntArray:
-        """`[T]`, the tokens' places in their requests."""
+        """`[T]`, the tokens' positions in their requests."""
         first_tokens = np.cumsum(self.query_lens) - self.query_lens
         shifts: IntArray = np.repeat(self.cached_lens - first_tokens, self.query_lens)
         return shifts + np.arange(len(shifts))
@@ -36,7 +36,7 @@ def divide(
     cache_lengths: IntArray | None,
     block_tables: IntArray | None,
 ) -> RaggedLayout:
-    """Divide `input_ids` of that shape: by rows if it has several, or is one request; else end to end."""
+    """Divide `input_ids` of this `shape`: by rows if there are several rows or one request, else end to end."""
     num_requests = _agreed_count(
         {"cache_lengths": cache_lengths, "input_lengths": input_lengths, "block_tables": block_tables}
     )
@@ -57,7 +57,7 @@ def divide(
 
 
 def _agreed_count(given: dict[str, IntArray | None]) -> int | None:
-    """The number of requests that the fields with an entry per request are of; None if there are no such fields."""
+    """The number of requests, from the fields with an entry per request; None if there are no such fields."""
     counts = {name: len(array) for name, array in given.items() if array is not None}
     if len(set(counts.values())) > 1:
         seen = ", ".join(f"{name} of {count}" for name, count in counts.items())
@@ -69,7 +69,7 @@ def _divide_rows(batch: int, seq: int, input_lengths: IntArray | None, cache_len
     if cache_lengths is not None:
         cached_lens = cache_lengths
     elif input_lengths is not None:
-        cached_lens = np.maximum(input_lengths - seq, 0)  # what a row is too short to bring
+        cached_lens = np.maximum(input_lengths - seq, 0)  # tokens that do not fit in the row
     else:
         cached_lens = np.zeros(batch, dtype=np.int64)
     query_lens = np.full(batch, seq) if input_lengths is None else input_lengths - cached_lens
@@ -86,13 +86,13 @@ def _packed_lens(
     input_lengths: IntArray | None,
     cache_lengths: IntArray | None,
 ) -> IntArray:
-    """New tokens of each request, `[n]`."""
+    """The number of each request's new tokens, `[n]`."""
     if input_offsets is not None:
         return np.diff(_full_offsets(input_offsets, total, num_requests))
     if input_lengths is not None and cache_lengths is not None:
         query_lens = input_lengths - cache_lengths
     elif num_requests == total:
-        return np.ones(total, dtype=np.int64)  # there is no other way to give each at least one
+        return np.ones(total, dtype=np.int64)  # each request must have at least one token
     elif input_lengths is not None:
         query_lens = input_lengths
     else:
@@ -109,7 +109,7 @@ def _packed_lens(
 
 
 def _packed_cached(query_lens: IntArray, input_lengths: IntArray | None, cache_lengths: IntArray | None) -> IntArray:
-    """Tokens of each request that are in the cache, `[n]`."""
+    """The number of each request's cached tokens, `[n]`."""
     if input_lengths is None:
         return np.zeros_like(query_lens) if cache_lengths is None else cache_lengths
     cached_lens = input_lengths - query_lens
@@ -125,9 +125,9 @@ def _packed_cached(query_lens: IntArray, input_lengths: IntArray | None, cache_l
 
 
 def _full_offsets(offsets: IntArray, total: int, num_requests: int | None) -> IntArray:
-    """Offsets with the end of the last request, `[n + 1]`."""
+    """Offsets including the end of the last request, `[n + 1]`."""
     if num_requests is None:
-        # A last start at the very end would be of a request without tokens, so it is the end.
+        # A last entry of `total` is the end: as a start it would belong to a request without tokens.
         has_end = len(offsets) > 1 and offsets[-1] == total
     elif len(offsets) in (num_requests, num_requests + 1):
         has_end = len(offsets) == num_requests + 1

@@ -31,7 +31,7 @@ __all__ = [
     "register_model",
 ]
 
-# Imported when they are asked for: they need torch, which configurations do not.
+# Imported at first use: these files need torch; configurations do not.
 _FILES = {
     "AutoConfig": "auto",
     "AutoLlamaModel": "llama",

@@ -1,4 +1,4 @@
-"""Defaults that follow from a checkpoint and the machine."""
+"""Choosing the device, types, formats and other defaults for a checkpoint and a machine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOPPER = 9
-"""Its compute capability."""
+"""The major compute capability of Hopper GPUs."""
 ORDERED_BYTES = 256 << 20
-"""From so many bytes of weights in a layer on, products whose sums have one order take about as long as others."""
+"""With at least this many bytes of weights in a layer, products with a fixed order of sums take about as long as
+others."""
 
 
 class AutoConfig:
@@ -54,7 +55,7 @@ class AutoConfig:
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
-    """The device asked for; with None or `auto` the GPU if there is one, else the CPU."""
+    """The requested device; for None or `auto` the GPU if there is one, else the CPU."""
     import torch
 
     if device is None or device == "auto":
@@ -68,9 +69,9 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type asked for; with None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's.
+    """The requested type; for None or `auto` float32 on a CPU, where it is exact and fast, else the checkpoint's.
 
-    If hidden states exceed float16, a type that holds them.
+    `auto` never chooses float16 if hidden states exceed its range.
     """
     import torch
 
@@ -92,12 +93,12 @@ def choose_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: t
 
 @dataclass(frozen=True, slots=True)
 class ModelChoices:
-    """What is decided from settings and headers, before memory is taken for anything."""
+    """The choices made from settings and checkpoint headers, before any memory is allocated."""
 
     dtype: torch.dtype
     formats: WeightFormats
     outline: InfinilmModel
-    """Of rank 0's share."""
+    """The outline of rank 0's share."""
     attention_backend: str
     kv_dtype: torch.dtype
 
@@ -117,10 +118,10 @@ def make_choices(
     formats: WeightFormats | None = None,
     keeps_halves: bool = False,
 ) -> ModelChoices:
-    """Choose how a model is kept and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
+    """Choose how a model is stored and computed. The keywords are the engine's settings; a `dtype` of None is `auto`.
 
-    `formats` are those of matrices, if they were chosen before; for `keeps_halves` see `choose_formats`. Without a
-    checkpoint weights are random, and dense.
+    `formats` are the matrices' formats, if already chosen; for `keeps_halves` see `choose_formats`. Without a
+    checkpoint weights are random and dense.
     """
     chosen = choose_dtype(dtype, config, device)
     if checkpoint is not None:
@@ -160,10 +161,10 @@ def make_choices(
 
 
 def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether sums in one order are known to have equal bits for a model, and to cost little.
+    """Whether a fixed order of sums is known to give equal bits for a model and to cost little.
 
-    On a CPU the native library computes them. On a GPU a stream of a small model would wait for chains of matrix
-    instructions; a large one waits for its weights anyway.
+    On a CPU the native library computes such sums. On a GPU a small model would have to wait for chains of matrix
+    instructions; a large model waits for its weights anyway.
     """
     import torch
 
@@ -185,11 +186,11 @@ def _orders_cheaply(config: ModelConfig, outline: InfinilmModel, dtype: torch.dt
 
 
 def select_attention(asked: str, config: ModelConfig, device: torch.device, *, prefers_native: bool) -> str:
-    """The backend asked for; with `auto` the native library's if that is preferred and can serve the model.
+    """The requested backend; for `auto` the native library's, if it is preferred and can serve the model.
 
-    It is preferred on a CPU: with quantised weights, which it also multiplies with; and with others if results must not
-    depend on how a text is divided into chunks, as those of torch do. It also computes recurrent layers and latent
-    attention then.
+    It is preferred on a CPU in two cases: if weights are quantised, because it also multiplies them; and if results
+    must not depend on how a text is divided into chunks, because torch's results do. It then also computes recurrent
+    layers and latent attention.
     """
     if asked not in ("auto", "native") or (asked == "auto" and not prefers_native):
         return asked
@@ -202,7 +203,7 @@ def select_attention(asked: str, config: ModelConfig, device: torch.device, *, p
 
 
 def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_half: bool) -> torch.dtype:
-    """The type of the KV cache: as asked for; with `auto` float16 if `is_half`, else the model's."""
+    """The type of the KV cache: the requested one; for `auto` float16 if `is_half`, else the model's."""
     import torch
 
     from infinilm.kernels import fp8_cache
@@ -224,8 +225,8 @@ def select_kv_dtype(asked: str, device: torch.device, dtype: torch.dtype, *, is_
 
 
 def check_fp8_cache(parameter: str, config: ModelConfig, device: torch.device) -> None:
-    """Refuse a model or a device that can't keep keys and values as 8-bit floats; `parameter` asked for them."""
-    from infinilm.kernels import fp8_cache  # which needs torch
+    """Refuse a model or a device that can't store keys and values as 8-bit floats; `parameter` requested it."""
+    from infinilm.kernels import fp8_cache  # needs torch
 
     reason = fp8_cache.why_not(device)
     if _has_latents(config):
@@ -245,9 +246,9 @@ def check_fits(
     num_ranks: int = 1,
     formats: WeightFormats = DENSE,
 ) -> InfinilmModel:
-    """Compare the model that the config describes with the tensors there are and with the number of ranks.
+    """Check that a config's model fits the checkpoint's tensors and the number of ranks.
 
-    Returns the outline of a rank's share. Only headers are read, and no memory is taken.
+    Returns the outline of a rank's share. This reads only headers and allocates no memory.
     """
     _check_layers(checkpoint, config)
     outline = outline_model(config, dtype, num_ranks, formats=formats)
@@ -257,7 +258,7 @@ def check_fits(
 
 
 def check_described(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """As `check_fits`, for a whole model; torch is used only if the configuration does not say all of it."""
+    """As `check_fits`, for a whole model. Needs torch only if the configuration does not fully describe the model."""
     if not FAMILIES[config.model_type].is_native or not isinstance(config, LlamaConfig):
         with require_torch(f"models of model_type={config.model_type!r}"):
             import torch
@@ -285,9 +286,9 @@ def outline_model(
     *,
     num_stages: int = 1,
 ) -> InfinilmModel:
-    """A rank's share of the model without any memory: what its weights are called, and their shapes.
+    """A rank's share of the model without memory: only its weights' names and shapes.
 
-    There are `num_ranks` in each pipeline stage, and `rank` counts them stage by stage.
+    Each pipeline stage has `num_ranks` ranks; `rank` counts them stage by stage.
     """
     import torch
 
@@ -308,7 +309,7 @@ def outline_model(
 
 
 def find_eos_token_ids(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends an answer: those of the generation config and the model's config, else the tokenizer's."""
+    """All token ids that end an answer: those of the generation config and the model's config, else the tokenizer's."""
     found: dict[int, None] = {}
     for ids in (checkpoint.generation_config.get("eos_token_id"), config.eos_token_id):
         for token_id in ids if isinstance(ids, list) else [ids]:
@@ -321,9 +322,9 @@ def find_eos_token_ids(checkpoint: Checkpoint, config: ModelConfig, tokenizer: T
 
 
 def find_default_sampling(checkpoint: Checkpoint) -> SamplingParams:
-    """The parameters of requests that set none: those of the checkpoint, else those of the model's card.
+    """The defaults of sampling parameters: the checkpoint's, else those from the model's card.
 
-    `do_sample: false` in a generation config means greedy. Wrong values are ignored with a warning.
+    `do_sample: false` in a generation config means greedy. Invalid values are ignored with a warning.
     """
     stored = checkpoint.generation_config
     given = {name: stored[name] for name in MODEL_DEFAULTS if stored.get(name) is not None}

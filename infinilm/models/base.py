@@ -15,7 +15,8 @@ from infinilm.models.stages import Stage
 class InfinilmModel(Protocol):
     """A causal language model over a paged KV cache, or one rank's share of it.
 
-    It is built with empty weights and filled through `weight_targets`. Each step calls it, then `compute_logits`.
+    It is built with empty weights, which are loaded through `weight_targets`. Each step calls the model, then
+    `compute_logits`.
     """
 
     @property
@@ -26,32 +27,32 @@ class InfinilmModel(Protocol):
         """All weights, by their names in a Hugging Face checkpoint."""
 
     def is_ignorable(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
+        """Whether a checkpoint may hold a tensor of this name that the model does not use."""
 
     def num_bytes(self) -> int:
-        """The memory that weights and tables of this rank take."""
+        """The bytes of this rank's weights and tables."""
 
     def __call__(
         self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None = None
     ) -> Tensor:
-        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm.
+        """Compute the batch's tokens and store their keys and values. Returns `[T, hidden]`, after the final norm.
 
         `taps`, if given, show the activations to hooks.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]`.
+        """The next token's logits for some rows of the model's result: `[n, hidden]` to `[n, vocab]`.
 
-        With several ranks, all must call this; rank 0 alone gets the logits.
+        All ranks must call this; only rank 0 gets the logits.
         """
 
 
 class StagedModel(InfinilmModel, Protocol):
-    """One pipeline stage of a model. Only the last has `compute_logits`."""
+    """One pipeline stage of a model. Only the last stage has `compute_logits`."""
 
     @property
     def stage(self) -> Stage:
-        """Its layers."""
+        """The stage and its layers."""
 
     def __call__(
         self,
@@ -61,5 +62,5 @@ class StagedModel(InfinilmModel, Protocol):
         taps: Taps | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """As `InfinilmModel`; `hidden` `[T, hidden]` is the result of the stage before. Only the last stage's result is
-        after the final norm."""
+        """See `InfinilmModel`. `hidden` `[T, hidden]` is the previous stage's result. Only the last stage applies the
+        final norm."""

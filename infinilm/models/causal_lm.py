@@ -1,4 +1,4 @@
-"""The models of Llama, its relatives and their mixtures of experts; their configurations are in other files."""
+"""The models of Llama and its relatives, including those with experts. Their configurations are in other files."""
 
 from typing import Any, ClassVar, Unpack
 
@@ -20,11 +20,11 @@ from infinilm.models.sparse import Glm4MoeConfig, GptOssConfig, MixtralConfig, S
 
 
 class CausalLM(Decoder):
-    """The model of all of them, and the base of their relatives."""
+    """The model of Llama-like families, and the base class of the others in this file."""
 
     config: LlamaConfig
     norms_all_heads: ClassVar[bool] = False
-    """Whether a query or key norm is over all heads as one."""
+    """Whether a query or key norm normalises all heads as one vector."""
 
     def token_mixer(self, layer: int, options: LayerOptions) -> Mixer:
         norms: dict[str, Any] = {"norm_class": self.norm_class, "norms_all_heads": self.norms_all_heads}
@@ -87,7 +87,7 @@ class Olmo2ForCausalLM(CausalLM):
 
 
 class SparseCausalLM(CausalLM):
-    """A decoder with experts in the layers that its configuration says."""
+    """A decoder with experts in the layers that its configuration names."""
 
     config: SparseConfig
     expert_names: ClassVar[ExpertNames] = ExpertNames()

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LAYERS = 10_000
-"""More than any model has: a config that says so is damaged."""
+"""More layers than any model has: a config with more of them is damaged."""
 MAX_SIZE = 2**40
-"""Likewise for all other sizes but lengths of texts."""
+"""The same limit for all other sizes except lengths of texts."""
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
-# Keys of Hugging Face's configurations that no result depends on, or that are read elsewhere.
+# Keys of Hugging Face's configurations that do not affect results, or that are read elsewhere.
 _NEUTRAL_KEYS = frozenset(
     (
         *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
@@ -67,7 +67,7 @@ _NEUTRAL_KEYS = frozenset(
         ),
     )
 )
-# Of these, the ones that ask for something, and the value that asks for what is done anyway.
+# The neutral keys that could request another behaviour, each with the only supported value.
 _NEUTRAL_VALUES = {
     "is_encoder_decoder": False,
     "output_attentions": False,
@@ -85,10 +85,10 @@ _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 class ModelConfig:
     """The settings that all families share, with Hugging Face's names.
 
-    A family's class is a dataclass that adds settings and changes defaults; `models/registry.py` lists them by
-    `model_type`. `num_layers` is taken for `num_hidden_layers`, `torch_dtype` for `dtype`, and `rope_theta` with
-    `rope_scaling` for `rope_parameters`; they can be read, too. Hugging Face's settings for training, and those whose
-    value asks for what is done anyway (`use_cache=True`), are taken and not kept.
+    A family's class is a dataclass that adds settings and changes defaults; `models/registry.py` lists the classes by
+    `model_type`. `num_layers` is accepted for `num_hidden_layers`, `torch_dtype` for `dtype`, and `rope_theta` with
+    `rope_scaling` for `rope_parameters`; these names can also be read. Hugging Face's settings for training, and those
+    whose value asks for the normal behaviour (`use_cache=True`), are accepted and dropped.
     """
 
     model_type: str = ""
@@ -98,9 +98,9 @@ class ModelConfig:
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     num_key_value_heads: int = field(init=False)
-    """If not given, one for each attention head."""
+    """Default: `num_attention_heads`."""
     head_dim: int = field(init=False)
-    """If not given, `hidden_size / num_attention_heads`."""
+    """Default: `hidden_size / num_attention_heads`."""
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     pad_token_id: int | None = None
@@ -108,35 +108,36 @@ class ModelConfig:
     eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = False
     rope_parameters: dict[str, Any] = field(init=False)
-    """`rope_type`, `rope_theta` (if not given: default, 10000) and what the type needs besides."""
+    """`rope_type` (default: `default`), `rope_theta` (default: 10000) and the other values that the type needs."""
     sliding_window: int | None = None
-    """How many tokens a sliding layer sees, the current one included."""
+    """The number of tokens that a sliding layer sees, including the current one."""
     layer_types: list[str] | None = None
-    """`sliding_attention` or `full_attention` for each layer. None: all are alike."""
+    """`sliding_attention` or `full_attention` for each layer. None: all layers are of the same type."""
     dtype: str | None = None
-    """What the checkpoint's weights are stored in, if it says."""
+    """The type of the checkpoint's weights, if the config names it."""
     initializer_range: float = 0.02
     """The standard deviation of the weights of a model that is built without a checkpoint."""
 
     aliases: ClassVar[Mapping[str, str]] = {"num_layers": "num_hidden_layers", "torch_dtype": "dtype"}
     """Other names of settings."""
     exceeds_float16: ClassVar[bool] = False
-    """Whether hidden states grow larger than float16 can hold."""
+    """Whether hidden states can exceed the range of float16."""
     default_theta: ClassVar[float] = DEFAULT_THETA
     sliding_theta: ClassVar[float | None] = None
-    """If sliding layers have a rotary embedding of their own, its default. `rope_parameters` are then by layer type."""
+    """The default theta of sliding layers, if they have their own rotary embedding. `rope_parameters` then has an entry
+    for each layer type."""
     rotates_partially: ClassVar[bool] = False
     """Whether `partial_rotary_factor` may be less than 1."""
     window_settings: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False, "max_window_layers": 0}
-    """Keys of a config.json that end up in `sliding_window` and `layer_types`, and the family's defaults."""
+    """Keys of a config.json that determine `sliding_window` and `layer_types`, with the family's defaults."""
     readable_quantizations: ClassVar[frozenset[str]] = frozenset(METHODS)
-    """Methods of `quantization_config` whose weights are read."""
+    """The methods of `quantization_config` that can be read."""
     known_layer_types: ClassVar[tuple[str, ...]] = (FULL_ATTENTION, SLIDING_ATTENTION)
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
-    """Flags that Hugging Face's class of the family does not read; a config.json may hold them all the same."""
+    """Flags that Hugging Face's class of the family ignores, but that a config.json may contain."""
 
     def __init_subclass__(cls) -> None:
-        # In the class's own namespace, so that a plain `@dataclass(frozen=True)` adds no __init__ of its own.
+        # With __init__ in the class's own namespace, a plain `@dataclass(frozen=True)` does not generate one.
         cls.__init__ = cls.__init__  # type: ignore[method-assign]
 
     def __init__(self, **settings: Any) -> None:
@@ -172,7 +173,7 @@ class ModelConfig:
 
     @classmethod
     def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-        """`rope_parameters`, from the settings in any of their forms."""
+        """`rope_parameters`, from any of the forms in which settings give them."""
         if cls.sliding_theta is None:
             return read_rope_parameters(settings, max_position_embeddings, cls.default_theta)
         thetas = {FULL_ATTENTION: cls.default_theta, SLIDING_ATTENTION: cls.sliding_theta}
@@ -180,7 +181,7 @@ class ModelConfig:
 
     @staticmethod
     def _check_sizes(values: Mapping[str, Any]) -> None:
-        """Refuse sizes that are no positive integers, or too large, before anything is derived from them."""
+        """Refuse sizes that are not positive integers, or too large, before anything is derived from them."""
         check_integer("num_hidden_layers", values["num_hidden_layers"], low=1, high=MAX_LAYERS)
         for name in _SIZES:
             check_integer(name, values[name], low=1)
@@ -198,9 +199,9 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> "ModelConfig":
-        """Read a `config.json` of transformers 4 or 5: a configuration of the class that its family registered.
+        """Read a `config.json` of transformers 4 or 5 into the configuration class of its family.
 
-        One line of the log names the keys that the family does not know.
+        One log line names the keys that the family does not know.
         """
         from infinilm.models.registry import FAMILIES, find_model_type
 
@@ -219,7 +220,7 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
-        # Where null means "there is none" rather than "the default".
+        # Settings for which null means "there is none" rather than "the default".
         nullable = {item.name for item in fields(cls) if "None" in str(item.type) or "Optional" in str(item.type)}
         settings: dict[str, Any] = {"num_hidden_layers": cls.num_hidden_layers, **cls.window_settings, **defaults}
         for name, value in config.items():
@@ -236,10 +237,10 @@ class ModelConfig:
 
     @staticmethod
     def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
-        """What a config means by its window: `sliding_window` and `layer_types`.
+        """Derive `sliding_window` and `layer_types` from a config's keys.
 
-        The window counts only with `use_sliding_window`, and then from layer `max_window_layers` on, unless the
-        type of each layer is given.
+        The window applies only with `use_sliding_window`, and then from layer `max_window_layers` on, unless
+        `layer_types` is given.
         """
         window = settings.get("sliding_window") if settings["use_sliding_window"] else None
         if window is None:
@@ -274,47 +275,47 @@ class ModelConfig:
         return FAMILIES[self.model_type]
 
     def kv_dim(self) -> int:
-        """The numbers that a token's key takes in one layer, over all kv heads; its value takes as many."""
+        """The size of a token's key in one layer, over all kv heads; its value has the same size."""
         return self.num_key_value_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a layer sees; None: all."""
+        """The number of tokens that a layer sees; None: all."""
         if self.layer_types is not None and self.layer_types[layer] == FULL_ATTENTION:
             return None
         return self.sliding_window
 
     @property
     def embedding_scale(self) -> float:
-        """What embeddings are multiplied by."""
+        """The factor of embeddings."""
         return 1.0
 
     @property
     def residual_scale(self) -> float:
-        """What a mixer's result is multiplied by before it is added to its input."""
+        """The factor of a mixer's result before the residual is added."""
         return 1.0
 
     @property
     def logit_scale(self) -> float:
-        """What logits are multiplied by."""
+        """The factor of logits."""
         return 1.0
 
     @property
     def logit_cap(self) -> float | None:
-        """Logits are `cap * tanh(logits / cap)`; None: they are not bounded."""
+        """Logits become `cap * tanh(logits / cap)`; None: no cap."""
         return None
 
     @property
     def attention_scale(self) -> float | None:
-        """What attention scores are multiplied by; None: `head_dim**-0.5`."""
+        """The factor of attention scores; None: `head_dim**-0.5`."""
         return None
 
     @property
     def attention_cap(self) -> float | None:
-        """Attention scores are `cap * tanh(score / cap)`; None: they are not bounded."""
+        """Attention scores become `cap * tanh(score / cap)`; None: no cap."""
         return None
 
     def rope(self, layer: int) -> Mapping[str, Any]:
-        """The rotary embedding of a layer."""
+        """The rope parameters of a layer."""
         if self.sliding_theta is None:
             return self.rope_parameters
         rope: Mapping[str, Any] = self.rope_parameters[
@@ -327,38 +328,38 @@ class ModelConfig:
         return self.head_dim
 
     def layer_kv_heads(self, layer: int) -> int:  # noqa: ARG002 - a family's layers may differ
-        """A layer's key and value heads."""
+        """The number of a layer's kv heads."""
         return self.num_key_value_heads
 
     @property
     def max_head_dim(self) -> int:
-        """The size of the largest heads."""
+        """The largest head size of any layer."""
         return max(map(self.layer_head_dim, range(self.num_hidden_layers)))
 
     @property
     def max_group(self) -> int:
-        """The most query heads that share a key and value head."""
+        """The largest number of query heads that share a kv head."""
         return self.num_attention_heads // min(map(self.layer_kv_heads, range(self.num_hidden_layers)))
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
-        """What each layer keeps per token, over all ranks."""
+        """What each layer stores per token, over all ranks."""
         heads, head_dim = self.num_key_value_heads, self.head_dim
         return tuple(AttentionSpec(heads, head_dim, self.window(layer)) for layer in range(self.num_hidden_layers))
 
     def channel_width(self, num_ranks: int) -> int:
-        """How many numbers a channel mixer's tensors have per token, on one of so many ranks: gate, up, product."""
+        """The size of a channel mixer's intermediate tensors per token, on one of `num_ranks`: gate, up and product."""
         return 3 * self.intermediate_size // num_ranks
 
     def count_experts(self) -> dict[str, int] | None:
-        """The `count` of experts, how many `per_token`, their `size`, in how many `layers`; None: there are none."""
+        """The numbers of experts: `count`, `per_token`, `size` and `layers` with experts; None: there are none."""
         return None
 
     def is_ignorable(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor of this name though the model has no use for it."""
+        """Whether a checkpoint may hold a tensor of this name that the model does not use."""
         return name.endswith("rotary_emb.inv_freq") or (self.tie_word_embeddings and name == "lm_head.weight")
 
     def max_context_len(self) -> int:
-        """The longest text the model is made for: its positions, times what its rope scaling adds to them."""
+        """The longest text that the model supports: its positions, times the factor of its rope scaling."""
         rope = self.main_rope
         stretched = {
             "linear": self.max_position_embeddings,
@@ -376,7 +377,7 @@ class ModelConfig:
 
     @property
     def main_rope(self) -> Mapping[str, Any]:
-        """The rotary embedding of the layers that see whole texts."""
+        """The rope parameters of the layers with full attention."""
         rope: Mapping[str, Any] = self.rope_parameters
         return rope if self.sliding_theta is None else rope[FULL_ATTENTION]
 
@@ -398,7 +399,7 @@ class ModelConfig:
         return self.dtype
 
     def validate(self) -> None:
-        """Check the settings against each other and against what the model's code can do."""
+        """Check the settings against each other and against the limits of the model's code."""
         own = self._family.config
         if missing := set(own.setting_names()) - set(self.setting_names()):
             raise InvalidValueError(
@@ -443,7 +444,7 @@ class ModelConfig:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a multimodal `config.json`; any other as it is."""
+    """The language model's part of a multimodal `config.json`; other configs are returned unchanged."""
     text = config.get("text_config")
     if text is None:
         return config
@@ -451,7 +452,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(f"text_config={text!r:.80} must be the configuration of a model, with its model_type")
     shared = ("dtype", "torch_dtype", "quantization_config", *_TOKEN_IDS)
     found = {name: config[name] for name in shared if config.get(name) is not None and name not in text} | dict(text)
-    tied = config.get("tie_word_embeddings")  # that of the whole model counts, as in transformers
+    tied = config.get("tie_word_embeddings")  # the whole model's value wins, as in transformers
     return found if tied is None else found | {"tie_word_embeddings": tied}
 
 

@@ -1,4 +1,4 @@
-"""CPUs: whose threads compute, and a way around those that report instructions which they do not have."""
+"""CPUs: dividing threads between torch and the native library, and a workaround for falsely reported AMX."""
 
 import logging
 import math
@@ -22,25 +22,25 @@ from infinilm.models.base import InfinilmModel
 
 logger = logging.getLogger(__name__)
 
-# The best instruction set below AMX, by the name that oneDNN gives it.
+# oneDNN's name of the best instruction set below AMX.
 BELOW_AMX = "AVX512_CORE_FP16"
 PROBE = "import torch; torch.nn.functional.linear(torch.ones(8, 64).bfloat16(), torch.ones(64, 64).bfloat16())"
 
 MAX_DENSE_SHARE = 0.02
-"""Torch multiplies with one thread if its matrices, the routers of experts, are so much smaller than packed ones."""
+"""Torch multiplies with one thread if its matrices (routers of experts) are at most this share of the packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsers:
-    """Which libraries compute enough in a step to need threads."""
+    """The libraries that compute enough in a step to need threads."""
 
     torch: bool = True
     native: bool = False
 
     @classmethod
     def of(cls, model: InfinilmModel, backend: AttentionBackend) -> "ThreadUsers":
-        """Those of a model: the native library multiplies with quantised matrices, and with those of a fixed order."""
-        sizes = {True: 0, False: 0}  # by whether the matrices are the library's
+        """For a model. The native library multiplies quantised matrices, and those with a fixed order of sums."""
+        sizes = {True: 0, False: 0}  # True: matrices of the native library
         for shard in model.weight_targets().values():
             if isinstance(shard, PackedShard) and is_native(shard):
                 sizes[True] += math.prod(shard.shape)
@@ -52,9 +52,9 @@ class ThreadUsers:
 
     @contextmanager
     def computing(self, num_threads: int) -> Iterator[None]:
-        """Compute with so many threads, of torch or of the native library, whichever has more to compute.
+        """Compute with this many threads of torch or of the native library, depending on which has more to compute.
 
-        Idle threads of torch wait for work by spinning, on cores that the native library's threads need.
+        Idle threads of torch spin, on cores that the native library's threads need.
         """
         library = native.load() if self.native else None
         if library is not None and library.num_threads() != num_threads:
@@ -70,9 +70,9 @@ class ThreadUsers:
 
 
 def avoid_false_amx() -> None:
-    """Keep oneDNN from AMX where it kills the process: some virtual machines report it but do not have it.
+    """Keep oneDNN from using AMX where that kills the process: some virtual machines report AMX but lack it.
 
-    Must run before oneDNN's first use in this process, which is when it reads the variable.
+    Call this before oneDNN's first use in the process, because it reads the variable then.
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not torch.cpu._is_amx_tile_supported():
         return

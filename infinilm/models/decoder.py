@@ -44,7 +44,7 @@ from infinilm.models.native_model import (
 from infinilm.models.stages import Stage
 
 PLAIN = (bool, int, float, str, type(None))
-"""Types of settings."""
+"""The types of attributes that count as settings of a module; see `_kind`."""
 
 
 class DecoderLayer(nn.Module):
@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
         norm_class: type[RMSNorm] = RMSNorm,
         residual_scale: float = 1.0,
     ) -> None:
-        """`residual_scale` is what a mixer's result is multiplied by before it is added."""
+        """A mixer's result is multiplied by `residual_scale` before it is added."""
         super().__init__()
         self.layer, self.token_mixer, self.channel_mixer = layer, token_mixer, channel_mixer
         self.residual_scale = residual_scale
@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
         self._norms = {name: norm_class(config.hidden_size, config.rms_norm_eps, **kind) for name in norms if name}
         for name, norm in self._norms.items():
             self.add_module(name, norm)
-        # Before and after each mixer.
+        # The norms before and after each mixer.
         found = [None if name is None else self._norms[name] for name in norms]
         self._token_norms, self._channel_norms = tuple(found[:2]), tuple(found[2:])
         self._is_plain = norm_class is RMSNorm and norms == PRE_NORMS and residual_scale == 1
@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
         self, mixer: Mixer, hidden: Tensor, step: ForwardContext, before: RMSNorm | None, after: RMSNorm | None
     ) -> Tensor:
         if self._is_plain:
-            added: Tensor = mixer(hidden, step, hidden, before)  # which may fuse norm and residual
+            added: Tensor = mixer(hidden, step, hidden, before)  # the mixer may fuse norm and residual
             return added
         mixed = self._mixed(mixer, hidden, step, before, after)
         return hidden + (mixed if self.residual_scale == 1 else mixed * self.residual_scale)
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
     def _mixed(
         self, mixer: Mixer, hidden: Tensor, step: ForwardContext, before: RMSNorm | None, after: RMSNorm | None
     ) -> Tensor:
-        """What a mixer, between its norms, makes of the hidden states."""
+        """The result of a mixer and its norms, without the residual."""
         x = hidden if before is None else before(hidden)
         if before is not None and step.taps is not None:
             point = "input_layernorm" if mixer is self.token_mixer else "post_attention_layernorm"
@@ -115,20 +115,20 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """An `InfinilmModel` whose family gives the mixers of each layer.
+    """An `InfinilmModel` whose subclass chooses the mixers of each layer.
 
-    `max_len` is the longest text it will be asked to compute (default: what it was trained for), `group` the ranks
-    that share it, `formats` says which of its matrices stay quantised. A `stage` holds some of the layers; the first
-    has the embedding too, the last the final norm and the head.
+    `max_len` is the longest text it will compute (default: what it was trained for). The ranks of `group` share it.
+    `formats` says which matrices stay quantised. A `stage` holds some of the layers; the first stage also has the
+    embedding, the last one the final norm and the head.
     """
 
     norms: ClassVar[LayerNorms] = PRE_NORMS
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     body_prefix: ClassVar[str] = "model."
-    """Of all weights in a checkpoint but the head's."""
+    """The prefix of all weights in a checkpoint except the head's."""
     updates_cache: ClassVar[bool] = True
-    """Whether keys and values go through `Cache.update`, so that a cache's own is called."""
+    """Whether the model calls `Cache.update` if a cache class overrides it."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         self.build_more(body)
 
     def build_more(self, options: LayerOptions) -> None:
-        """Make what a family has besides the layers."""
+        """Make the parts that a family has besides the layers."""
 
     def build_layer(self, layer: int, options: LayerOptions) -> DecoderLayer:
         """Make a layer."""
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def layer_inputs(self, batch: ForwardBatch, hidden: Tensor) -> Tensor | None:  # noqa: ARG002 - most have none
-        """What each layer gets besides the hidden states, `[T, layers, …]`, from the embeddings `[T, hidden]`."""
+        """The layers' own inputs `[T, layers, …]`, computed from the embeddings `[T, hidden]`; None: there are none."""
         return None
 
     def forward(
@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         taps: Taps | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """See `InfinilmModel`. Stages after the first get the `hidden` `[T, hidden]` of the one before."""
+        """See `InfinilmModel`. Stages after the first get the previous stage's result as `hidden` `[T, hidden]`."""
         is_native = taps is None and backend.name == "native" and cache.only_stores and self._native is not None
         steps = self._steps(batch, cache, backend, taps)
         if hidden is None:
@@ -228,9 +228,9 @@ class Decoder(nn.Module):
     def _steps(
         self, batch: ForwardBatch, cache: Cache, backend: AttentionBackend, taps: Taps | None
     ) -> list[ForwardContext]:
-        """By layer: its group's context. Groups of attention layers that have the same block tables share one.
+        """The context of each layer's group. Groups of attention layers with the same block tables share a context.
 
-        The native library's plans are of one kind for all groups.
+        With the native backend, recurrent groups have the same kind of plan as attention groups.
         """
         parts = batch.of_groups() if batch.more_groups else [batch] * len(cache.groups)
         steps: list[ForwardContext] = []
@@ -256,9 +256,9 @@ class Decoder(nn.Module):
 
     @cached_property
     def _native(self) -> Any | None:
-        """All layers and the final norm in one call of the native library; None unless it can compute all of them.
+        """Computes all layers and the final norm in one call of the native library; None if the library can't.
 
-        Made when it is first needed, which is after the weights were loaded.
+        It is made at its first use, which is after the weights were loaded.
         """
         if native.load() is None or self.group.size > 1 or self.dtype != torch.float32:
             return None
@@ -274,7 +274,7 @@ class Decoder(nn.Module):
         return NativeDecoder(cast(LlamaConfig, self.config), weights, rotaries, self.stage.layers)
 
     def note_new_weights(self) -> None:
-        """Call this after weights were replaced: the native library's layers have copies of some vectors."""
+        """Call this after replacing weights: the native library's layers keep copies of some vectors."""
         self.__dict__.pop("_native", None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ class Decoder(nn.Module):
             logits = logits * scale
         if (cap := self.config.logit_cap) is not None:
             if logits.device.type == "cpu" and logits.dtype == torch.float32 and native.load() is not None:
-                if logits.numel():  # there are none on other ranks than the first
+                if logits.numel():  # only rank 0 has logits
                     logits = logits.contiguous()
                     native.load_library().cap_logits(*native.arrays_of(logits), cap)
             else:
@@ -309,7 +309,7 @@ class Decoder(nn.Module):
 
     def is_ignorable(self, name: str) -> bool:
         """See `InfinilmModel`."""
-        return self.stage.count > 1 or self.config.is_ignorable(name)  # names of a divided model were checked before
+        return self.stage.count > 1 or self.config.is_ignorable(name)  # a staged model's names were checked before
 
     def num_bytes(self) -> int:
         """See `InfinilmModel`."""
@@ -320,7 +320,7 @@ class Decoder(nn.Module):
 
 
 def _to_array_or_matrix(name: str, shard: Shard) -> Any | None:
-    """What `NativeDecoder` takes; None if it can't take the weight."""
+    """A weight in the form that `NativeDecoder` takes; None if there is none."""
     if isinstance(shard, PackedShard):
         if isinstance(shard.matrix, Float8Part):
             return shard.matrix.as_native()
@@ -344,7 +344,7 @@ def build_rotaries(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[int, RotaryEmbedding]:
-    """By layer: the rotary embedding of texts of up to `max_len` tokens (None: what the model was trained for).
+    """The rotary embedding of each layer, for texts of up to `max_len` tokens (None: what the model was trained for).
 
     Layers with equal settings share one.
     """
@@ -369,7 +369,10 @@ def build_rotaries(
 
 @contextmanager
 def skipping_like_layers(model: InfinilmModel) -> Iterator[None]:
-    """Compute of layers that launch the same kernels only the first: results mean nothing, but kernels are loaded."""
+    """Within this context, compute only the first of the layers that launch the same kernels.
+
+    Results are meaningless, but all kernels get loaded.
+    """
     if not isinstance(model, Decoder):
         yield
         return
@@ -383,7 +386,7 @@ def skipping_like_layers(model: InfinilmModel) -> Iterator[None]:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What is equal for layers that launch the same kernels: their modules, settings and shapes."""
+    """A key that is equal for layers that launch the same kernels: their modules, settings and shapes."""
     return tuple(
         (
             name,

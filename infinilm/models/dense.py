@@ -12,16 +12,16 @@ from infinilm.models.config import ModelConfig
 
 @dataclass(init=False, frozen=True)
 class LlamaConfig(ModelConfig):
-    """Llama: Hugging Face's configuration of it, and the flags in which its relatives differ."""
+    """Hugging Face's configuration of Llama, plus flags for the differences of its relatives."""
 
     model_type: str = "llama"
     bos_token_id: int | list[int] | None = 1
     eos_token_id: int | list[int] | None = 2
     hidden_act: str = "silu"
     attention_bias: bool = False
-    """Whether the q, k, v and o projections add a bias."""
+    """Whether the q, k, v and o projections have biases."""
     qkv_bias: bool = False
-    """Whether the q, k and v projections alone add a bias."""
+    """Whether only the q, k and v projections have biases."""
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether the query and key of each head are normalised."""
@@ -30,12 +30,12 @@ class LlamaConfig(ModelConfig):
     has_zero_centred_norms: ClassVar[bool] = False
     """Whether norms multiply by 1 + weight."""
     norms_all_heads: ClassVar[bool] = False
-    """Whether a query or key norm is over all heads as one."""
+    """Whether a query or key norm normalises all heads as one vector."""
     norms_values: ClassVar[bool] = False
-    """Whether the values of each head are normalised, too; that norm has no weight."""
+    """Whether the values of each head are also normalised, by a norm without weights."""
 
     has_gates: ClassVar[bool] = False
-    """Whether each query has a gate, whose sigmoid its result is multiplied by."""
+    """Whether each query has a gate. Its attention result is multiplied by the gate's sigmoid."""
 
     @property
     def activation(self) -> str:
@@ -49,12 +49,12 @@ class LlamaConfig(ModelConfig):
 
     @property
     def out_bias(self) -> bool:
-        """Whether the o projection adds a bias."""
+        """Whether the o projection has a bias."""
         return self.attention_bias
 
     def projections(self, layer: int) -> tuple[str, ...]:  # noqa: ARG002 - a family's layers may differ
-        """What a layer projects for attention. Without `v_proj` the keys are also the values, with `q_proj` alone both
-        are another layer's."""
+        """A layer's attention projections. Without `v_proj` the keys are also the values; with only `q_proj`, keys and
+        values are another layer's."""
         return ("q_proj", "k_proj", "v_proj")
 
     def mlp_size(self, layer: int) -> int:  # noqa: ARG002 - a family's layers may differ
@@ -86,7 +86,7 @@ class MistralConfig(LlamaConfig):
 
 @dataclass(init=False, frozen=True)
 class Ministral3Config(LlamaConfig):
-    """Llama with queries that are scaled by their positions."""
+    """Llama with queries that are scaled depending on their positions."""
 
     model_type: str = "ministral3"
     vocab_size: int = 131072

@@ -32,11 +32,11 @@ class Gemma2Config(LlamaConfig):
     sliding_window: int | None = 4096
     hidden_activation: str = "gelu_pytorch_tanh"
     query_pre_attn_scalar: float = 256
-    """Attention scores are divided by its square root."""
+    """Attention scores are divided by the square root of this number."""
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
     use_bidirectional_attention: bool | str | None = None
-    """Whether tokens see those after them, as in models for embeddings; refused."""
+    """Whether tokens see later tokens, as in embedding models. Not supported."""
 
     window_settings = {"sliding_window": 4096, "sliding_window_pattern": 2}  # noqa: RUF012
     ignored_settings = frozenset({"hidden_act", "mlp_bias"})
@@ -59,7 +59,7 @@ class Gemma2Config(LlamaConfig):
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:
                 check_real(name, getattr(self, name), low=0.0, high=1e9, above_low=True)
-        if self.use_bidirectional_attention not in (None, False, "vision"):  # which is for images
+        if self.use_bidirectional_attention not in (None, False, "vision"):  # "vision" only affects images
             raise InvalidValueError(
                 f"use_bidirectional_attention={self.use_bidirectional_attention!r} is not supported: it is for "
                 "embeddings of texts, and the engine generates text; use a checkpoint without it"
@@ -88,13 +88,13 @@ class Gemma2Config(LlamaConfig):
 
 @dataclass(init=False, frozen=True)
 class Gemma3Config(Gemma2Config):
-    """Gemma 3's text model: normalised queries and keys, five sliding layers for a full one, no caps."""
+    """Gemma 3's text model: normalised queries and keys, five sliding layers per full layer, no caps."""
 
     model_type: str = "gemma3_text"
     vocab_size: int = 262_208
     max_position_embeddings: int = 131_072
     rope_local_base_freq: float | None = None
-    """The base of the rotary embedding in sliding layers, as older files name it."""
+    """Older files' name for the theta of the rotary embedding in sliding layers."""
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     qk_norm: bool = True

@@ -22,20 +22,21 @@ class Gemma4Config(Gemma3Config):
     num_hidden_layers: int = 30
     sliding_window: int | None = 512
     global_head_dim: int = 512
-    """The size of heads in full layers; in sliding ones it is `head_dim`."""
+    """The head size in full layers; sliding layers use `head_dim`."""
     num_global_key_value_heads: int | None = None
-    """The key and value heads of full layers, with `attention_k_eq_v`."""
+    """The number of kv heads in full layers, with `attention_k_eq_v`."""
     attention_k_eq_v: bool = False
-    """Whether keys, before they are normalised, are also the values in full layers."""
+    """Whether in full layers the keys, before normalisation, are also the values."""
     num_kv_shared_layers: int = 0
-    """The last layers, which read the keys and values of the last layer of their type before them."""
+    """The number of last layers that share keys and values: each reads those of the last earlier layer of its type that
+    has its own."""
     hidden_size_per_layer_input: int = 256
-    """The width of the embeddings that each layer has for itself; 0: there are none."""
+    """The width of each layer's own embeddings; 0: there are none."""
     vocab_size_per_layer_input: int = 262_144
     use_double_wide_mlp: bool = False
-    """Whether the MLP of layers without keys and values of their own is twice as wide."""
+    """Whether layers without their own keys and values have an MLP of twice the width."""
     enable_moe_block: bool = False
-    """Whether each layer has experts beside its MLP."""
+    """Whether each layer has experts in addition to its MLP."""
     num_experts: int | None = None
     top_k_experts: int | None = None
     moe_intermediate_size: int | None = None
@@ -47,7 +48,7 @@ class Gemma4Config(Gemma3Config):
 
     @classmethod
     def _read(cls, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Self:
-        """Newer files give the settings of full layers layer by layer, all the same."""
+        """Newer files repeat the settings of full layers for each layer."""
         layers = config.get("per_layer_config")
         if layers is not None:
             own = {str(settings): settings for settings in layers.values()} if isinstance(layers, Mapping) else {"": 0}
@@ -87,7 +88,7 @@ class Gemma4Config(Gemma3Config):
             self.kv_owner(layer)
 
     def kv_owner(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads."""
+        """The layer whose keys and values this layer reads."""
         first_shared = self.num_hidden_layers - self.num_kv_shared_layers
         if layer < first_shared:
             return layer
@@ -116,13 +117,13 @@ class Gemma4Config(Gemma3Config):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen, where there are any."""
+        """How experts are chosen, if there are any."""
         assert self.num_experts is not None
         assert self.top_k_experts is not None
         return Routing(self.num_experts, self.top_k_experts, renormalizes=True)
 
     def is_ignorable(self, name: str) -> bool:
-        """Files may hold keys and values of layers that share those of another."""
+        """See `ModelConfig`. Files may hold unused key and value weights of layers that share another layer's."""
         if super().is_ignorable(name):
             return True
         layer, _, part = name.removeprefix("model.layers.").partition(".self_attn.")
@@ -139,7 +140,7 @@ class Gemma4Config(Gemma3Config):
         width = super().channel_width(num_ranks) * (1 + self.use_double_wide_mlp)
         if not self.enable_moe_block:
             return width
-        # Of each expert: its input, what its matrices make of it, and its output; the MLP's output is kept meanwhile.
+        # For each expert: input, intermediate tensors and output. The MLP's output is kept at the same time.
         of_one = 2 * self.hidden_size + 3 * (self.moe_intermediate_size or 0) // num_ranks
         return max(width, self.hidden_size + (self.top_k_experts or 0) * of_one)
 

@@ -1,4 +1,4 @@
-"""The model of Gemma 4; `gemma4.py` has its configuration."""
+"""The model of Gemma 4. Its configuration is in `gemma4.py`."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from infinilm.models.gemma4 import Gemma4Config
 
 
 class Gemma4Attention(Attention):
-    """Attention with normalised values, which may be the keys, or an earlier layer's keys and values."""
+    """Attention with normalised values. The values may be the keys; both may be those of an earlier layer."""
 
     def __init__(self, *args: Any, eps: float, has_keys: bool, has_values: bool, **options: Any) -> None:
         projections = ("q_proj", *["k_proj"] * has_keys, *["v_proj"] * has_values)
@@ -69,7 +69,7 @@ class Gemma4Attention(Attention):
 
 
 class Gemma4Experts(SparseMLP):
-    """Experts beside an MLP, with norms of their own. The router has one, too, and a factor for each expert."""
+    """Experts in addition to an MLP, with their own norms. The router also has a norm, and a factor for each expert."""
 
     def __init__(self, config: Gemma4Config, layer: int, options: LayerOptions) -> None:
         assert config.num_experts is not None
@@ -96,7 +96,7 @@ class Gemma4Experts(SparseMLP):
         if taps is not None:
             taps.see("expert_ids", ids, self.layer)
             self._check_ids(ids)
-        # While kernels are compiled, ids may be memory that no kernel has written yet.
+        # While kernels are being compiled, `ids` may be uninitialised memory.
         factors = self.factors[ids.clamp(0, len(self.factors) - 1)].float()
         mixed: Tensor = self.after_norm(self.experts(self.before_norm(x), ids, weights * factors))
         return mixed
@@ -112,7 +112,8 @@ class Gemma4Experts(SparseMLP):
 
 
 class Gemma4Layer(DecoderLayer):
-    """A decoder layer that may have experts, and ends with the layer's own input, where there is one, and a factor."""
+    """A decoder layer that may have experts. At its end it adds its own input, if there is one, and multiplies by a
+    factor."""
 
     def __init__(self, config: Gemma4Config, *args: Any, **kind: Any) -> None:
         super().__init__(config, *args, **kind)
@@ -222,7 +223,7 @@ class Gemma4ForCausalLM(GemmaForCausalLM):
             return None
         config = self.config
         width = config.hidden_size_per_layer_input
-        scale = torch.tensor(width**0.5, dtype=hidden.dtype)  # rounded, as the embeddings' own is
+        scale = torch.tensor(width**0.5, dtype=hidden.dtype)  # rounded, as the embeddings' scale is
         known = self.own_embedding(batch.input_ids) * scale
         seen = self.own_projection(hidden) * config.hidden_size**-0.5
         projected: Tensor = self.own_norm(seen.view(len(hidden), -1, width))

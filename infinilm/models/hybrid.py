@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts, and Qwen3-Next: most layers are gated delta nets, the others gated attention."""
+"""Qwen3.5, dense or with experts, and Qwen3-Next: most layers are gated delta nets, the others gated attention."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Qwen35Config(LlamaConfig):
     def read_rope(cls, settings: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
         rope = super().read_rope(settings, max_position_embeddings)
         rope.setdefault("partial_rotary_factor", 0.25)
-        # How positions in a picture are mixed; those of text are all the same.
+        # The mrope_ settings mix the positions within a picture; for text all these positions are equal.
         return {name: value for name, value in rope.items() if not name.startswith("mrope_")}
 
     def validate(self) -> None:
@@ -66,7 +66,7 @@ class Qwen35Config(LlamaConfig):
             )
 
     def is_ignorable(self, name: str) -> bool:
-        """See `ModelConfig`. Further layers predict tokens after the next."""
+        """See `ModelConfig`. The ignored layers predict tokens after the next one."""
         return super().is_ignorable(name) or name.startswith("mtp.")
 
     def is_recurrent(self, layer: int) -> bool:
@@ -86,7 +86,7 @@ class Qwen35Config(LlamaConfig):
 
 @dataclass(init=False, frozen=True)
 class Qwen35MoeConfig(Qwen35Config, SparseConfig):
-    """Qwen3.5 with experts in all layers, and one more for all tokens, which has a gate."""
+    """Qwen3.5 with experts in all layers, and one shared expert with a gate."""
 
     model_type: str = "qwen3_5_moe_text"
     hidden_size: int = 2048
@@ -123,7 +123,7 @@ class Qwen35MoeConfig(Qwen35Config, SparseConfig):
 
 @dataclass(init=False, frozen=True)
 class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
-    """Qwen3-MoE with the token mixers of Qwen3.5, and one more expert for all tokens, which has a gate."""
+    """Qwen3-MoE with the token mixers of Qwen3.5, and one shared expert with a gate."""
 
     model_type: str = "qwen3_next"
     vocab_size: int = 151936

@@ -1,4 +1,4 @@
-"""The models of Qwen3.5, dense and with experts, and Qwen3-Next; `hybrid.py` has their configurations."""
+"""The models of Qwen3.5, dense or with experts, and Qwen3-Next. Their configurations are in `hybrid.py`."""
 
 from typing import Any
 

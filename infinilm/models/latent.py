@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and experts of which some are shared by all tokens."""
+"""DeepSeek V2 and V3: latent attention, and experts, some of them shared by all tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from infinilm.models.sparse import Glm4MoeConfig, SparseConfig
 
 @dataclass(init=False, frozen=True)
 class DeepseekV3Config(Glm4MoeConfig):
-    """GLM-4-MoE's experts with latent attention. `head_dim` is the part of a head that is rotated."""
+    """GLM-4-MoE's experts with latent attention. `head_dim` is the size of the rotated part of a head."""
 
     model_type: str = "deepseek_v3"
     vocab_size: int = 129_280
@@ -34,14 +34,14 @@ class DeepseekV3Config(Glm4MoeConfig):
     first_k_dense_replace: int = 3
     kv_lora_rank: int = 512
     q_lora_rank: int | None = 1536
-    """None: queries are made from the hidden state at once."""
+    """None: queries are made directly from the hidden state."""
     qk_rope_head_dim: int = 64
     qk_nope_head_dim: int = 128
     v_head_dim: int = 128
     rope_interleave: bool = True
 
     latent_eps: ClassVar[float] = 1e-6
-    """Of the norms of latent vectors."""
+    """The epsilon of the norms of latent vectors."""
 
     rotates_partially = False
     aliases = {**SparseConfig.aliases, "n_routed_experts": "num_experts"}  # noqa: RUF012
@@ -73,7 +73,7 @@ class DeepseekV3Config(Glm4MoeConfig):
 
     @property
     def max_head_dim(self) -> int:
-        """Of queries as they attend to latent vectors."""
+        """The size of queries when they attend to latent vectors."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
@@ -82,7 +82,7 @@ class DeepseekV3Config(Glm4MoeConfig):
 
 @dataclass(init=False, frozen=True)
 class DeepseekV2Config(DeepseekV3Config):
-    """DeepSeek V3 with a softmax router, whose best experts may be limited to some groups."""
+    """DeepSeek V3 with a softmax router, which may choose experts from only some groups."""
 
     model_type: str = "deepseek_v2"
     vocab_size: int = 102_400

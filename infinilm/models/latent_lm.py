@@ -1,4 +1,4 @@
-"""The model of DeepSeek V2 and V3; `latent.py` has their configurations."""
+"""The model of DeepSeek V2 and V3. Their configurations are in `latent.py`."""
 
 from infinilm.layers.formats import LayerOptions
 from infinilm.layers.latent_attention import LatentAttention

@@ -1,4 +1,4 @@
-"""A model without an engine, under the names of InfiniLM's Llama module: it computes logits and generates."""
+"""A model without an engine that computes logits and generates. Names are those of InfiniLM's Llama module."""
 
 import logging
 from collections.abc import Sequence
@@ -58,27 +58,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LlamaOutput:
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
     logits: Tensor
-    """`[batch, kept, vocab]` float32, on the model's device: the logits of each next token."""
+    """`[batch, kept, vocab]` float32, on the model's device: the logits of the next tokens."""
     past_key_values: DynamicCache
-    """Holds the tokens seen so far; pass it on with the tokens that follow."""
+    """The cache of the tokens seen so far. Pass it to the next call, with the tokens that follow."""
 
 
 class LlamaForCausalLM(nn.Module, GenerationMixin):
-    """Any model that the decoder serves, ready to be called: Llama, Mistral, Qwen2, Qwen3 and those registered.
+    """A callable model of any family that the decoder supports: Llama, Mistral, Qwen2, Qwen3 and registered families.
 
     `device`: None is the GPU if there is one, else the CPU. `dtype`: None is float32 on a CPU, else the checkpoint's.
-    `dtype` and `quantization` mean what they mean in `Config`: a GGUF file's matrices stay quantised on a CPU unless a
-    `dtype`, or quantization="none", is asked for.
-    The weights are the `checkpoint`'s, or without one random: normal with the config's `initializer_range` as
-    deviation, norms 1, biases 0.
+    `dtype` and `quantization` have the same meaning as in `Config`: on a CPU a GGUF file's matrices stay quantised
+    unless you set a `dtype` or quantization="none".
+    Weights come from the `checkpoint`. Without one they are random: normal with the config's `initializer_range` as
+    standard deviation, norms 1, biases 0.
     """
 
     config: ModelConfig
     tokenizer: Tokenizer | None
-    """The checkpoint's, if it has one; `generate` uses it unless it is given another."""
+    """The checkpoint's tokenizer, if it has one. `generate` uses it by default."""
 
     def __init__(
         self,
@@ -143,11 +143,12 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         past_key_values: DynamicCache | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> LlamaOutput:
-        """Compute the tokens `input_ids` `[batch, seq]` that follow those in `past_key_values`.
+        """Compute the tokens `input_ids` `[batch, seq]`, which follow the tokens in `past_key_values`.
 
         `input_ids` and `position_ids` are tensors, arrays or lists. `position_ids` `[batch, seq]` or `[seq]` are for
-        the rotary embedding and count on from the cache if not given; a token sees all before it, whatever
-        their positions. `logits_to_keep`: for the last so many tokens (0: all), or for those at the indices `[n]`.
+        the rotary embedding only: a token sees all earlier tokens, whatever their positions. By default they continue
+        from the cache. `logits_to_keep` selects the tokens to compute logits for: a number of last tokens (0: all), or
+        a tensor `[n]` of indices.
         """
         with self._thread_users.computing(torch.get_num_threads()):
             return self._forward(input_ids, position_ids, past_key_values, logits_to_keep)
@@ -167,7 +168,7 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         start = cache.get_seq_length()
         positions = read_positions(position_ids, start, ids.shape, self.max_len)
         kept = _read_kept(logits_to_keep, num_new)
-        # Caches are written to by later calls as well, wherever those are made: only this mode may always do so.
+        # Later calls write to the same caches, in any mode. Only inference mode may write to memory made in any mode.
         with torch.inference_mode():
             placement, pool = cache.place(self._shape, num_rows, num_new)
             batch = HostBatch(
@@ -185,15 +186,15 @@ class LlamaForCausalLM(nn.Module, GenerationMixin):
         return LlamaOutput(logits.view(num_rows, -1, logits.shape[-1]), cache)
 
     def _taps(self) -> Taps | None:
-        """Empty taps, with which the layers run one by one; None where the native library may run them in one call.
+        """Empty taps, which make layers run one by one; None if the native library may run them in one call.
 
-        One by one they call the hooks of torch's that modules have, and see dense weights that were changed in place.
+        Layers that run one by one call their modules' torch hooks, and use dense weights that were changed in place.
         """
         is_hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self._hookable)
         return Taps((), None, SINGLE) if is_hooked or (self._is_dense and self._hookable) else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `torch.nn.Module`. Quantised matrices are no tensors, so a model that has some refuses."""
+        """See `torch.nn.Module`. Raises an error if the model has quantised matrices, because those are not tensors."""
         dense_weights(self.model.weight_targets())
         return super().state_dict(*args, **kwargs)
 
@@ -241,7 +242,7 @@ class AutoLlamaModel:
         dtype: str | torch.dtype | None = None,
         quantization: str | None = None,
     ) -> LlamaForCausalLM:
-        """`LlamaForCausalLM.from_pretrained`, with a line in the log: what was loaded, where, and how long it took."""
+        """`LlamaForCausalLM.from_pretrained`, plus a log line with the model, its device and the loading time."""
         start_time = perf_counter()
         model = LlamaForCausalLM.from_pretrained(path, device=device, dtype=dtype, quantization=quantization)
         logger.info(
@@ -255,7 +256,7 @@ class AutoLlamaModel:
 
 
 def _read_kept(logits_to_keep: int | Tensor, num_new: int) -> slice | Tensor:
-    """Which of the new tokens to compute logits for."""
+    """The indices of the new tokens to compute logits for."""
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.dim() != 1:
             raise InvalidValueError(f"logits_to_keep has shape {list(logits_to_keep.shape)}; use [n], or a number")

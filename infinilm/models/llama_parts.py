@@ -1,4 +1,4 @@
-"""The parts of a Llama model, each usable by itself, under the names of Hugging Face's and InfiniLM's modules."""
+"""The parts of a Llama model as separate modules, with the names of Hugging Face's and InfiniLM's modules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -28,16 +28,16 @@ from infinilm.models.random_weights import fill_randomly
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LlamaModelOutput:
-    """What a forward pass of `LlamaModel` gives."""
+    """The result of a forward pass of `LlamaModel`."""
 
     last_hidden_state: Tensor
     """`[batch, seq, hidden]`, after the final norm."""
     past_key_values: DynamicCache
-    """Holds the tokens seen so far; pass it on with the tokens that follow."""
+    """The cache of the tokens seen so far. Pass it to the next call, with the tokens that follow."""
 
 
 class _Part(nn.Module):
-    """A part of a model, with random weights until `load_params` brings others.
+    """A part of a model, with random weights until `load_params` replaces them.
 
     `device`: None is the GPU if there is one, else the CPU. `dtype`: None is float32 on a CPU, else the config's.
     """
@@ -68,11 +68,11 @@ class _Part(nn.Module):
         raise NotImplementedError
 
     def weight_targets(self) -> Weights:
-        """The part's own memory, by the names in the state dict of Hugging Face's module."""
+        """The part's weights, by their names in the state dict of Hugging Face's module."""
         raise NotImplementedError
 
     def load_params(self, params: Mapping[str, Tensor]) -> None:
-        """Copy all weights into the part, by the names in the state dict of Hugging Face's module."""
+        """Copy all weights into the part, by their names in the state dict of Hugging Face's module."""
         targets = dense_weights(self.weight_targets())
         shapes = {name: list(shard.full_shape) for name, shard in targets.items()}
         given = {name: list(tensor.shape) for name, tensor in params.items()}
@@ -103,17 +103,17 @@ class _Part(nn.Module):
         compute: Callable[[ForwardBatch, PagedKVCache], Tensor],
         layer_idx: int | None = None,
     ) -> Tensor:
-        """Compute tokens that follow those in the cache, or in one layer of it: `[batch, seq, hidden]`."""
+        """Compute tokens that follow those in the cache, or in one of its layers. Returns `[batch, seq, hidden]`."""
         if not isinstance(cache, DynamicCache):
             raise InvalidTypeError(f"past_key_values must be infinilm's DynamicCache, not {type(cache).__name__}")
         num_rows, num_new = ids.shape
         positions = read_positions(position_ids, cache.get_seq_length(layer_idx or 0), ids.shape, self.max_len)
-        with torch.inference_mode():  # caches are written to by later calls as well, wherever those are made
+        with torch.inference_mode():  # the only mode that may write to caches made in any mode
             placement, pool = cache.place(self._shape, num_rows, num_new, layer_idx)
             batch = HostBatch(ids.reshape(-1), positions.reshape(-1), **asdict(placement))
             result = compute(batch.to_device(self.device), pool)
         cache.advance(num_new, layer_idx)
-        return result.clone().view(num_rows, num_new, -1)  # a tensor that may be written to in any mode
+        return result.clone().view(num_rows, num_new, -1)  # the clone is writable in any mode
 
 
 class LlamaMLP(_Part):
@@ -143,7 +143,7 @@ class LlamaModel(_Part):
     def forward(
         self, input_ids: Any, position_ids: Any = None, past_key_values: DynamicCache | None = None
     ) -> LlamaModelOutput:
-        """Compute the tokens `input_ids` `[batch, seq]` that follow those in `past_key_values`."""
+        """Compute the tokens `input_ids` `[batch, seq]`, which follow the tokens in `past_key_values`."""
         ids = read_rows("input_ids", input_ids, self.config.vocab_size)
         cache = DynamicCache() if past_key_values is None else past_key_values
         hidden = self._run(ids, position_ids, cache, lambda batch, pool: self.decoder(batch, pool, self.backend))
@@ -156,7 +156,7 @@ class LlamaModel(_Part):
 
 
 class _LayerPart(_Part):
-    """A part of one layer, which may share a cache with those of other layers."""
+    """A part of one layer. It may share a cache with the same parts of other layers."""
 
     layer: Attention | DecoderLayer
 
@@ -170,9 +170,9 @@ class _LayerPart(_Part):
     def forward(
         self, hidden_states: Tensor, position_ids: Any = None, past_key_values: DynamicCache | None = None
     ) -> Tensor:
-        """`[batch, seq, hidden]` to the same, for tokens that follow those of this layer in `past_key_values`.
+        """`[batch, seq, hidden]` to the same shape, for tokens that follow this layer's tokens in `past_key_values`.
 
-        `position_ids` `[batch, seq]` or `[seq]` count on from the cache if not given.
+        `position_ids` `[batch, seq]` or `[seq]` continue from the cache by default.
         """
         self._check_hidden(hidden_states)
         if hidden_states.dim() != 3:
@@ -207,7 +207,7 @@ class LlamaAttention(_LayerPart):
 
 
 class LlamaDecoderLayer(_LayerPart):
-    """One layer: attention and MLP, each after a norm and added to its input."""
+    """One layer: attention and MLP, each with a norm before it and a residual connection."""
 
     def _build(self, options: LayerOptions) -> None:
         attention = build_attention(self.config, self.layer_idx, self._rotary(options), **options)
@@ -216,7 +216,7 @@ class LlamaDecoderLayer(_LayerPart):
 
 
 def check_length(num_tokens: int, max_len: int) -> None:
-    """Refuse a text that is longer than the model takes."""
+    """Refuse a text that is longer than the model supports."""
     if num_tokens > max_len:
         raise PromptTooLongError(
             f"the text would have {num_tokens} tokens, prompt and answer; the model takes {max_len}. "
@@ -225,7 +225,7 @@ def check_length(num_tokens: int, max_len: int) -> None:
 
 
 def read_positions(position_ids: Any, start: int, shape: tuple[int, ...], max_len: int) -> IntArray:
-    """The position of each of the tokens `[batch, seq]` that follow `start` others: as given, or else counted."""
+    """The positions of tokens `[batch, seq]` that follow `start` others. By default they are counted from `start`."""
     check_length(start + shape[1], max_len)
     if position_ids is None:
         return np.tile(np.arange(start, start + shape[1]), (shape[0], 1))

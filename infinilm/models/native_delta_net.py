@@ -1,4 +1,4 @@
-"""Gated delta nets in the native library: their weights, and how a layer is made of them. No torch here."""
+"""Gated delta nets in the native library: their weights, and how a layer is built. This module needs no torch."""
 
 from typing import Any, TypeGuard
 
@@ -16,7 +16,7 @@ def is_recurrent(config: ModelConfig, layer: int) -> TypeGuard[Qwen35Config]:
 
 
 def why_no_delta_net(config: ModelConfig) -> str | None:
-    """Why the native library can't compute a model's delta nets; None if it can. The answer is for an error's text."""
+    """Why the native library can't compute a model's delta nets, as a part of an error's text; None if it can."""
     if not isinstance(config, Qwen35Config):
         return None
     limits = {"linear_key_head_dim": MAX_KEY_DIM, "linear_conv_kernel_dim": MAX_CONV_WIDTH}
@@ -25,7 +25,7 @@ def why_no_delta_net(config: ModelConfig) -> str | None:
 
 
 def delta_net_shapes(config: Qwen35Config, prefix: str) -> dict[str, tuple[int, ...]]:
-    """The weights of a delta net by their names in a checkpoint; `prefix` is the layer's."""
+    """The shapes of a delta net's weights, by their names in a checkpoint; `prefix` is the layer's."""
     own, hidden, heads = f"{prefix}linear_attn.", config.hidden_size, config.linear_num_value_heads
     keys, values = config.linear_num_key_heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
     rows = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
@@ -40,7 +40,7 @@ def delta_net_shapes(config: Qwen35Config, prefix: str) -> dict[str, tuple[int, 
 
 
 def build_delta_net(builder: Any, config: Qwen35Config, layer: int) -> Any:
-    """The library's mixer of a layer; `builder` is that of `native_model.py`."""
+    """Build the library's mixer of a layer; `builder` is a `LayerBuilder`."""
     own, weights = f"model.layers.{layer}.linear_attn.", builder.weights
     conv = np.concatenate([weights[f"{own}conv1d_{name}.weight"][:, 0] for name in "qkv"])
     heads = builder.library.DeltaHeads(

@@ -1,4 +1,4 @@
-"""Gemma 4 in the native library: what it has besides Llama's parts. No torch here."""
+"""Gemma 4 in the native library: the parts that Llama does not have. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NORM = "model.per_layer_projection_norm"
 
 
 def gemma4_shapes(config: Gemma4Config) -> dict[str, tuple[int, ...]]:
-    """The weights that other families do not have, by their names in a checkpoint."""
+    """The shapes of the weights that other families do not have, by their names in a checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     hidden, width = config.hidden_size, config.hidden_size_per_layer_input
     for layer in range(config.num_hidden_layers):
@@ -58,7 +58,7 @@ def _expert_shapes(config: Gemma4Config, prefix: str) -> dict[str, tuple[int, ..
 
 
 def build_gemma4_layer(builder: LayerBuilder, config: Gemma4Config, layer: int) -> Any:
-    """The library's layer."""
+    """Build the library's layer."""
     prefix, eps = f"model.layers.{layer}.", config.rms_norm_eps
     channels = builder.mlp(f"{prefix}mlp.", config.activation)
     norms = {place: name and builder.norm(prefix + name) for place, name in config.norms._asdict().items()}
@@ -103,14 +103,14 @@ def _build_experts(builder: LayerBuilder, config: Gemma4Config, prefix: str) -> 
 
 
 class LayerInputs:
-    """The inputs that layers have for themselves: of the tokens, and of their embeddings."""
+    """The layers' own inputs, computed from the tokens and their embeddings."""
 
     def __init__(self, builder: LayerBuilder, config: Gemma4Config) -> None:
         self._config, self._embedding = config, builder.weights[_EMBEDDING]
         self._projection, self._norm = builder.linear("model.", _PROJECTION), builder.norm(_NORM)
 
     def __call__(self, token_ids: npt.NDArray[np.int64], hidden: Floats) -> Floats:
-        """`[T, layers, width]` of `[T]` tokens, whose embeddings are `[T, hidden]`. Rows do not change each other."""
+        """`[T, layers, width]` for tokens `[T]` with embeddings `[T, hidden]`. Rows do not depend on each other."""
         config, width = self._config, self._config.hidden_size_per_layer_input
         known, seen = np.empty((2, len(hidden), config.num_hidden_layers * width), dtype=np.float32)
         self._embedding.dequantize(np.ascontiguousarray(token_ids), known)

@@ -1,4 +1,4 @@
-"""Latent attention in the native library: its weights, and how a layer is made of them. No torch here."""
+"""Latent attention in the native library: its weights, and how a layer is built. This module needs no torch."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ from infinilm.models.latent import DeepseekV3Config
 
 MAX_DIM = 1024
 EXPANSION = "self_attn.kv_b_proj.weight"
-"""After a layer's prefix. It stays dense, as the mixer takes it apart."""
+"""The name of the expansion, without the layer's prefix. It stays dense, because the mixer splits it."""
 
 
 def why_no_latents(config: ModelConfig) -> str | None:
-    """Why the native library can't compute a model's latent attention; None if it can. For an error's text."""
+    """Why the native library can't compute a model's latent attention, as a part of an error's text; None if it can."""
     if isinstance(config, DeepseekV3Config) and config.max_head_dim > MAX_DIM:
         return f"models with kv_lora_rank + qk_rope_head_dim = {config.max_head_dim}, above {MAX_DIM},"
     return None
 
 
 def latent_shapes(config: DeepseekV3Config, prefix: str) -> dict[str, tuple[int, ...]]:
-    """The weights of latent attention by their names in a checkpoint; `prefix` is the layer's."""
+    """The shapes of latent attention's weights, by their names in a checkpoint; `prefix` is the layer's."""
     own, hidden, heads = f"{prefix}self_attn.", config.hidden_size, config.num_attention_heads
     rank, queries = config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     made = {
@@ -39,7 +39,7 @@ def latent_shapes(config: DeepseekV3Config, prefix: str) -> dict[str, tuple[int,
 
 
 def build_latents(builder: Any, config: DeepseekV3Config, layer: int) -> Any:
-    """The library's mixer of a layer; `builder` is that of `native_model.py`."""
+    """Build the library's mixer of a layer; `builder` is a `LayerBuilder`."""
     own, rotary, has_rank = f"model.layers.{layer}.self_attn.", builder.rotaries[layer], config.q_lora_rank is not None
     heads = builder.library.LatentHeads(
         count=config.num_attention_heads,

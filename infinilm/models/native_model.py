@@ -1,8 +1,8 @@
-"""Models whose matrices are all quantised, in the native library alone: arrays in, arrays out. No torch here.
+"""Models with only quantised matrices, run by the native library alone on NumPy arrays. This module needs no torch.
 
-A `LlamaConfig`, or a `SparseConfig`, says all that there is to know of a family with `ModelFamily.is_native`: which
-weights there are (`weight_shapes`), and how the library's layers are made of them (`NativeDecoder`). The torch model
-of such a family has the library compute its layers in the same way while no hook watches them.
+For a family with `ModelFamily.is_native`, a `LlamaConfig` or a `SparseConfig` determines the weights
+(`weight_shapes`) and how the library's layers are built from them (`NativeDecoder`). The torch model of such a family
+uses the same `NativeDecoder` while no hook watches its layers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,17 +47,17 @@ EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", 
 
 
 class Rotary(NamedTuple):
-    """What turns a layer's queries and keys."""
+    """The rotary embedding of a layer's queries and keys."""
 
     table: Any  # [max_len, dim] float32
     query_scale: Any  # [max_len] float32, or None
     is_interleaved: bool
     fill: Callable[[int], None] = lambda _: None
-    """Have the table's rows of so many positions; nothing to do if all are there."""
+    """Makes sure that the table's rows for this many positions are computed."""
 
 
 def weight_shapes(config: LlamaConfig) -> Shapes:
-    """The weights of a model by their names in a checkpoint."""
+    """The shapes of a model's weights, by their names in a checkpoint."""
     shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
     if not config.tie_word_embeddings:
         shapes[HEAD] = shapes[EMBEDDING]
@@ -124,12 +124,12 @@ def _expert_shapes(config: SparseConfig, prefix: str) -> Shapes:
 
 
 def stays_dense(name: str) -> bool:
-    """Whether a matrix is an array for the library, and never quantised."""
+    """Whether the library takes a matrix as an array, never quantised."""
     return name.endswith(EXPANSION) or is_router(name)
 
 
 def is_described(config: ModelConfig, model_class: type) -> bool:
-    """Whether a configuration says all of what a model of a class computes, and the library can compute it."""
+    """Whether a configuration fully describes models of this class, and the library can compute them."""
     family = FAMILIES.get(config.model_type)
     if family is None or not family.is_native or not isinstance(config, LlamaConfig):
         return False
@@ -137,7 +137,7 @@ def is_described(config: ModelConfig, model_class: type) -> bool:
 
 
 def are_packed(weights: Mapping[str, Any]) -> bool:
-    """Whether all matrices but those that stay dense are the library's own."""
+    """Whether all matrices are the library's own, except those that stay dense."""
     arrays = [name for name, weight in weights.items() if isinstance(weight, np.ndarray) and weight.ndim == 2]
     return all(map(stays_dense, arrays))
 
@@ -150,7 +150,7 @@ def _why_no_mixers(config: LlamaConfig) -> str | None:
 
 
 def why_no_token_mixers(config: ModelConfig, device: "torch.device") -> str | None:
-    """Why the native library can't do on a device what a model's token mixers do between their products."""
+    """Why the native library can't run a model's token mixers, apart from their matrix products; None if it can."""
     if isinstance(config, DeepseekV3Config):
         return why_no_latents(config)
     if (reason := why_not_native(device, config.max_head_dim, config.max_group)) is not None:
@@ -159,7 +159,7 @@ def why_no_token_mixers(config: ModelConfig, device: "torch.device") -> str | No
 
 
 def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
-    """Why the native library can't run a model by itself; None if it can. The answer is for an error's text."""
+    """Why the native library can't run a model without torch, as a part of an error's text; None if it can."""
     if not FAMILIES[config.model_type].is_native or not isinstance(config, LlamaConfig):
         return f"models of model_type={config.model_type!r}"
     if (reason := _why_no_mixers(config)) is not None:
@@ -175,7 +175,7 @@ def why_not_alone(config: ModelConfig, formats: WeightFormats) -> str | None:
 
 
 def make_rotaries(config: LlamaConfig, max_len: int) -> dict[int, Rotary]:
-    """By layer. Layers with equal settings share one."""
+    """The rotary embedding of each layer. Layers with equal settings share one."""
     found: list[tuple[Mapping[str, Any], Rotary]] = []
     rotaries: dict[int, Rotary] = {}
     for layer in range(config.num_hidden_layers):
@@ -192,7 +192,7 @@ def make_rotaries(config: LlamaConfig, max_len: int) -> dict[int, Rotary]:
 
 
 class LayerBuilder:
-    """Makes the library's layers of weights by name: its own matrices, and arrays."""
+    """Builds the library's layers from weights by name: matrices of the library, and arrays."""
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary]) -> None:
         self.config, self.weights, self.rotaries, self.library = config, weights, rotaries, load_library()
@@ -212,7 +212,7 @@ class LayerBuilder:
         config, rotary, prefix = self.config, self.rotaries[layer], f"model.layers.{layer}.self_attn."
         projections, dim = config.projections(layer), config.layer_head_dim(layer)
         if "v_proj" not in projections:
-            projections += projections[1:]  # keys are values, too
+            projections += projections[1:]  # the keys are also the values
         return self.library.Attention(
             qkv=self.linear(prefix, *projections),
             out=self.linear(prefix, "o_proj"),
@@ -275,7 +275,7 @@ class LayerBuilder:
 
 
 class NativeDecoder:
-    """Some layers, and the final norm if the weights have it, in one call of the library."""
+    """Computes some layers, and the final norm if `weights` has it, in one call of the library."""
 
     def __init__(
         self, config: LlamaConfig, weights: Mapping[str, Any], rotaries: Mapping[int, Rotary], layers: Iterable[int]
@@ -288,14 +288,15 @@ class NativeDecoder:
         self._inputs = LayerInputs(builder, config) if has_inputs and isinstance(config, Gemma4Config) else None
 
     def forward(self, token_ids: IntArray, hidden: Floats, cache: Any, steps: Sequence[Any]) -> None:
-        """Put the tokens' embeddings, `hidden` `[T, hidden]`, through them, in place; see the library's `Decoder`."""
+        """Compute `hidden` `[T, hidden]` in place, from the embeddings; see the library's `Decoder`."""
         inputs = None if self._inputs is None else self._inputs(token_ids, hidden)
         self._decoder.forward(hidden, cache, steps, inputs)
 
     def generator(self, embedding: Any, head: Any) -> Any | None:
-        """The library's `Generator` of these layers and an embedding and a head.
+        """The library's `Generator` for these layers, an embedding and a head.
 
-        None if layers have own inputs, or are recurrent: a run may compute a step again, which overwrites states.
+        None if layers have their own inputs or are recurrent. A run may compute a step twice, and recurrent layers
+        overwrite their states.
         """
         if self._inputs is not None or any(isinstance(spec, StateSpec) for spec in self._config.cache_specs()):
             return None
@@ -310,10 +311,10 @@ class NativeDecoder:
 
 
 class NativeModel:
-    """A model in the native library. It is made with empty weights and filled through `weight_targets`."""
+    """A model in the native library. It starts with empty weights, which are loaded through `weight_targets`."""
 
     def __init__(self, config: LlamaConfig, formats: WeightFormats, max_len: int, *, is_outline: bool = False) -> None:
-        """An outline has no memory."""
+        """With `is_outline` the quantised matrices take no memory."""
         self.config, self.formats, self.max_len = config, formats, max_len
         make: Any = MatrixOutline if is_outline else load_library().Matrix
         self.weights: dict[str, Any] = {
@@ -322,11 +323,11 @@ class NativeModel:
             else np.zeros(shape, dtype=np.float32)
             for name, shape in weight_shapes(config).items()
         }
-        """By name: the library's matrices, and arrays."""
+        """The library's matrices, and arrays, by name."""
         self._decoder: NativeDecoder | None = None
         self._head: Any = None
         self.generator: Any = None
-        """What runs decode steps, sampling included; None where layers are recurrent or have own inputs."""
+        """Runs decode steps, including sampling; None if layers are recurrent or have their own inputs."""
         self._rotaries: tuple[Rotary, ...] = ()
 
     def weight_targets(self) -> dict[str, ArrayShard | PackedShard]:
@@ -339,14 +340,14 @@ class NativeModel:
         }
 
     def num_bytes(self) -> int:
-        """The memory that weights take, and tables of `max_len` positions."""
+        """The bytes of weights, and of rotary tables for `max_len` positions."""
         weights = sum(target.num_bytes for target in self.weight_targets().values())
         layers = range(self.config.num_hidden_layers)
         kinds = {(id(self.config.rope(layer)), self.config.layer_head_dim(layer)) for layer in layers}
         return weights + sum(dim for _, dim in kinds) * self.max_len * 4
 
     def build(self) -> None:
-        """Make the layers of the weights, which are loaded."""
+        """Build the layers from the weights. Call it after loading them."""
         config = self.config
         rotaries = make_rotaries(config, self.max_len)
         self._rotaries = tuple({id(each): each for each in rotaries.values()}.values())
@@ -363,12 +364,12 @@ class NativeModel:
         return hidden
 
     def reach(self, position: int) -> None:
-        """Prepare for tokens up to this position, and some behind it."""
+        """Prepare for tokens up to this position, and for some after it."""
         for rotary in self._rotaries:
             rotary.fill(position + _POSITIONS_AHEAD)
 
     def forward(self, batch: "HostBatch", token_ids: IntArray, cache: "HostCache") -> Floats:
-        """Compute the batch's tokens, storing their keys and values: `[T, hidden]` after the final norm."""
+        """Compute the batch's tokens and store their keys and values. Returns `[T, hidden]`, after the final norm."""
         hidden = self.embed(token_ids)
         self.reach(int(batch.positions.max(initial=0)))
         make_step = load_library().Step
@@ -390,7 +391,7 @@ class NativeModel:
         return hidden
 
     def compute_logits(self, hidden: Floats) -> Floats:
-        """The next token's logits for chosen rows of the result: `[n, hidden]` to `[n, vocab]`."""
+        """The next token's logits for some rows of the result of `forward`: `[n, hidden]` to `[n, vocab]`."""
         logits = np.empty((len(hidden), self.config.vocab_size), dtype=np.float32)
         self._head.multiply(np.ascontiguousarray(hidden), logits, False)
         if self.config.logit_scale != 1:

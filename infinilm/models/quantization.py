@@ -1,4 +1,4 @@
-"""Which matrices of a checkpoint stay quantised in memory, or become so while they are read."""
+"""Choosing which matrices of a checkpoint stay quantised in memory, or are quantised while they are read."""
 
 import logging
 from collections import Counter
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUANTIZED_TO = {"q8": "Q8_0", "q4": "Q4_1", "int4": "Q4_0"}
-"""The format of each setting, except for the embedding and the head, and for `_DEVICE_FORMATS`."""
+"""The format for each value of `quantization`, except for the embedding, the head and `_DEVICE_FORMATS`."""
 _DEVICE_FORMATS = {"fp8": GroupedFormat(8, None, "F32"), "int4": GroupedFormat(4, 128, "F16")}
-"""On a GPU, and 8-bit floats on a CPU, too. Rows that are not whole groups have smaller ones."""
+"""The formats on a GPU; `fp8` is for CPUs, too. Groups are smaller where rows do not consist of whole groups."""
 OUTER_FORMAT = "Q8_0"
-"""Of the embedding and the head, where rounding errors cost most. With fp8 they are 8-bit floats."""
+"""The format of the embedding and the head, where rounding errors cost most. With fp8 they are 8-bit floats."""
 OUTER_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTERS = (
     *("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight", "*.mlp.router.weight", "*.router.proj.weight"),
     "*.shared_expert_gate.weight",
 )
-"""Routers and gates of experts, which stay dense: they are small, and a rounding error chooses another expert."""
+"""Routers, and gates of shared experts. They stay dense: they are small, and a rounding error could choose another
+expert."""
 HALVES = ("float16", "bfloat16")
 QUANTIZED_KINDS = ("FP8", "INT4", MXFP4)
-"""What checkpoints with a `quantization_config` call the types of quantised matrices."""
+"""The types of quantised matrices in checkpoints with a `quantization_config`."""
 _MAX_LISTED = 8
 
 
@@ -50,10 +51,10 @@ def choose_formats(
     activation_bits: int = 16,
     keeps_halves: bool = False,
 ) -> WeightFormats:
-    """The formats of all matrices that are to be quantised. The arguments are the engine's settings.
+    """Choose the formats of all matrices that are to be quantised. The arguments are the engine's settings.
 
-    If it `keeps_halves`, dense matrices of 16 bits have the checkpoint's type on a CPU, too, where float32 is computed
-    in. Their results have the same bits; but a weight that is replaced later is rounded.
+    With `keeps_halves`, dense 16-bit matrices keep the checkpoint's type on a CPU, although it computes in float32.
+    Results have the same bits, but a weight that is replaced later is rounded to 16 bits.
     """
     formats = _find_formats(checkpoint, model_type, quantization, dtype, device)
     check_has_short(formats, activation_bits, device)
@@ -70,7 +71,7 @@ def _find_halves(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def check_has_short(formats: WeightFormats, activation_bits: int, device: "torch.device | HostDevice") -> None:
-    """Refuse 8-bit activations where nothing would have them."""
+    """Refuse 8-bit activations where no matrix would use them."""
     has_blocks = formats.is_native and any(format in FORMATS for format in formats.by_name.values())
     if activation_bits != 16 and not has_blocks:
         kept = "are 8-bit floats" if formats.by_name else "are dense"
@@ -97,7 +98,7 @@ def _find_formats(
     inexact: Counter[str] = Counter()
     shapes = checkpoint.shapes()
     for name, stored in checkpoint.formats().items():
-        is_table = name == OUTER_NAMES[0]  # which a GPU looks up dense
+        is_table = name == OUTER_NAMES[0]  # a GPU keeps it dense
         packed = checkpoint.packed_format(name, is_native=is_native)
         if len(shapes[name]) != 2 or (is_table and not is_native) or is_router(name):
             continue
@@ -106,7 +107,7 @@ def _find_formats(
             found[name] = str(packed)
             if packed in FORMATS and is_native and stored in QUANTIZED_KINDS:
                 exact[stored, packed] += 1
-        elif quantization is not None and not (is_table and quantization == "fp8"):  # 8-bit floats are no table
+        elif quantization is not None and not (is_table and quantization == "fp8"):  # no look-ups in 8-bit floats
             found[name] = _format_of(name, shapes[name][1], quantization, is_native=is_native)
         elif stored in QUANTIZED_KINDS:
             inexact[stored] += 1
@@ -128,7 +129,7 @@ def _find_formats(
 
 
 def has_native_floats(model_type: str) -> bool:
-    """Whether the native library multiplies a model's matrices of floats on this CPU by default."""
+    """Whether the native library multiplies a model's float matrices on this CPU by default."""
     return keeps_quantized(model_type) and native.has_vectors()
 
 
@@ -151,7 +152,7 @@ def _format_of(name: str, columns: int, quantization: str, *, is_native: bool) -
 
 
 def can_be_made(shard: PackedShard) -> bool:
-    """Whether numbers can be rounded to the format of a matrix."""
+    """Whether dense values can be quantised to the format of a matrix."""
     format = GroupedFormat.parse(shard.matrix.format)
     if format is None:
         return shard.matrix.format in QUANTIZERS
@@ -159,7 +160,7 @@ def can_be_made(shard: PackedShard) -> bool:
 
 
 def note_dense(weights: Weights, formats: WeightFormats) -> None:
-    """Say once which matrices could not be kept quantised."""
+    """Log which matrices could not be kept quantised."""
     dense = [name for name in formats.by_name if name in weights and not isinstance(weights[name], PackedShard)]
     if dense:
         listed = ", ".join(dense[:_MAX_LISTED]) + (", …" if len(dense) > _MAX_LISTED else "")
@@ -174,7 +175,7 @@ def note_dense(weights: Weights, formats: WeightFormats) -> None:
 
 
 def _check_quantization(model_type: str, quantization: str, dtype: str, device: "torch.device | HostDevice") -> None:
-    """Refuse settings under which nothing can be quantised."""
+    """Refuse settings that do not allow quantisation."""
     asked = f"quantization={quantization!r}"
     if device.type == "cpu" and dtype not in ("auto", "float32"):
         raise InvalidValueError(f"{asked} computes in float32, and dtype={dtype!r}; use dtype='auto'")

@@ -1,4 +1,4 @@
-"""Weights for a model that was built from a configuration alone."""
+"""Random weights for a model that is built from a configuration alone."""
 
 import torch
 from xxhash import xxh3_64_intdigest
@@ -8,8 +8,11 @@ from infinilm.distributed.shard import Weights, dense_weights
 
 @torch.no_grad()
 def fill_randomly(weights: Weights, std: float, seed: int = 0) -> None:
-    """Set norms to 1, biases to 0, matrices to random numbers of the deviation `std`. A weight depends on its name and
-    the seed, not on the number of ranks: every rank makes the whole and takes its shard."""
+    """Set norms to 1, biases to 0, and matrices to random numbers with standard deviation `std`.
+
+    A weight depends on its name and the seed, not on the number of ranks: every rank makes the full weight and takes
+    its shard.
+    """
     for name, shard in dense_weights(weights).items():
         if name.endswith("bias"):
             shard.tensor.zero_()

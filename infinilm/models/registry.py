@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from infinilm.models.base import InfinilmModel
 
 ModelBuilder = Callable[..., "InfinilmModel"]
-"""Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`; gives a model, or the share of it that the
-group's rank has, with empty weights. One that can keep matrices quantised has a parameter `formats` for it, one that
-can build a part of the layers `stage`."""
+"""Called as `builder(config, max_len=…, dtype=…, device=…, group=…)`. Returns a model with empty weights, or its
+rank's share of one. A builder that can keep matrices quantised has a parameter `formats`; one that can build a part of
+the layers has a parameter `stage`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """How checkpoints of one `model_type` are read and run.
 
-    The class of the configuration and the builder may be named, `"file of models/:name"`: they are imported when they
-    are asked for, and most builders import torch.
+    The configuration class and the builder may be given as strings, `"file of models/:name"`. Those are imported at
+    their first use, because most builders import torch.
     """
 
     class_name: str
-    """Its name under `architectures` in a config.json."""
+    """The name under `architectures` in a config.json."""
     config_class: type[ModelConfig] | str
     model: ModelBuilder | str
-    """The model. Its `weight_targets` and `is_ignorable` say what its weights are called in a checkpoint."""
+    """The model. Its `weight_targets` and `is_ignorable` give the names of its weights in a checkpoint."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings with other defaults than the configuration class's."""
+    """Defaults that differ from the configuration class's."""
     is_native: bool = False
-    """Whether the configuration says all that `native_model.py` needs to run the model."""
+    """Whether the configuration alone is enough for `native_model.py` to run the model."""
 
     @property
     def config(self) -> type[ModelConfig]:
-        """The class of its configurations."""
+        """The configuration class, imported if needed."""
         found: type[ModelConfig] = _named(self.config_class)
         return found
 
     @property
     def builder(self) -> ModelBuilder:
-        """What makes a model."""
+        """The model builder, imported if needed."""
         found: ModelBuilder = _named(self.model)
         return found
 
@@ -95,7 +95,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3_next": _native("Qwen3NextForCausalLM", "hybrid:Qwen3NextConfig", "hybrid_lm:Qwen35MoeForCausalLM"),
     "smollm3": _native("SmolLM3ForCausalLM", "relatives:SmolLM3Config"),
 }
-"""By `model_type`. `register_model` adds to them."""
+"""The families by `model_type`. `register_model` adds to them."""
 _BUILT_IN = frozenset(FAMILIES)
 
 
@@ -107,12 +107,12 @@ def register_model(
     defaults: Mapping[str, Any] | None = None,
     builder: ModelBuilder | None = None,
 ) -> None:
-    """Add a family, so that checkpoints of it can be loaded.
+    """Add a family, so that its checkpoints can be loaded.
 
-    `model_type` and `class_name` are what its config.json says in `model_type` and `architectures`. `config` is a
+    `model_type` and `class_name` are the values of `model_type` and `architectures` in its config.json. `config` is a
     dataclass that adds its own settings to `ModelConfig` or `LlamaConfig`; the `builder` gets an instance of it.
-    `defaults` are settings with other defaults than the class's (`{"qk_norm": True}`, say). Without a `builder` the
-    model is Llama's, and so is the configuration without a `config`.
+    `defaults` override the class's defaults, for example `{"qk_norm": True}`. The default of `builder` is Llama's
+    model, and the default of `config` is Llama's configuration.
     """
     llama = FAMILIES["llama"]
     config = config or llama.config
@@ -144,7 +144,7 @@ def _check_config_class(config: type[ModelConfig], builder: ModelBuilder | None)
 
 
 def find_model_type(config: Mapping[str, Any]) -> str:
-    """Which of `FAMILIES` a config.json describes, by its `model_type` or else its `architectures`."""
+    """The key in `FAMILIES` of a config.json, from its `model_type` or else its `architectures`."""
     by_class = {family.class_name: name for name, family in FAMILIES.items()}
     classes = config.get("architectures") or []
     if not isinstance(classes, list):
@@ -174,8 +174,8 @@ def create_model(
 ) -> "InfinilmModel":
     """Build the model that a configuration describes, with empty weights, for texts of up to `max_len` tokens.
 
-    `formats`, unless empty, are for a model that `keeps_quantized`. With several pipeline stages, only the layers of
-    one of them are built. By default it is dense, in float32, for one rank.
+    Non-empty `formats` need a model that `keeps_quantized`. With several pipeline stages, only the layers of `stage`
+    are built. By default the model is dense, in float32, for one rank.
     """
     import torch
 
@@ -216,7 +216,7 @@ class InfinilmModelFactory:
 
 
 def keeps_quantized(model_type: str) -> bool:
-    """Whether models of this type can keep matrices quantised, in the native library or on another device."""
+    """Whether models of this type can keep matrices quantised, in the native library or on a GPU."""
     return FAMILIES[model_type].is_native or _takes_formats(FAMILIES[model_type].builder)
 
 
@@ -225,7 +225,7 @@ def _takes_formats(builder: Any) -> bool:
 
 
 def describe_registration(model_type: str) -> dict[str, Any] | None:
-    """How another process can register a family that was registered in this one; None for a built-in one."""
+    """What another process needs to register the same family; None for a built-in family."""
     if model_type in _BUILT_IN:
         return None
     family = FAMILIES[model_type]
@@ -239,7 +239,7 @@ def describe_registration(model_type: str) -> dict[str, Any] | None:
 
 
 def describe_import(what: str, target: object) -> list[str]:
-    """The module and the name by which another process can import `target`; `what` says in an error what it is."""
+    """The module and the name by which another process can import `target`; errors call it `what`."""
     module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     if module == "__main__" or getattr(sys.modules.get(module), name, None) is not target:
         raise InvalidValueError(
@@ -250,13 +250,13 @@ def describe_import(what: str, target: object) -> list[str]:
 
 
 def import_described(described: Sequence[str]) -> Any:
-    """What `describe_import` describes."""
+    """Import the object that `describe_import` described."""
     module, name = described
     return getattr(import_module(module), name)
 
 
 def register_described(registration: Mapping[str, Any]) -> None:
-    """Register what `describe_registration` describes, unless importing its modules has done so already."""
+    """Register the family that `describe_registration` described, unless importing its modules registers it."""
     config, builder = import_described(registration["config"]), import_described(registration["builder"])
     if registration["model_type"] not in FAMILIES:
         register_model(

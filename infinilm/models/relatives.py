@@ -20,10 +20,10 @@ class GraniteConfig(LlamaConfig):
     model_type: str = "granite"
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
-    """What attention scores are multiplied by."""
+    """The factor of attention scores."""
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
-    """What logits are divided by."""
+    """The divisor of logits."""
 
     def validate(self) -> None:
         super().validate()
@@ -63,7 +63,7 @@ class SmolLM3Config(LlamaConfig):
     eos_token_id: int | list[int] | None = 128001
     tie_word_embeddings: bool = True
     no_rope_layers: list[int] | None = None
-    """For each layer 1 if it rotates, 0 if not. None: every `no_rope_layer_interval`-th does not."""
+    """For each layer 1 if it rotates, 0 if not. None: every `no_rope_layer_interval`-th layer does not rotate."""
     no_rope_layer_interval: int = 4
 
     default_theta = 2_000_000.0
@@ -92,7 +92,7 @@ class SmolLM3Config(LlamaConfig):
 
 @dataclass(init=False, frozen=True)
 class Olmo2Config(LlamaConfig):
-    """Llama with norms after the mixers instead of before, and one norm over all heads of the queries and the keys."""
+    """Llama with norms after the mixers instead of before, and query and key norms over all heads as one vector."""
 
     model_type: str = "olmo2"
     vocab_size: int = 50304
@@ -109,7 +109,7 @@ class Olmo2Config(LlamaConfig):
 
 @dataclass(init=False, frozen=True)
 class Olmo3Config(Olmo2Config):
-    """OLMo 2 with a window in three of four layers, and a rotary embedding for each kind of layer."""
+    """OLMo 2 with a window in three of four layers, and a rotary embedding for each layer type."""
 
     model_type: str = "olmo3"
     sliding_window: int | None = 4096
@@ -127,7 +127,7 @@ class Olmo3Config(Olmo2Config):
 
 @dataclass(init=False, frozen=True)
 class Phi3Config(LlamaConfig):
-    """Llama whose files have fused projections, and which may rotate a part of each head."""
+    """Llama with fused projections in its files. It may rotate only a part of each head."""
 
     model_type: str = "phi3"
     vocab_size: int = 32064
@@ -145,7 +145,8 @@ class Phi3Config(LlamaConfig):
 
 @dataclass(init=False, frozen=True)
 class Glm4Config(LlamaConfig):
-    """Llama with four norms per layer, biases in the q, k and v projections, and neighbours rotated in half a head."""
+    """Llama with four norms per layer, biases in the q, k and v projections, and half of each head rotated, in pairs of
+    neighbours."""
 
     model_type: str = "glm4"
     vocab_size: int = 151552
@@ -159,7 +160,7 @@ class Glm4Config(LlamaConfig):
     bos_token_id: int | list[int] | None = None
     eos_token_id: int | list[int] | None = field(default_factory=lambda: [151329, 151336, 151338])
     attention_bias: bool = True
-    """Whether the q, k and v projections add a bias."""
+    """Whether the q, k and v projections have biases."""
 
     rotates_partially = True
     ignored_settings = frozenset({"mlp_bias"})

@@ -1,4 +1,4 @@
-"""Reading and checking the settings of the rotary position embedding, in all forms they are written in."""
+"""Reading and checking the settings of the rotary position embedding, in all forms that config files use."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +9,9 @@ DEFAULT_THETA = 10000.0
 _MAX_NUMBER = 1e18
 
 ROPE_SETTINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings")
-"""Settings outside `rope_parameters` that end up in it."""
+"""Settings outside `rope_parameters` that are merged into it."""
 
-# What each type needs besides `rope_theta`: numbers, and lists with one number per pair of a head.
+# The values that each type needs besides `rope_theta`: numbers, and lists with one number per pair of a head.
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "none": (),
@@ -32,10 +32,10 @@ _OLD_NAMES = {"su": "longrope"}
 def read_rope_parameters(
     settings: Mapping[str, Any], max_position_embeddings: int, default_theta: float = DEFAULT_THETA
 ) -> dict[str, Any]:
-    """Bring the rope settings of a config into one form: `rope_type`, `rope_theta` and what the type needs.
+    """Bring the rope settings of a config into one form: `rope_type`, `rope_theta` and the values that the type needs.
 
-    Transformers 5 writes them as `rope_parameters`; 4 wrote `rope_theta` and, with `type` or `rope_type` in
-    it, `rope_scaling`.
+    Transformers 5 writes `rope_parameters`. Transformers 4 wrote `rope_theta`, and `rope_scaling` with a `type` or
+    `rope_type` in it.
     """
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
@@ -61,9 +61,9 @@ def read_rope_parameters(
 def read_rope_by_type(
     settings: Mapping[str, Any], max_position_embeddings: int, default_thetas: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The same for each of the layer types `full_attention` and `sliding_attention`, whose thetas differ.
+    """The same for each of the layer types `full_attention` and `sliding_attention`, which have different thetas.
 
-    Older files give the full layers' as `rope_scaling` and `rope_theta`, and the sliding layers' theta as
+    Older files have `rope_scaling` and `rope_theta` for full layers, and the theta of sliding layers as
     `rope_local_base_freq`.
     """
     given = settings.get("rope_parameters") or {}
@@ -81,7 +81,7 @@ def read_rope_by_type(
 
 
 def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Refuse, by name, a type that is not known and values that make no sense."""
+    """Refuse unknown types and invalid values. Errors name the setting."""
     rope_type = rope["rope_type"]
     if rope_type not in _NUMBERS:
         raise InvalidValueError(f"rope_type={rope_type!r} is not supported; supported are {', '.join(_NUMBERS)}")
@@ -112,7 +112,7 @@ def check_rope_parameters(rope: Mapping[str, Any], head_dim: int) -> None:
 
 
 def _check_formulas(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Refuse what would divide by zero: logarithms of 1, and differences of equals."""
+    """Refuse values that would cause a division by zero: by the logarithm of 1, or by a difference of equal numbers."""
     if rope["rope_theta"] <= 1:
         raise InvalidValueError(f"rope_theta={rope['rope_theta']} must be greater than 1")
     needs_original = "original_max_position_embeddings" in _NUMBERS[rope["rope_type"]]

@@ -1,4 +1,4 @@
-"""Qwen3-MoE, Mixtral, GLM-4-MoE and GPT-OSS: mixtures of experts in place of the MLP, in all layers or some."""
+"""Qwen3-MoE, Mixtral, GLM-4-MoE and GPT-OSS: experts replace the MLP in some or all layers."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from infinilm.models.dense import LlamaConfig
 
 @dataclass(init=False, frozen=True)
 class SparseConfig(LlamaConfig):
-    """What mixtures of experts share. A family says by the properties below what its settings mean."""
+    """The base configuration of mixtures of experts. Families override its properties to interpret their settings."""
 
     num_experts: int = 8
     num_experts_per_tok: int = 2
@@ -25,16 +25,16 @@ class SparseConfig(LlamaConfig):
     ignored_settings = frozenset({"mlp_bias"})
     expert_names: ClassVar[ExpertNames] = ExpertNames()
     has_router_bias: ClassVar[bool] = False
-    """Whether a bias is added to the scores by which experts are chosen."""
+    """Whether a bias is added to the scores that choose experts."""
     adds_router_bias: ClassVar[bool] = False
     """Whether a bias is added to the router's logits."""
 
     gates_shared: ClassVar[bool] = False
-    """Whether the result of shared experts is multiplied by the sigmoid of one more projection."""
+    """Whether the shared experts' result is multiplied by the sigmoid of one more projection."""
 
     @property
     def shared_size(self) -> int:
-        """The intermediate size of all experts together that compute every token."""
+        """The total intermediate size of the shared experts, which compute every token."""
         return 0
 
     @property
@@ -49,7 +49,7 @@ class SparseConfig(LlamaConfig):
 
     @property
     def expert_gate(self) -> Gate:
-        """What becomes of an expert's gate."""
+        """The activation of an expert's gate and up."""
         return None
 
     def is_sparse(self, layer: int) -> bool:  # noqa: ARG002 - a family's layers may differ
@@ -62,7 +62,7 @@ class SparseConfig(LlamaConfig):
         return {**numbers, "layers": num_layers}
 
     def channel_width(self, num_ranks: int) -> int:
-        # Of each expert: its input, what its matrices make of it, and its output.
+        # For each expert: input, intermediate tensors and output.
         of_experts = self.num_experts_per_tok * (2 * self.hidden_size + 3 * self.expert_size // num_ranks)
         return max(super().channel_width(num_ranks), of_experts)
 
@@ -92,7 +92,7 @@ class MixtralConfig(SparseConfig):
 
 @dataclass(init=False, frozen=True)
 class Qwen3MoeConfig(SparseConfig):
-    """Qwen3 with experts in every `decoder_sparse_step`-th layer but those in `mlp_only_layers`."""
+    """Qwen3 with experts in every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
 
     model_type: str = "qwen3_moe"
     vocab_size: int = 151936
@@ -116,7 +116,7 @@ class Qwen3MoeConfig(SparseConfig):
     @staticmethod
     def _read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
         window = settings["sliding_window"] if settings["use_sliding_window"] else None
-        return {"sliding_window": window, "layer_types": None}  # of all layers, whatever max_window_layers says
+        return {"sliding_window": window, "layer_types": None}  # for all layers; max_window_layers is ignored
 
     @property
     def expert_size(self) -> int:
@@ -185,7 +185,7 @@ class Glm4MoeConfig(SparseConfig):
         return self.n_shared_experts * self.moe_intermediate_size
 
     def is_ignorable(self, name: str) -> bool:
-        """See `ModelConfig`. Layers after the last predict tokens after the next."""
+        """See `ModelConfig`. Layers after `num_hidden_layers` predict tokens after the next one."""
         found = re.match(r"model\.layers\.(\d+)\.", name)
         return super().is_ignorable(name) or (found is not None and int(found[1]) >= self.num_hidden_layers)
 

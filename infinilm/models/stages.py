@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers of a model a rank holds."""
+"""Pipeline stages: the layers of a model that a rank holds."""
 
 import re
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ class Stage:
 
 
 def divide_layers(weights: Weights, num_layers: int, num_stages: int, *, is_tied: bool) -> list[Stage]:
-    """Share a model's layers out so that stages hold about as many bytes of its `weights`.
+    """Divide a model's layers so that each stage holds about the same number of bytes of `weights`.
 
-    The first stage also holds the embedding, the last the head, which is the embedding again if they are tied.
+    The first stage also holds the embedding, and the last one the head, which is a copy of the embedding if tied.
     """
     if num_stages > num_layers:
         raise InvalidValueError(
@@ -61,11 +61,11 @@ def divide_layers(weights: Weights, num_layers: int, num_stages: int, *, is_tied
 
 
 def _cut(costs: Sequence[int], num_parts: int) -> list[int]:
-    """Where to begin each part, so that the costliest part costs as little as possible and the others are alike.
+    """The start of each part, so that the costliest part costs as little as possible and the others are similar.
 
-    Of equally good cuts it takes that with the cheapest last part: the last stage also samples.
+    Among equally good cuts it takes the one with the cheapest last part, because the last stage also samples.
     """
-    # By number of costs taken: the badness of the best parts so far, and where they begin. The power makes the
+    # For each number of costs assigned so far: the badness of the best parts, and their starts. The power makes the
     # costliest part count most.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for part in range(1, num_parts + 1):

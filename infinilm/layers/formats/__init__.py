@@ -1,4 +1,4 @@
-"""Weight formats: how matrices are kept, loaded and multiplied. One file each; `WeightFormats` chooses."""
+"""Weight formats: how matrices are stored, loaded and multiplied. Each has a file; `WeightFormats` chooses one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,7 +47,7 @@ _FILES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # what needs torch is imported when it is asked for
+def __getattr__(name: str) -> Any:  # classes that need torch are imported at first use
     if name in _FILES:
         return getattr(import_module(f"infinilm.layers.formats.{_FILES[name]}"), name)
     raise AttributeError(f"module 'infinilm.layers.formats' has no attribute {name!r}")
@@ -55,38 +55,38 @@ def __getattr__(name: str) -> Any:  # what needs torch is imported when it is as
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """In which formats matrices are to stay quantised, by their names in a checkpoint.
+    """The formats in which matrices stay quantised, by the matrices' names in a checkpoint.
 
-    They are `FORMATS`, and those that `GroupedFormat` names: all of them on a GPU, 8-bit floats on a CPU.
+    A format is one of `FORMATS`, or the name of a `GroupedFormat`: any on a GPU, but only 8-bit floats on a CPU.
     """
 
     by_name: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
-    """Of the names that are asked for."""
+    """The prefix of all names that methods are called with."""
     matrices: Mapping[str, Any] = field(default_factory=dict)
-    """The native library's matrices that are there already, by name; others are made."""
+    """Existing matrices of the native library, by name; if it is empty, matrices are made."""
     is_ordered: bool = False
-    """Whether a row's products with dense matrices have the same bits whatever other rows there are."""
+    """Whether a row's products with dense matrices must have the same bits whatever other rows there are."""
     is_native: bool = True
-    """Whether the native library multiplies matrices, or a device does."""
+    """True: the native library multiplies matrices. False: a GPU does."""
     halves: Mapping[str, str] = field(default_factory=dict)
-    """torch's names of the 16-bit types that dense matrices have in memory on a CPU, by name: those of the checkpoint,
-    while float32 is computed in."""
+    """The 16-bit types that dense matrices keep on a CPU, as torch's names, by matrix name. The types are the
+    checkpoint's; products are still computed in float32."""
     activation_bits: int = 16
-    """Of what the native library multiplies matrices with; see `bits_of`."""
+    """The bits of the activations that the native library multiplies matrices with; see `bits_of`."""
 
     def bits_of(self, name: str) -> int:
-        """`activation_bits` of a matrix: the head's, which may be the embedding, are 16. Rounding costs most there."""
+        """A matrix's `activation_bits`. The head, which may be the embedding, has 16: rounding costs most there."""
         return 16 if name.endswith(("embed_tokens.weight", "lm_head.weight")) else self.activation_bits
 
     def below(self, prefix: str) -> "WeightFormats":
-        """The same for a part of the model, whose names go on after `prefix`."""
+        """The same formats for a part of the model: `prefix` is added to `self.prefix`."""
         return replace(self, prefix=self.prefix + prefix)
 
     def find(self, names: Sequence[str], columns: ShardRange) -> list[str] | None:
         """The formats of matrices that are multiplied as one; None if they can't all stay quantised.
 
-        Each must have a format, and this rank's `columns` of it must be whole blocks.
+        Each matrix must have one of `FORMATS`, and this rank's `columns` must be whole blocks.
         """
         formats = [self.by_name.get(self.prefix + name) for name in names]
         found = [format for format in formats if format in FORMATS and _has_whole_blocks(columns, FORMATS[format])]
@@ -96,7 +96,7 @@ class WeightFormats:
         return found if has_tiles and len(found) == len(formats) else None
 
     def find_grouped(self, names: Sequence[str], columns: ShardRange) -> str | None:
-        """The `GroupedFormat` of matrices that are multiplied as one; None if they have none, or several."""
+        """The `GroupedFormat` of matrices that are multiplied as one; None if they have none or different ones."""
         name = self._find_common(names, columns)
         if name is None or name in FORMATS:
             return None
@@ -107,9 +107,9 @@ class WeightFormats:
         return name if tile_format(name).has_tiles else None
 
     def find_of_experts(self, names: Sequence[str], columns: ShardRange) -> str | None:
-        """The format in which a device, or a CPU if it is none of `FORMATS`, keeps all of these experts.
+        """The common format of these experts' matrices. A GPU keeps any format; a CPU keeps formats outside `FORMATS`.
 
-        None if they have none, or several, or their inputs are in another order.
+        None if the matrices have none or different ones, or if the format reorders inputs.
         """
         from infinilm.distributed.grouped import GroupedFormat
 
@@ -125,17 +125,17 @@ class WeightFormats:
             return None
         grouped = GroupedFormat.parse(name)
         if grouped is not None and grouped.order and columns.length < columns.full:
-            return None  # a part of the columns has inputs of all groups
+            return None  # a rank's share of the columns would contain inputs of all groups
         format = FORMATS.get(name) or grouped
         return name if format is not None and _has_whole_blocks(columns, format) else None
 
     def find_half(self, names: Sequence[str]) -> str | None:
-        """The 16-bit type of dense matrices that are multiplied as one; None if they have none, or several."""
+        """The 16-bit type of dense matrices that are multiplied as one; None if they have none or different ones."""
         found = {self.halves.get(self.prefix + name) for name in names}
         return found.pop() if len(found) == 1 else None
 
     def find_matrices(self, names: Sequence[str]) -> list[Any] | None:
-        """Those of these `names` that are there already; None: they are to be made."""
+        """The existing matrices with these `names`; None: they must be made."""
         return [self.matrices[self.prefix + name] for name in names] if self.matrices else None
 
     def create(
@@ -148,9 +148,9 @@ class WeightFormats:
         device: "torch.device | str",
         is_table: bool = False,
     ) -> "Weight":
-        """Make the matrices of these `names`, which are multiplied as one and have so many `rows` each.
+        """Make the matrices with these `names` and numbers of `rows`, which are multiplied as one.
 
-        If all can stay quantised they do; otherwise all are dense. This is where a format is chosen.
+        They stay quantised if all of them can; otherwise all are dense. This method chooses the format.
         """
         from infinilm.layers.formats.dense import DenseWeight
         from infinilm.layers.formats.float8 import Float8Weight
@@ -173,11 +173,11 @@ class WeightFormats:
 
 
 DENSE = WeightFormats()
-"""All matrices are plain ones."""
+"""All matrices are dense."""
 
 
 def is_native(shard: Shard) -> bool:
-    """Whether the native library keeps and multiplies this matrix."""
+    """Whether the native library stores and multiplies this matrix."""
     if not isinstance(shard, PackedShard):
         return False
     from infinilm.layers.formats.lines import LinesPart
@@ -192,7 +192,7 @@ def _has_whole_blocks(columns: ShardRange, format: "PackedFormat | GroupedFormat
 
 
 class WeightOptions(TypedDict, total=False):
-    """How weights are made."""
+    """The options with which weights are made."""
 
     dtype: Required["torch.dtype"]
     device: Required["torch.device | str"]
@@ -200,11 +200,11 @@ class WeightOptions(TypedDict, total=False):
 
 
 class LayerOptions(WeightOptions, total=False):
-    """How a layer makes its weights, and the ranks that share it."""
+    """The options with which a layer makes its weights, and the ranks that share the layer."""
 
     group: "CommunicationGroup"
 
 
 def below(options: LayerOptions, prefix: str) -> LayerOptions:
-    """The same options for a part of the model whose weight names go on after `prefix`."""
+    """The same options for a part of the model; see `WeightFormats.below`."""
     return {**options, "formats": options.get("formats", DENSE).below(prefix)}

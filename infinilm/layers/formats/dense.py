@@ -1,4 +1,4 @@
-"""Plain matrices, in the type that is computed in."""
+"""Dense matrices, in the model's dtype or, on a CPU, in a 16-bit type."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,19 +15,19 @@ from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
 
 MAX_KERNEL_ROWS = 8
-"""Up to so many rows of `x` our own products with a small matrix are faster than the libraries' …"""
+"""Up to this many rows of `x`, our kernels multiply small matrices faster than the libraries do."""
 SMALL_MATRIX_BYTES = 16 << 20
-"""… and with a larger one for a single row only."""
-# For these numbers of rows a CPU's float32 product with a matrix that has its outputs first copies the whole matrix,
-# which takes longer than multiplying by it. A batch of products with narrow strips of the matrix does without.
+"""The largest small matrix. For larger ones our kernels are faster only for a single row."""
+# With these numbers of rows, a CPU's float32 product with a matrix that has its outputs first copies the whole matrix,
+# which takes longer than the product. A batch of products with narrow strips of the matrix avoids the copy.
 COPIED_ROWS = range(4, 16)
 STRIP = 64
 
 
 class DenseWeight(nn.Module):
-    """See `Weight`. A `is_table` is looked up by rows as well as multiplied with. `is_ordered`: see `WeightFormats`.
+    """See `Weight`. With `is_table` rows are also looked up. `is_ordered`: see `WeightFormats`.
 
-    With a `half` the weight has that 16-bit type, and the native library makes float32 of it while it multiplies.
+    With a `half` the weight has that 16-bit type, and the native library converts it to float32 while multiplying.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class DenseWeight(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        """What is computed in."""
+        """The type of inputs and results."""
         self._firsts = [0, *accumulate(rows)]
         num_rows = self._firsts.pop()
         self.is_native = (is_ordered or half is not None) and is_native(device, dtype)
-        """Whether the native library multiplies: in an order that depends neither on other rows nor on threads."""
+        """Whether the native library multiplies. Its order of sums depends neither on other rows nor on threads."""
         self._pads_rows = is_ordered and not self.is_native and torch.device(device).type == "cpu"
         self.is_piecewise = False
-        """On a CPU: multiply a fixed number of rows at a time, because the library's order depends on their number."""
+        """On a CPU: multiply `PIECE` rows at a time, because the library's order of sums depends on their number."""
         self._is_odd = self._pads_rows and num_rows < NARROW and num_rows % TILE != 0
-        # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
+        # A CPU multiplies few rows faster with the input dimension first, unlike in checkpoints.
         self._is_input_first = torch.device(device).type == "cpu" and not is_table
         shape = (columns, num_rows) if self._is_input_first else (num_rows, columns)
         kept = dtype if half is None else getattr(torch, half)
@@ -71,12 +71,12 @@ class DenseWeight(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """The columns of the matrix as checkpoints have it."""
+        """The columns of the matrix in the checkpoint's layout."""
         return self._matrix.shape[0]
 
     @property
     def out_features(self) -> int:
-        """Its rows."""
+        """The rows of the matrix in the checkpoint's layout."""
         return self._matrix.shape[1]
 
     @property
@@ -105,7 +105,7 @@ class DenseWeight(nn.Module):
         if self._pads_rows:
             return self._invariant_product(x, bias, residual)
         if residual is not None and self._is_ordered:
-            return residual.add_(self._product(x, bias, None))  # some library kernels add it before they round
+            return residual.add_(self._product(x, bias, None))  # some library kernels add before they round
         return self._product(x, bias, residual)
 
     def _invariant_product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The matrices of a layer's experts: stacked if they are dense, or quantised on a GPU, else one by one."""
+"""The matrices of a layer's experts: stacked if they are dense, or quantised on a GPU; otherwise separate."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,23 +18,23 @@ from infinilm.layers.formats.gguf import GGUFWeight
 from infinilm.layers.formats.lines import Lines
 
 LEAST_FP8_CAPABILITY = (8, 9)
-"""Where 8-bit floats are converted by instructions."""
+"""The lowest compute capability with instructions that convert 8-bit floats."""
 
 
 class ExpertWeights(Protocol):
-    """Gate, up and down of each expert: `[expert_size, hidden]` twice and `[hidden, expert_size]`."""
+    """Gate and up, `[expert_size, hidden]`, and down, `[hidden, expert_size]`, of each expert."""
 
     @property
     def num_bytes(self) -> int:
-        """What they take in memory."""
+        """Their bytes in memory."""
 
     def shards(self, inner: ShardRange, hidden: ShardRange) -> list[list[Shard]]:
-        """Where to load to, by expert: gate, up and down, of which this rank has these ranges; then their biases."""
+        """For each expert the shards of gate, up and down, then of their biases. The ranges are this rank's."""
 
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
-        """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
+        """The weighted sum of each row's experts, plus the residual if given, whose memory the result may reuse.
 
-        It is added to the residual, if there is one, whose memory may become the result's.
+        `x` is `[T, hidden]`; the experts' `ids` and their `weights` are `[T, k]`.
         """
 
 
@@ -55,7 +55,7 @@ class DenseExperts(nn.Module):
         is_ordered: bool = False,
         half: str | None = None,
     ) -> None:
-        """Of the ranks that share experts only one `adds_last_bias`, that of down.
+        """Of the ranks that share experts, only one has `adds_last_bias`: it adds the bias of down.
 
         `is_ordered` and `half` are as for `DenseWeight`.
         """
@@ -63,7 +63,7 @@ class DenseExperts(nn.Module):
         self._gate = gate
         self.is_native = (is_ordered or half is not None) and is_native(device, dtype)
         """Whether the native library multiplies."""
-        # A CPU multiplies few rows faster with the input first, the other way round than checkpoints have it.
+        # A CPU multiplies few rows faster with the input dimension first, unlike in checkpoints.
         is_input_first = torch.device(device).type == "cpu"
         self._has_kernels = has_kernels(device)
 
@@ -99,7 +99,7 @@ class DenseExperts(nn.Module):
     def mix(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
         """See `ExpertWeights`."""
         if self._has_kernels:
-            from infinilm.kernels.experts import mix_experts  # which needs Triton
+            from infinilm.kernels.experts import mix_experts  # needs Triton
 
             return mix_experts(
                 x, ids, weights, self.gate_up, self.down, residual, biases=self._used_biases(), gate=self._gate
@@ -114,7 +114,7 @@ class DenseExperts(nn.Module):
 
 
 class UnpackedExperts(nn.Module):
-    """See `ExpertWeights`: packed matrices on a GPU, which are unpacked in every product."""
+    """See `ExpertWeights`: packed matrices on a GPU. Every product unpacks them."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class UnpackedExperts(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`formats` are those of all gates and ups, and of all downs. For the rest see `DenseExperts`."""
+        """`formats`: the format of all gates and ups, and that of all downs. For the rest see `DenseExperts`."""
         super().__init__()
         self._gate, self._adds_last_bias = gate, adds_last_bias
         options: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -159,7 +159,7 @@ class UnpackedExperts(nn.Module):
         options: Any = {"biases": biases if self._adds_last_bias else (biases[0], None), "gate": self._gate}
         mix: Any = mix_experts_torch
         if self._has_kernels:
-            from infinilm.kernels.experts import mix_experts as mix  # which needs Triton
+            from infinilm.kernels.experts import mix_experts as mix  # needs Triton
         matrices: list[Any] = [self.gate_up.packed, self.down.packed]
         if not self._mixes_packed:
             down = self.down.dequantized()
@@ -169,7 +169,7 @@ class UnpackedExperts(nn.Module):
 
 
 class Float8Experts(nn.Module):
-    """See `ExpertWeights`: 8-bit floats on a CPU. Those of an expert that no row chose are not read."""
+    """See `ExpertWeights`: 8-bit floats on a CPU. Experts that no row chose are not read."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Float8Experts(nn.Module):
         gate: Gate,
         device: torch.device | str,
     ) -> None:
-        """`formats` are those of all gates and ups, and of all downs. There are no biases."""
+        """`formats`: the format of all gates and ups, and that of all downs. There are no biases."""
         super().__init__()
         self._gate = gate
         sizes = [expert_size, expert_size]
@@ -218,7 +218,7 @@ class Float8Experts(nn.Module):
 
 
 def _halves(lines: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
-    """The lines of gate and up, as views; they alternate for a `ClampedGate`."""
+    """The lines of gate and of up, as views. They alternate for a `ClampedGate`."""
     if isinstance(gate, ClampedGate):
         return lines[::2], lines[1::2]
     first, second = lines.chunk(2)
@@ -235,13 +235,13 @@ def _add_biases(
 
 
 def _biases(num_experts: int, expert_size: int, hidden_size: int, options: dict[str, Any]) -> nn.ParameterList:
-    """Those of gate and up, and of down."""
+    """Empty biases: those of gate and up, and those of down."""
     vectors = [torch.empty(num_experts, size, **options) for size in (2 * expert_size, hidden_size)]
     return nn.ParameterList(nn.Parameter(vector, requires_grad=False) for vector in vectors)
 
 
 class PackedExperts:
-    """See `ExpertWeights`: the native library's matrices. Those of an expert that no row chose are not read."""
+    """See `ExpertWeights`: the native library's matrices. Experts that no row chose are not read."""
 
     def __init__(
         self,
@@ -258,9 +258,9 @@ class PackedExperts:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`formats` and `matrices`, if they are there already, are those of gate, up and down, by expert.
+        """`formats` and `matrices` are for gate, up and down of each expert; `matrices` may exist already.
 
-        For the rest see `DenseExperts`. Gates come before ups, always.
+        For the rest see `DenseExperts`. Gates always come before ups.
         """
         self._gate, self._adds_last_bias, self.biases = gate, adds_last_bias, None
         if has_biases:
@@ -296,7 +296,7 @@ class PackedExperts:
 
     @staticmethod
     def score(x: Tensor, router: Tensor) -> Tensor:
-        """`x` `[T, hidden]` times `router` `[hidden, experts]`. Other rows do not change a row's bits, as in `mix`."""
+        """`x` `[T, hidden]` times `router` `[hidden, experts]`. A row's bits depend on no other row, as in `mix`."""
         out = x.new_empty(len(x), router.shape[1])
         load_library().score(*arrays_of(x.contiguous(), router, out))
         return out

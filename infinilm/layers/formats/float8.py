@@ -1,4 +1,4 @@
-"""Matrices of 8-bit floats on a CPU, as they are stored: the native library decodes them while it multiplies."""
+"""Matrices that stay 8-bit floats on a CPU. The native library decodes them while it multiplies."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,11 +16,11 @@ from infinilm.layers.activation import SiluAndMul
 from infinilm.layers.norm import RMSNorm
 
 _NO_NUMBER = 0x7F
-"""The code of NaN, without its sign."""
+"""The code of NaN, without the sign bit."""
 
 
 class Float8Part:
-    """One of the matrices of a `Float8Weight`, which `load` fills."""
+    """One of the matrices of a `Float8Weight`; `load` fills it."""
 
     def __init__(self, format: str, codes: Tensor, scales: Tensor) -> None:
         self.format, self._codes, self._scales = format, codes, scales
@@ -44,7 +44,7 @@ class Float8Part:
         self._codes[:, own], self._scales[:, own] = codes.t(), scales.t()
 
     def as_native(self) -> Any | None:
-        """The native library's matrix in the same memory; None if it has none of such a size."""
+        """The native library's matrix in the same memory; None if the library does not support its size."""
         return float_matrix(self._codes, self._scales)
 
     def dequantize(self, rows: Tensor, out: Tensor, /) -> None:
@@ -54,7 +54,7 @@ class Float8Part:
 
 
 class Float8Weight(nn.Module):
-    """See `Weight`. Results are float32, and a row's depend on no others."""
+    """See `Weight`. Results are float32, and a row's result does not depend on other rows."""
 
     def __init__(self, format: str, rows: Sequence[int], columns: int, *, device: torch.device | str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""GGML's formats on a CPU: matrices stay quantised, and the native library computes with them."""
+"""GGML's formats on a CPU: matrices stay quantised, and the native library multiplies them."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,7 +15,7 @@ from infinilm.layers.norm import RMSNorm
 
 
 class GGUFWeight:
-    """See `Weight`. `matrices` are the native library's, one for each of `formats` and `rows`."""
+    """See `Weight`. `matrices` are the native library's, one for each of `formats` and `rows`; None: make them."""
 
     def __init__(
         self,

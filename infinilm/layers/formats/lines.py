@@ -1,4 +1,4 @@
-"""Packed matrices of one format below each other, line by line, for the kernels of experts."""
+"""Packed matrices of one format, stacked line by line, for the kernels of experts."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from infinilm.layers.formats.tiled import tile_format
 
 
 class LinesPart:
-    """Some of the lines of `Lines`, which `load` fills."""
+    """Some of the lines of `Lines`; `load` fills them."""
 
     def __init__(self, format: str, matrix: PackedLines, first: int, num_lines: int, step: int = 1) -> None:
-        """Every `step`-th of them from `first` on."""
+        """The part is every `step`-th line from `first` on."""
         self.format, self._first, self._step = format, first, step
         self._matrix, self._num_lines = matrix, num_lines
 
@@ -26,7 +26,7 @@ class LinesPart:
         return sum(each.nbytes for each in matrix[2:] if each is not None) * self._num_lines // len(matrix.codes)
 
     def load(self, blocks: Any, rows: Any, /) -> None:
-        """See `PackedMatrix`. Rows are taken apart on the device."""
+        """See `PackedMatrix`. The device splits rows into codes, scales and zeros."""
         blocks, rows = torch.as_tensor(blocks), torch.as_tensor(rows)
         matrix, device = self._matrix, self._matrix.codes.device
         blocks, lines = blocks.to(device), self._first + self._step * rows.to(device)
@@ -72,9 +72,9 @@ class Lines(nn.Module):
         self.packed = PackedLines(found.format, columns, self.codes, self.scales, self.zeros, self.factors)
 
     def shards(self, rows: ShardRange, columns: ShardRange, num_alternating: int = 1) -> list[PackedShard]:
-        """Where to load to: one shard for each matrix, which holds these rows and columns of the whole.
+        """One shard for each matrix, with these rows and columns of the full matrix.
 
-        The lines of so many matrices next to each other alternate.
+        The lines of each `num_alternating` adjacent matrices alternate.
         """
         firsts = [
             index // num_alternating * num_alternating * self._rows + index % num_alternating
@@ -86,5 +86,5 @@ class Lines(nn.Module):
         return [PackedShard.of(part, rows, columns) for part in parts]
 
     def dequantized(self) -> Tensor:
-        """In the type that is computed in, `[matrices, rows, columns]`: each value is rounded once."""
+        """All matrices in the model's dtype, `[matrices, rows, columns]`. Each value is rounded once."""
         return unpack_lines_torch(self.packed, self._dtype).view(self._num_matrices, self._rows, -1)

@@ -1,4 +1,4 @@
-"""GGML's formats, and what becomes of them in the native library's memory. No torch here."""
+"""GGML's formats, and their sizes in the native library's memory. This module needs no torch."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from infinilm.errors import EngineError
 GROUP = 32
 """Columns that share a scale in memory."""
 PANEL = 16
-"""Rows that lie side by side in memory."""
+"""Rows that are interleaved in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """One of GGML's formats, and what becomes of it in memory."""
+    """One of GGML's formats, and its size in memory."""
 
     block_columns: int
-    """A rank's piece of a row must be whole blocks of so many columns."""
+    """The columns of a block. A rank's part of a row must be whole blocks."""
     group_bytes: int
-    """What 32 numbers take in memory, scale included."""
+    """The bytes of 32 numbers in memory, including the scale."""
 
 
 FORMATS = {
@@ -30,12 +30,12 @@ FORMATS = {
     "Q5_K": PackedFormat(256, 24),
     "Q6_K": PackedFormat(256, 28),
 }
-"""Those that the native library takes."""
+"""The formats that the native library takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixOutline:
-    """A quantised matrix without its memory, for a model that is only an outline."""
+    """A quantised matrix without memory, for a model that is only an outline."""
 
     format: str
     rows: int
@@ -44,7 +44,7 @@ class MatrixOutline:
 
     @property
     def num_bytes(self) -> int:
-        """What it would take."""
+        """The bytes that the matrix would take."""
         return -(-self.rows // PANEL) * PANEL * self.columns // GROUP * FORMATS[self.format].group_bytes
 
     def load(self, _blocks: object, _rows: object, /) -> None:
@@ -52,5 +52,5 @@ class MatrixOutline:
         raise EngineError("the outline of a model takes no weights")
 
     def dequantize(self, _rows: object, _out: object, /) -> None:
-        """Refused likewise."""
+        """Refused: there are no values."""
         raise EngineError("the outline of a model has no weights")

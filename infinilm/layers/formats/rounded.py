@@ -1,4 +1,4 @@
-"""Matrices of 8-bit floats for inputs that are rounded to 8-bit floats, too, on a GPU that multiplies them."""
+"""Matrices of 8-bit floats on a GPU that multiplies 8-bit floats. Inputs are rounded to 8-bit floats, too."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ from infinilm.layers.norm import RMSNorm
 
 
 def can_round(format: str, rows: Sequence[int], columns: int, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether a device multiplies matrices of a format with rounded inputs."""
+    """Whether a device multiplies such matrices with rounded inputs."""
     parsed = GroupedFormat.parse(format)
     if parsed is None or not parsed.rounds_inputs or dtype == torch.float32 or not has_kernels(device):
         return False
@@ -26,7 +26,7 @@ def can_round(format: str, rows: Sequence[int], columns: int, dtype: torch.dtype
 
 
 class RoundedPart:
-    """One of the matrices of a `RoundedWeight`, which `load` fills."""
+    """One of the matrices of a `RoundedWeight`; `load` fills it."""
 
     def __init__(self, format: str, codes: Tensor, scales: Tensor) -> None:
         self.format, self._codes, self._scales = format, codes, scales
@@ -51,7 +51,10 @@ class RoundedPart:
 
 
 class RoundedWeight(nn.Module):
-    """See `Weight`. A row has one scale. One row of inputs is not rounded, more are, each with a scale of its own."""
+    """See `Weight`. Each row of the matrix has one scale.
+
+    Inputs are rounded only if there are several rows of them; each row then has its own scale.
+    """
 
     def __init__(
         self, format: str, rows: Sequence[int], columns: int, *, dtype: torch.dtype, device: torch.device | str

@@ -1,4 +1,4 @@
-"""Matrices that stay quantised on a GPU, in tiles that the kernels of `tile_product` read."""
+"""Matrices that stay quantised on a GPU, in tiles for the kernels of `tile_product`."""
 
 from collections.abc import Sequence
 from itertools import accumulate, groupby
@@ -18,7 +18,7 @@ from infinilm.layers.norm import RMSNorm
 
 
 def tile_format(name: str) -> TileFormat:
-    """How a device keeps matrices in a `GroupedFormat` or in one of GGML's formats."""
+    """The tile format of a matrix in a `GroupedFormat` or in one of GGML's formats."""
     grouped = GroupedFormat.parse(name)
     if grouped is not None:
         is_float = grouped.bits == 8 or grouped.is_mxfp4
@@ -35,14 +35,14 @@ def tile_format(name: str) -> TileFormat:
 
 
 class TiledPart:
-    """One of the matrices of a `TiledWeight`: lines of a `TiledMatrix`, which `load` fills."""
+    """One of the matrices of a `TiledWeight`: lines of a `TiledMatrix`; `load` fills them."""
 
     def __init__(self, format: str, run: "TiledRows", first: int, num_rows: int) -> None:
         self.format, self._matrix, self._order, self._first = format, run.matrix, run.order, first
         self.num_bytes = sum(each.nbytes for each in run.matrix.tensors) * num_rows // run.matrix.lines
 
     def load(self, blocks: Any, rows: Any, /) -> None:
-        """See `PackedMatrix`. Rows are taken apart on the device."""
+        """See `PackedMatrix`. The device splits rows into codes, scales and zeros."""
         blocks, rows = torch.as_tensor(blocks), torch.as_tensor(rows)
         matrix, device = self._matrix, self._matrix.codes.device
         lines = self._first + rows.to(device)
@@ -59,7 +59,7 @@ class TiledPart:
                 table[:, lines] = values.t()
 
     def set_input_order(self, order: Any) -> None:
-        """See `ReorderedMatrix`. Matrices that are multiplied as one have the same."""
+        """See `ReorderedMatrix`. Matrices that are multiplied as one have the same order."""
         assert self._order is not None
         self._order.copy_(torch.from_numpy(order))
 
@@ -70,7 +70,7 @@ class TiledPart:
 
 
 class TiledRows(nn.Module):
-    """Matrices of one format below each other."""
+    """Matrices of one format, stacked."""
 
     def __init__(self, format: str, rows: int, columns: int, device: torch.device | str) -> None:
         super().__init__()
@@ -80,21 +80,21 @@ class TiledRows(nn.Module):
             setattr(self, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
         grouped = GroupedFormat.parse(format)
         self.order: nn.Parameter | None = None
-        """Which input each column of the matrix is for, int32 `[columns]`; None: they are in order."""
+        """The input of each column of the matrix, int32 `[columns]`; None: columns are in the order of inputs."""
         if grouped is not None and grouped.order:
             self.order = nn.Parameter(torch.arange(columns, dtype=torch.int32, device=device), requires_grad=False)
 
     def reorder(self, x: Tensor) -> Tensor:
-        """Inputs `[T, columns]` as the matrix has them."""
+        """Inputs `[T, columns]` in the matrix's order of columns."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
 class TiledWeight(nn.Module):
-    """See `Weight`. Matrices below each other that have the same format are multiplied as one. If inputs are in another
-    order, all have the same format.
+    """See `Weight`. Adjacent matrices with the same format are multiplied as one. If inputs are reordered, all matrices
+    have the same format.
 
-    For few rows, and for any number if it `is_ordered` (see `WeightFormats`), a kernel unpacks a matrix while it
-    multiplies. Otherwise a matrix is unpacked before each product. Inputs are in the type that is computed in.
+    For few rows, or any number of rows if `is_ordered` (see `WeightFormats`), a kernel unpacks a matrix while it
+    multiplies. Otherwise a matrix is unpacked before each product. Inputs have the model's dtype.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TiledWeight(nn.Module):
         self.formats, self.dtype, self.in_features = tuple(formats), dtype, columns
         self.out_features = sum(rows)
         self._is_ordered = is_ordered
-        self._places: list[tuple[int, int]] = []  # of each matrix: its run, and its first row there
+        self._places: list[tuple[int, int]] = []  # for each matrix its run, and its first row there
         self._runs: list[TiledRows] = []
         for format, run in groupby(zip(formats, rows, strict=True), lambda each: each[0]):
             firsts = [0, *accumulate(size for _, size in run)]
@@ -139,9 +139,9 @@ class TiledWeight(nn.Module):
         ]
 
     def dequantized(self) -> Tensor:
-        """All matrices in the type that is computed in, `[rows, columns]`: each value is rounded once.
+        """All matrices in the model's dtype, `[rows, columns]`. Each value is rounded once.
 
-        The columns of one run may be in another order, see `TiledRows.order`.
+        If inputs are reordered, so are the columns; see `TiledRows.order`.
         """
         unpack = untile_torch
         if self._has_kernels:

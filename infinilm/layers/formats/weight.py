@@ -1,4 +1,4 @@
-"""What a weight format does; the layers know no more of it than this."""
+"""The interface of weight formats; layers use nothing else of them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,25 +10,25 @@ from infinilm.layers.norm import RMSNorm
 
 
 class Weight(Protocol):
-    """Matrices with the same input, kept one below the other and multiplied as one: `[rows, columns]`."""
+    """Matrices with the same input, stacked as `[rows, columns]` and multiplied as one."""
 
     @property
     def num_bytes(self) -> int:
-        """What they take in memory."""
+        """Their bytes in memory."""
 
     def shards(self, rows: Sequence[ShardRange], columns: ShardRange) -> list[Shard]:
-        """Where to load to: one shard for each matrix, which holds these rows and columns of the whole."""
+        """The shards to load: one for each matrix, with these rows and columns of the full matrix."""
 
     def multiply(
         self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
-        """`x` `[T, columns]`, after the `norm`, to `[T, rows]`, to which `bias` `[rows]` and `residual` are added.
+        """`x` `[T, columns]`, after the `norm`, to `[T, rows]`, plus `bias` `[rows]` and `residual`.
 
-        The residual's memory may become the result's.
+        The result may reuse the residual's memory.
         """
 
     def multiply_gated(self, x: Tensor, norm: RMSNorm | None, bias: Tensor | None = None) -> Tensor:
-        """`silu(gate) * up` of two matrices, gate and up, and the normed `x`: `[T, rows / 2]`."""
+        """`silu(gate) * up` for the two matrices gate and up and the normed `x`. Returns `[T, rows / 2]`."""
 
     def look_up(self, rows: Tensor) -> Tensor:
-        """Some `rows` `[n]` of the only matrix, in the type that is computed in: `[n, columns]`."""
+        """The `rows` `[n]` of the only matrix, in the model's dtype: `[n, columns]`."""
