@@ -244,7 +244,7 @@ void gate_quantize(const float* gate_up, int64_t stride, const Gating& gating, i
     }
 }
 
-// Rotate a head by a position's cosines and sines. Rounds like torch's addcmul, which layers use on single heads.
+// Rotate a head by a position's cosines and sines. Rounds like torch's addcmul, which the Python layers use.
 inline void turn(float* head, const float* angles, const RopeStore& how) {
     const int half = how.rotary_dim / 2;
     const float* sines = angles + half;

@@ -56,7 +56,7 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
     for (int64_t pair = 0; pair < pairs; ++pair) ++ends[ids[pair] + 1];
     for (int expert = 0; expert < count(); ++expert) ends[expert + 1] += ends[expert];
     order.resize(pairs), places.resize(pairs);
-    for (int64_t pair = 0; pair < pairs; ++pair) {  // ends[e] begins as the first place of e and finishes as the place after its last
+    for (int64_t pair = 0; pair < pairs; ++pair) {  // moves ends[e] from e's first place to its end
         places[pair] = ends[ids[pair]]++;
         order[places[pair]] = pair;
     }
