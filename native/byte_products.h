@@ -252,7 +252,7 @@ void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, i
         const int rest = w.groups() - first;
         groups = rest <= kSpanGroups + kMaxRest ? rest : kSpanGroups;
         for (int vector = 0; vector < vectors; vector += kTileVectors) {
-            for (int v = 0; v < std::min(kTileVectors, vectors - vector); ++v) {  // results of a missing one are dropped
+            for (int v = 0; v < std::min(kTileVectors, vectors - vector); ++v) {  // a missing one is not written
                 const int panel = first_panel + (vector + v) / kParts;
                 unpack_span<kFormat>(w, panel, (vector + v) % kParts, first, groups, unpacked[v]);
             }
