@@ -263,11 +263,12 @@ class Layer:
 class Cache:
     """The caches of the layers.
 
-    Attention: keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` per layer, in float32, float16 or
-    bfloat16; or uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` in bfloat16, one per
-    such layer. Latent attention: `[blocks, block_size, 1, 1, rank + rope_dim]`, no 8-bit floats. A delta net: float32
-    `[blocks, value_heads, key_dim, value_dim]` and `[blocks, channels, width - 1]`, and int64 `[blocks]`, the number of
-    tokens that each state has seen. Delta nets need the `block_size`. """
+    Attention: keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` per layer: float32, float16 or bfloat16; or
+    uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16, one per such layer.
+    Latent attention: `[blocks, block_size, 1, 1, rank + rope_dim]`, no 8-bit floats.
+    A delta net: float32 `[blocks, value_heads, key_dim, value_dim]` and `[blocks, channels, width - 1]`, and int64
+    `[blocks]`, the number of tokens that each state has seen. Delta nets need the `block_size`.
+    """
 
     def __init__(
         self, layers: list[Floats | list[Floats | Ints]], scales: list[Tensor] = ..., block_size: int = ...
@@ -389,7 +390,8 @@ class BPE:
         unknown: int | None,
     ) -> None:
         """`merges` are "left right", best first. Without them, all pairs are merged that form a token with
-        `can_result`, the highest of `scores` first, then the longer left part, then the longer right part. """
+        `can_result`, the highest of `scores` first, then the longer left part, then the longer right part.
+        """
 
     def find(self, text: str) -> int | None:
         """The id of the token with that text."""
