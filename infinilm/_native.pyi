@@ -263,7 +263,7 @@ class Layer:
 class Cache:
     """The caches of the layers.
 
-    Attention: keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` per layer: float32, float16 or bfloat16; or
+    Attention: keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16; or
     uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16, one per such layer.
     Latent attention: `[blocks, block_size, 1, 1, rank + rope_dim]`, no 8-bit floats.
     A delta net: float32 `[blocks, value_heads, key_dim, value_dim]` and `[blocks, channels, width - 1]`, and int64
