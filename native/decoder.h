@@ -102,7 +102,7 @@ struct StateView {
     int heads, key_dim, value_dim, channels, kept;
 };
 
-// What a layer keeps.
+// The cache of a layer.
 using LayerCache = std::variant<CacheView, StateView>;
 
 // The batch of a step: T new tokens of N requests. Arrays belong to the caller.

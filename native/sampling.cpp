@@ -202,7 +202,7 @@ private:
     const float temperature_;
     float row_max_ = 0;
     Contest contest_;
-    std::vector<float> maxima_, bounds_;  // of blocks
+    std::vector<float> maxima_, bounds_;  // per block
     std::vector<float> leaders_;
     std::vector<int64_t> weights_;
 };

@@ -110,7 +110,7 @@ def _attend(
     cache,
     table,
     begin,  # a multiple of TILE_KEYS
-    middle,  # likewise; tiles before it are seen by all rows
+    middle,  # likewise; all rows see the tiles before it
     end,
     scale,  # log2(e) included: the exponentials are of base 2
     RANK: tl.constexpr,

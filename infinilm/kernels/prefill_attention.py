@@ -397,8 +397,8 @@ def prefill_attention(
 ) -> Tensor:
     """Attend each request's new tokens to its tokens in the cache, causally, their own keys and values included.
 
-    `query` is `[T, heads, head_dim]`; only the stride over tokens is free. `cache` is `[blocks, block_size, 2, kv_heads,
-    head_dim]`, contiguous. `tables` `[N, max_blocks]` int32 has the requests' blocks. `query_starts` `[N + 1]` int32
+    `query` is `[T, heads, head_dim]`; only the stride over tokens is free. `cache` `[blocks, block_size, 2, kv_heads,
+    head_dim]` is contiguous. `tables` `[N, max_blocks]` int32 has the requests' blocks. `query_starts` `[N + 1]` int32
     has the first token of each request in the query, and the end of the last request. `context_lens` `[N]` int32 has
     the requests' numbers of tokens in the cache, the last of which are the new tokens. With a `window` a token sees the
     last `window` tokens of its context. With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32

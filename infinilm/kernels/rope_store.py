@@ -38,8 +38,8 @@ def rope_store(
 
     - `qkv` `[T, heads + 2 * kv_heads, head_dim]`: queries, keys, values of each token; only the stride over tokens
       is free.
-    - `positions` `[T]` int64: rows of `table` `[max_len, dim]` float32, cosines and then sines, half of `dim` each. Of
-      a head's first `dim` numbers, i is rotated with i + dim / 2, or with `is_interleaved` 2i with 2i + 1.
+    - `positions` `[T]` int64: rows of `table` `[max_len, dim]` float32, cosines and then sines, half of `dim` each.
+      In a head's first `dim` numbers, i is rotated with i + dim / 2; with `is_interleaved`, 2i with 2i + 1.
     - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
