@@ -172,8 +172,8 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         const Piece& piece = *(after - 1);
         const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        // Tasks are ordered by rows, so that in a long prompt a thread gets rows that it had in the previous kernel,
-        // and that are near to it.
+        // Tasks are ordered by rows. So in a long prompt a thread gets the rows that it had in the previous kernel, which
+        // are in memory near to it.
         const int64_t block = place / piece.panel_tasks;
         const int panel = int(place % piece.panel_tasks) * piece.panels_per_task;
         // Blocks have about equally many rows; all but the last are whole units.
