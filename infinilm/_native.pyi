@@ -1,7 +1,7 @@
-"""The native library (sources in `native/`); `infinilm.kernels.native.load` gives it, where it was built.
+"""The native library (sources in `native/`). `infinilm.kernels.native.load` returns it if it was built.
 
-Arrays are CPU tensors or numpy arrays, contiguous where nothing else is said, and never copied. What does not fit is a
-`ValueError` or a `TypeError`. The GIL is released while something is computed.
+Arrays are CPU tensors or numpy arrays, contiguous unless stated otherwise, and never copied. Arguments that do not fit
+raise `ValueError` or `TypeError`. The GIL is released during computations.
 """
 
 from collections.abc import Callable
@@ -17,25 +17,25 @@ AnyFloats: TypeAlias = Tensor | npt.NDArray[np.float32 | np.float16 | np.uint16 
 Bytes: TypeAlias = Tensor | npt.NDArray[np.uint8]
 
 def instruction_set() -> str:
-    """What the kernels run on: avx512_vnni, avx_vnni, avx2 or generic."""
+    """The instruction set that the kernels use: avx512_vnni, avx_vnni, avx2 or generic."""
 
 def instruction_sets() -> list[str]:
-    """All that this machine has, the best first."""
+    """All instruction sets that this machine has, best first."""
 
 def use_instruction_set(name: str) -> None:
-    """Have the kernels run on another one of them; not while they run."""
+    """Choose another of the instruction sets. Must not be called while kernels run."""
 
 def set_num_threads(count: int) -> None:
-    """Have kernels run on so many threads, the caller's included."""
+    """Set the number of threads that kernels run on, the caller's included."""
 
 def num_threads() -> int:
-    """The threads that kernels run on."""
+    """The number of threads that kernels run on."""
 
 class Matrix:
     """A quantised weight `[rows, columns]` in the kernels' own layout."""
 
     def __init__(self, format: str, rows: int, columns: int, activation_bits: int = 16) -> None:
-        """All zero; `format` is a GGML type's name, `columns` a multiple of its block.
+        """A matrix of zeros. `format` is a GGML type's name, `columns` a multiple of its block.
 
         Rows that are multiplied with it are rounded to `activation_bits`, 8 or 16.
         """
@@ -51,17 +51,18 @@ class Matrix:
     @property
     def num_bytes(self) -> int: ...
     def load(self, blocks: Bytes, rows: Ints) -> None:
-        """Take GGML's raw rows `[n, bytes]`; `rows` `[n]` says where each goes. Threads may load different rows."""
+        """Load GGML's raw rows `[n, bytes]` as the matrix's `rows` `[n]`. Threads may load different rows at once."""
 
     def dequantize(self, rows: Ints, out: Floats) -> None:
-        """Some rows `[n]` as floats `[n, columns]`. Group scales of the K formats are rounded to float16."""
+        """Write some `rows` `[n]` as floats to `out` `[n, columns]`. Group scales of K formats are rounded to
+        float16."""
 
 def float_matrix(weight: AnyFloats, scales: Floats | None = None) -> Matrix:
-    """A matrix of floats `[in, out]` where it is, as `multiply_dense` takes it; lines may lie apart. `in` is a multiple
-    of 16. Rows that are multiplied with it are not rounded."""
+    """A view of a matrix of floats `[in, out]`, of the types that `multiply_dense` takes. Lines may have any stride;
+    `in` is a multiple of 16. Rows that are multiplied with it are not rounded."""
 
 class Linear:
-    """Matrices with as many columns, their results side by side."""
+    """Matrices with the same number of columns. Their results are concatenated."""
 
     def __init__(self, matrices: list[Matrix], bias: Floats | None) -> None: ...
     @property
@@ -72,7 +73,7 @@ class Linear:
         """`out` `[T, out]` = or += `x Wᵀ + b`, with `x` `[T, in]` rounded to 16 bits by groups of 32."""
 
 class Experts:
-    """A layer's experts: gate and up side by side, and down, of each."""
+    """A layer's experts: for each, gate and up as one `Linear`, and down."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Experts:
     def mix(self, x: Floats, ids: Tensor, weights: Floats, out: Floats, accumulate: bool) -> None:
         """`out` `[T, hidden]` = or += the sum of the experts `ids` `[T, k]` int32 of each row of `x`, times `weights`.
 
-        An expert that no row chose is not read. A row's are added in the order of its ids.
+        An expert that no row chose is not read. A row's experts are added in the order of its ids.
         """
 
 def score(x: Floats, weight: Floats, out: Floats) -> None:
@@ -115,12 +116,12 @@ def multiply_dense(
 class TokenMixer: ...
 
 class Attention(TokenMixer):
-    """`rotary` `[max_len, dim]` has the cosines and sines of the first `dim` numbers of a head.
+    """Attention; `infinilm.layers.attention` explains the arguments.
 
-    Norms of heads are `[head_dim]`, or `[heads * head_dim]` over all heads as one; `query_scale` is `[max_len]`,
-    `sinks` `[num_heads]`, `v_norm` `[head_dim]`. If `qkv` gives only queries, the keys and values are those that
-    another layer stores in the same cache. With `has_gates` each query's rows of `qkv` are followed by its gate's.
-    `infinilm.layers.attention` says what they mean.
+    `rotary` `[max_len, dim]` has the cosines and sines for the first `dim` numbers of a head. `q_norm` and `k_norm` are
+    `[head_dim]`, or `[heads * head_dim]` to norm all heads as one; `query_scale` is `[max_len]`, `sinks` `[num_heads]`,
+    `v_norm` `[head_dim]`. If `qkv` computes only queries, another layer stores the keys and values in the same cache.
+    With `has_gates` each query's rows of `qkv` are followed by its gate's.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class Attention(TokenMixer):
     ) -> None: ...
 
 class DeltaNet(TokenMixer):
-    """A gated delta net (`infinilm.layers.delta_net`). `in_` gives q, k, v, gates, rates and changes; `conv` is
-    `[width, channels of q, k and v]`, `decay` `[value_heads]` -exp(A_log), `norm` `[value_dim]`."""
+    """A gated delta net (`infinilm.layers.delta_net`). `in_` computes q, k, v, gates, rates and changes. `conv` is
+    `[width, channels of q, k and v]`, `decay` `[value_heads]` is -exp(A_log), `norm` is `[value_dim]`."""
 
     def __init__(
         self,
@@ -166,8 +167,9 @@ class DeltaNet(TokenMixer):
     ) -> None: ...
 
 class LatentAttention(TokenMixer):
-    """`infinilm.layers.latent_attention` says what it computes. `latents` gives what queries are made from, if there is
-    a `query_norm` `[query_rank]`, and what is kept; `expansion` is `[heads * (plain_dim + value_dim), rank]`."""
+    """Latent attention; `infinilm.layers.latent_attention` defines it. `latents` computes the vectors that are kept,
+    after those from which queries are computed if there is a `query_norm` `[query_rank]`. `expansion` is
+    `[heads * (plain_dim + value_dim), rank]`."""
 
     def __init__(
         self,
@@ -196,12 +198,12 @@ class MLP(ChannelMixer):
     def __init__(self, *, gate_up: Linear, down: Linear, activation: str) -> None: ...
 
 class SparseMLP(ChannelMixer):
-    """Experts that a router `[hidden, experts]` chooses; `infinilm.kernels.experts_torch.Routing` says how.
+    """Experts that a router `[hidden, experts]` chooses; `infinilm.kernels.experts_torch.Routing` explains how.
 
     `router_bias` `[experts]` is added to the logits, `correction` to the ranks by which experts are chosen. With a
-    `router_norm` `[hidden]` the router sees the layer's input after that norm, not what the experts see. The weights of
-    chosen experts are multiplied by their `factors` `[experts]`. The result of shared experts is multiplied by the
-    sigmoid of `shared_gate` `[hidden]` times the row, if there is one.
+    `router_norm` `[hidden]` the router sees the layer's input after that norm, not the experts' input. The weights of
+    chosen experts are multiplied by their `factors` `[experts]`. With a `shared_gate` `[hidden]`, the result of the
+    shared experts is multiplied by the sigmoid of its product with the row.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class SparseMLP(ChannelMixer):
     ) -> None: ...
 
 class MixerSum(ChannelMixer):
-    """The sum of several mixers of the same input, each between norms `[hidden]` of its own."""
+    """The sum of several mixers of the same input, each with its own norms `[hidden]` before and after it."""
 
     def __init__(
         self, mixers: list[ChannelMixer], *, before: list[Floats | None], after: list[Floats | None], eps: float
@@ -237,9 +239,10 @@ class OwnInput:
     def __init__(self, *, gate: Linear, projection: Linear, norm: Floats, eps: float, activation: str) -> None: ...
 
 class Layer:
-    """Two mixers, each between norms `[hidden]`, scaled by `residual_scale` and added to its input.
+    """Two mixers with norms `[hidden]` before and after each. Each result, times `residual_scale`, is added to the
+    input.
 
-    In the end what it makes of an input of its own is added, if it has one, and all is multiplied by `scale`.
+    Then `own_input`, if there is one, is added, and everything is multiplied by `scale`.
     """
 
     def __init__(
@@ -258,13 +261,13 @@ class Layer:
     ) -> None: ...
 
 class Cache:
-    """What the layers keep.
+    """The caches of the layers.
 
     Attention: keys and values, `[blocks, block_size, 2, kv_heads, head_dim]` each: float32, float16 or bfloat16; or
-    uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16, one for each such layer.
+    uint8, the codes of 8-bit floats, with scales `[blocks, kv_heads, block_size, 2]` bfloat16, one per such layer.
     Latent attention: `[blocks, block_size, 1, 1, rank + rope_dim]`, no 8-bit floats.
     A delta net: float32 `[blocks, value_heads, key_dim, value_dim]` and `[blocks, channels, width - 1]`, and int64
-    `[blocks]`, the tokens that each state has seen; these need the `block_size`.
+    `[blocks]`, the number of tokens that each state has seen. Delta nets need the `block_size`.
     """
 
     def __init__(
@@ -272,25 +275,25 @@ class Cache:
     ) -> None: ...
 
 class Step:
-    """A step's batch, as `ForwardBatch` has it."""
+    """A step's batch, with the same arrays as `ForwardBatch`."""
 
     def __init__(
         self, positions: Ints, slots: Ints, block_tables: Ints, query_lens: Ints, context_lens: Ints
     ) -> None: ...
     def only_last(self, last_lens: Ints) -> Self:
-        """A step for a decoder's last layer: of each request only the last so many new tokens have their results
-        computed. The others leave keys and values; their rows of `hidden` are of no use afterwards."""
+        """A step for a decoder's last layer. It computes results only for the last `last_lens` new tokens of each
+        request. The other tokens only store keys and values; their rows of `hidden` are invalid afterwards."""
 
 class Decoder:
     """All layers and the final norm, if there is one."""
 
     def __init__(self, layers: list[Layer], norm: Floats | None, eps: float) -> None: ...
     def forward(self, hidden: Floats, cache: Cache, steps: list[Step], inputs: Floats | None = None) -> None:
-        """Put `hidden` `[T, hidden]` through them, in place. Each layer has a step: groups of layers that keep their
-        keys and values in different blocks have different ones. `inputs` are the layers' own, `[T, layers, width]`."""
+        """Run all layers on `hidden` `[T, hidden]`, in place. Each layer has a step, because groups of layers keep
+        their keys and values in different blocks. `inputs` `[T, layers, width]` are the layers' own inputs."""
 
 class Generator:
-    """A model that goes from tokens to the next ones: `embedding` and `head` are `[vocab, hidden]`."""
+    """A model that decodes several steps by itself. `embedding` and `head` are `[vocab, hidden]`."""
 
     def __init__(
         self,
@@ -318,17 +321,17 @@ class Generator:
         seconds: float,
         is_awaited: Callable[[], bool],
     ) -> int:
-        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next ones, compute these, and so
-        on, into `drawn` `[steps, n]`. Returns the number of steps, at least one.
+        """Compute the last `tokens` `[n]` of n rows, at positions `starts`, draw the next tokens, compute these, and so
+        on. The tokens are written to `drawn` `[steps, n]`. Returns the number of steps, at least one.
 
-        `tables` are the rows' block tables for all steps, one for each group of layers, and `groups` says which one a
-        layer has. `settings` and `rows` are those of `draw`. The run ends with a step in which a row draws a token of
-        which `is_stop` is true, if another step would take longer than `seconds` in all, and if `is_awaited`, which is
-        called between steps. It ends before a step in which a row can't draw, unless that is the first: then
-        `are_sound` `[n]` says which rows could."""
+        `tables` has the rows' block tables for all steps, one per group of layers; `groups` has each layer's index in
+        it. `settings` and `rows` are those of `draw`. The run ends after a step in which a row draws a token for which
+        `is_stop` is true, or if another step would take the run beyond `seconds`, or if `is_awaited`, which is called
+        between steps, returns true. It ends before a step in which a row can't draw, unless that is the first step:
+        then `are_sound` `[n]` says which rows could draw."""
 
 def store(new: Floats, cache: Tensor, step: Step, scales: Tensor | None = None) -> None:
-    """Put keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, into one layer's cache."""
+    """Store keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, in one layer's cache."""
 
 def attend(
     query: Floats,
@@ -341,23 +344,24 @@ def attend(
     sinks: Floats | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """Attend `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
+    """Attention of `query` `[T, heads, head_dim]`, contiguous but for T, to the requests' keys, into `out`."""
 
 def draw(logits: Floats, settings: Ints, rows: Ints, positions: Ints, tokens: Ints, are_finite: Tensor) -> None:
-    """Draw a token from each row of `logits` `[n, vocab]`, as `infinilm.sampling.draw` says, into `tokens` `[n]`."""
+    """Draw a token from each row of `logits` `[n, vocab]`, as `infinilm.sampling.draw` defines, into `tokens` `[n]`."""
 
 def logprobs(logits: Floats, targets: Ints, ids: Ints, values: Floats) -> None:
-    """Of each row of `logits` `[n, vocab]`: the rank of its target, then the likeliest tokens, into `ids` `[n, 1 + k]`;
-    their log-probabilities, the target's first, into `values` `[n, 1 + k]`. Equal logits are ordered by index."""
+    """For each row of `logits` `[n, vocab]`, write the rank of its target and then the k likeliest tokens to `ids`
+    `[n, 1 + k]`, and the log-probabilities of the target and of these tokens to `values` `[n, 1 + k]`. Equal logits are
+    ordered by index."""
 
 def cap_logits(logits: Floats, cap: float) -> None:
-    """`cap * tanh(x / cap)` of each of the `logits` `[n, vocab]`, in place."""
+    """Apply `cap * tanh(x / cap)` to the `logits` `[n, vocab]`, in place."""
 
 class Strings:
-    """Texts, such as a vocabulary's tokens, without an object for each."""
+    """Texts, such as a vocabulary's tokens, without a Python object for each."""
 
     def __init__(self, data: Bytes, position: int, count: int, end: int) -> None:
-        """An array of a GGUF header: each text behind its length. It ends before `end`."""
+        """An array of a GGUF header: each text follows its length. It must not go beyond `end`."""
 
     @staticmethod
     def of(texts: list[str]) -> Strings: ...
@@ -365,14 +369,14 @@ class Strings:
     def __getitem__(self, index: int) -> str: ...
     @property
     def stored_bytes(self) -> int:
-        """The bytes that a header's array has."""
+        """The size of the array in a GGUF header, in bytes."""
 
     @property
     def longest(self) -> int:
-        """The characters of the longest one."""
+        """The number of characters of the longest text."""
 
 class BPE:
-    """Byte pair encoding. A token's id is its index; of several with the same text only the last one has a text."""
+    """Byte pair encoding. A token's id is its index. If several have the same text, only the last one has a text."""
 
     def __init__(
         self,
@@ -385,21 +389,21 @@ class BPE:
         has_byte_fallback: bool,
         unknown: int | None,
     ) -> None:
-        """`merges` are "left right", best first. Without them all pairs merge that form a token with `can_result`,
-        those with the highest of `scores` first; among equals the longer left, then right part.
+        """`merges` are "left right", best first. Without them, all pairs are merged that form a token with
+        `can_result`, the highest of `scores` first, then the longer left part, then the longer right part.
         """
 
     def find(self, text: str) -> int | None:
-        """A token's id."""
+        """The id of the token with that text."""
 
     def content(self, id: int) -> str | None:
-        """A token's text."""
+        """The text of a token."""
 
     def encode(self, words: list[str]) -> list[int]:
-        """The tokens of words, between which nothing merges."""
+        """The tokens of some words. Words are not merged with each other."""
 
     def add_tokens(self, ids: list[int], control_ids: list[int]) -> None:
-        """Have `split` find these tokens. Those of them in `control_ids` it finds only if asked for."""
+        """Add tokens that `split` finds. It finds those in `control_ids` only with `with_control`."""
 
     def split(self, text: str, with_control: bool) -> list[str | int]:
-        """The added tokens in a text, from the left and the longest first, as ids, and the text between them."""
+        """The added tokens in a text as ids, found from the left, longest first, and the texts between them."""

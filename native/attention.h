@@ -1,8 +1,8 @@
-// Attention over the paged KV cache, read where it lies, block by block.
+// Attention over the paged KV cache, which is read in place, block by block.
 //
-// Keys are taken in tiles of 32, at fixed places of a request; a row's maximum, weight and sums are carried from tile to
-// tile, put aside at every multiple of kSplit keys and merged in order. So a token's result is the same bits whether it
-// is computed alone or in a chunk, by one thread or several.
+// Keys are processed in tiles of 32, which begin at fixed positions of a request. A row's maximum, weight and sums are
+// carried from tile to tile; they restart at every multiple of kSplit keys, and the splits are merged in order. So a
+// token's result has the same bits whether it is computed alone or in a chunk, by one thread or several.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,8 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 inline int padded(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
 
-// Numbers of the cache as floats, with zeros up to a whole vector. Of the scales, 8-bit floats have that one.
+// Read `count` numbers of the cache as floats and pad them with zeros to a whole vector. 8-bit floats are multiplied by
+// scales[which].
 template <FloatType kType>
 inline void read_head(const void* cache, int64_t place, int count, float* out, const uint16_t* scales, int which) {
     int i = 0;
@@ -35,7 +36,7 @@ inline void read_head(const void* cache, int64_t place, int count, float* out, c
     for (; i < padded(count); ++i) out[i] = 0.0f;
 }
 
-// What a row has gathered so far: sums of values [head_dim], the largest score, the sum of weights.
+// A row's running result: sums of values [head_dim], the largest score, the sum of weights.
 struct Gathered {
     float* values;
     float& maximum;
@@ -56,7 +57,7 @@ inline void scale_values(float* values, float factor, int dim) {
 
 inline float exponential_of(float x) { return exponential(all(x))[0]; }
 
-// Put another split's part, whose keys come later, to what there is. Rows are padded to whole vectors.
+// Merge the part of a later split into a row. Rows are padded to whole vectors.
 inline void merge_into(Gathered row, Gathered part, int dim) {
     if (part.maximum == kNothing) return;
     const float maximum = std::max(row.maximum, part.maximum);
@@ -76,8 +77,9 @@ inline void normalize(Gathered row, int dim, const float* sink, float* out) {
     for (int d = 0; d < dim; ++d) out[d] = row.values[d] * factor;
 }
 
-// The scores of kRows rows, `wide` numbers apart, for the keys of a tile. Where kDim is the heads' size, known here, all
-// addresses are constants. A score's sum does not depend on how many rows there are: lanes first, then across them.
+// The scores of kRows rows, `dim` numbers apart, for the keys of a tile. If the head size is known at compile time as
+// kDim, all addresses are constants. A score is summed within lanes first, then across lanes, so its bits do not depend
+// on kRows.
 template <int kDim, int kRows>
 inline void score(const float* queries, const float* keys, int any_dim, float* scores) {
     constexpr int kAtOnce = std::max(1, kLanes / (kRows == 3 ? 4 : kRows));  // keys
@@ -106,7 +108,7 @@ inline void score(const float* queries, const float* keys, int any_dim, float* s
     }
 }
 
-// Keys [kLanes, dim] turned to [dim, kLanes].
+// Transpose keys [kLanes, dim] to [dim, kLanes].
 inline void turn_keys(const float* keys, int dim, float* turned) {
     for (int d = 0; d < dim; d += kLanes) {
         Floats block[kLanes];
@@ -116,8 +118,8 @@ inline void turn_keys(const float* keys, int dim, float* turned) {
     }
 }
 
-// For kRows rows and kLanes keys that are turned: what the lanes from kFirst on, kCount of them, are when `score` is done
-// with a row's dimensions, added up as `sums_of` adds them.
+// For kRows rows and kLanes transposed keys: the sum of the kCount lanes from kFirst on that `score` has before it adds
+// across lanes, added in the same order as by `sums_of`.
 template <int kDim, int kRows, int kFirst, int kCount>
 inline __attribute__((always_inline)) void score_lanes(const float* queries, const float* turned, int any_dim,
                                                        Floats (&sums)[kRows]) {
@@ -137,7 +139,7 @@ inline __attribute__((always_inline)) void score_lanes(const float* queries, con
     }
 }
 
-// What `score` computes, the same bits, without additions across a vector: for kLanes keys that are turned.
+// Computes the same bits as `score`, for kLanes transposed keys, without additions across a vector.
 template <int kDim, int kRows>
 inline void score_turned(const float* queries, const float* turned, int dim, float* scores) {
     Floats sums[kRows];
@@ -153,10 +155,10 @@ inline void cap_scores(float* scores, float cap) {
     }
 }
 
-constexpr int kValueVectors = kLanes < 16 ? 2 : 4;  // of a value's numbers, that are summed at a time
+constexpr int kValueVectors = kLanes < 16 ? 2 : 4;  // vectors of a value that are summed at a time
 
-// The weighted sums of some of a tile's values, on top of `out`, for kRows rows and the values' numbers from `d` on: the
-// rows' weights lie kTileKeys apart, their sums `out_stride`. Keys are added in their order.
+// Add the weighted sums of the values `first` to `end` of a tile to `out`, for kRows rows and the values' numbers from
+// `d` on. The rows' weights are kTileKeys apart, their sums `out_stride`. Keys are added in order.
 template <int kRows, int kVectors>
 inline void add_values(const float* weights, const float* values, int first, int end, int dim, int d, float* out,
                        int out_stride) {
@@ -177,14 +179,14 @@ inline void add_values(const float* weights, const float* values, int first, int
     }
 }
 
-// Turn a row's scores into weights, of which those from `first` up to `end` count, and make room for them: the row's
-// maximum is theirs, too, and what it has gathered is scaled accordingly.
+// Turn a row's scores for a tile into weights; those outside of `first` ... `end` become 0. Updates the row's maximum,
+// rescales the sums that it has so far, and adds the weights to its sum of weights.
 inline void weigh(float* scores, int first, int end, int dim, Gathered row) {
     for (int k = 0; k < first; ++k) scores[k] = kNothing;
     for (int k = end; k < kTileKeys; ++k) scores[k] = kNothing;
     Floats largest = load(scores);
     for (int k = kLanes; k < kTileKeys; k += kLanes) largest = larger(largest, load(scores + k));
-    if (is_any_larger(largest, all(row.maximum))) {  // seldom, after the first tiles
+    if (is_any_larger(largest, all(row.maximum))) {  // rare after the first tiles
         const float maximum = std::max(row.maximum, largest_of(largest));
         if (row.maximum != kNothing) {
             const float factor = exponential_of(row.maximum - maximum);
@@ -202,7 +204,8 @@ inline void weigh(float* scores, int first, int end, int dim, Gathered row) {
     row.weight += sum_of(total);
 }
 
-// Some tokens' heads on their way over the keys, as rows: what one reads of the cache serves all.
+// Processes the keys for some tokens' heads at once. Each head of a token is a row; all rows share each tile that is
+// read from the cache.
 template <FloatType kType, int kDim>
 class Rows {
 public:
@@ -221,7 +224,7 @@ public:
     }
 
     void run() {
-        // Keys before the first row's window are seen by none.
+        // No row sees keys before the first row's window.
         const int64_t seen_from = task_.window ? std::max<int64_t>(0, position_ - task_.window + 1) : 0;
         int64_t begin = std::max(task_.first_key, seen_from / kTileKeys * kTileKeys);
         while (begin < end_key_) {
@@ -239,14 +242,14 @@ public:
 
 private:
     static constexpr int kMaxRows = kMaxGroupHeads;
-    static constexpr int kTogether = 4;   // at most
-    static constexpr int kTurnFrom = 12;  // rows from which on it pays to turn keys
+    static constexpr int kTogether = 4;   // the most rows that share a read
+    static constexpr int kTurnFrom = 12;  // with this many rows or more, transposing the keys pays off
 
-    int wide() const { return padded(kDim ? kDim : dim_); }  // a constant where it can be
+    int wide() const { return padded(kDim ? kDim : dim_); }  // a constant if kDim is set
 
     Gathered row(float* all_rows, int r) const { return gathered_at(all_rows + r * (wide() + 2), wide()); }
 
-    // Where a row's head lies in the query or the output.
+    // The offset of a row's head in the query or the output.
     int64_t offset(int r, int64_t stride) const {
         return (first_token_ + r / task_.heads) * stride + (r % task_.heads) * int64_t(dim_);
     }
@@ -265,15 +268,15 @@ private:
     }
 
     void meet_tile(int64_t first_key, int count) {
-        // Which of the tile's keys a row sees.
+        // The range of the tile's keys that each row sees.
         int first[kMaxRows], end[kMaxRows];
         for (int r = 0; r < rows_; ++r) {
             const int64_t own = position_ + r / task_.heads - first_key;
             first[r] = task_.window ? int(std::clamp<int64_t>(own - task_.window + 1, 0, kTileKeys)) : 0;
             end[r] = int(std::clamp<int64_t>(own + 1, 0, count));
         }
-        // One thing after the other for all rows, so that a row need not wait for its own results; up to kTogether
-        // neighbours that see keys share what is read of them: `act(r, how many)`.
+        // Each operation runs over all rows before the next one, so that a row need not wait for its own results. Up to
+        // kTogether neighbouring rows that see keys share what is read: `act(first row, number of rows)`.
         const auto for_rows = [&](const auto& act) {
             for (int r = 0; r < rows_;) {
                 int seeing = 0;
@@ -320,7 +323,7 @@ private:
                 }
             });
         };
-        // Some of the values' numbers for all rows, then the next: so that they stay near.
+        // Process some of the values' numbers for all rows, then the next, so that the values stay in the cache.
         int d = 0;
         for (; d + kValueVectors * kLanes <= wide(); d += kValueVectors * kLanes) {
             add(d, std::integral_constant<int, kValueVectors>());

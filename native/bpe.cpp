@@ -22,7 +22,7 @@ size_t count_characters(std::string_view text) {
 
 size_t character_size(uint8_t first) { return first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4; }
 
-// As Python decodes: no surrogates, nothing beyond U+10FFFF, no longer form than needed.
+// The same rules as Python's decoder: no surrogates, nothing beyond U+10FFFF, no overlong forms.
 bool is_utf8(std::string_view text) {
     for (size_t i = 0; i < text.size();) {
         const auto first = uint8_t(text[i]);
@@ -63,7 +63,7 @@ uint64_t hash(std::string_view text) {
     return mix(mix(found ^ rest));
 }
 
-// A power of two, of which half or less is filled.
+// A power of two, so that at most half of the table is filled.
 size_t table_size(size_t count) {
     size_t size = 16;
     while (size < 2 * count) size *= 2;
@@ -111,7 +111,7 @@ size_t Strings::longest() const {
     return longest;
 }
 
-// Those that come first are merged first.
+// A possible merge. The queue's greatest is merged first.
 struct BPE::Merge {
     double rank;
     int left, right;
@@ -147,7 +147,7 @@ BPE::BPE(std::shared_ptr<const Strings> tokens, const Strings* merges, std::vect
     if (merges != nullptr) index_merges(*merges);
 }
 
-// The slot of a text, or the free one where it belongs.
+// The slot of a text, or the free slot where it belongs.
 size_t BPE::slot_of(std::string_view text) const {
     size_t slot = hash(text) & (slots_.size() - 1);
     while (slots_[slot] != 0 && (*tokens_)[slots_[slot] - 1] != text) slot = (slot + 1) & (slots_.size() - 1);
@@ -209,8 +209,8 @@ void BPE::encode(std::string_view word, std::vector<uint32_t>& ids) const {
             return;
         }
     }
-    // Unknown characters side by side are one token, which comes before the next token that is known. That of a byte
-    // does not count as one.
+    // Adjacent unknown characters become one token, which is added before the next known character. Byte tokens do not
+    // end such a run.
     struct Symbol {
         uint32_t id;
         int64_t before, after;  // places of the neighbours
@@ -258,7 +258,7 @@ void BPE::encode(std::string_view word, std::vector<uint32_t>& ids) const {
         Symbol& left = symbols[top.place];
         if (!left.is_there || left.after >= count) continue;
         Symbol& right = symbols[left.after];
-        // What is there now may be another pair, which happens to have the same result.
+        // The pair at this place may have changed since. Another pair with the same result is merged as well.
         if (!find_merge(left.id, right.id, merge, joined) || merge.result != top.result) continue;
         left.id = top.result;
         left.after = right.after;

@@ -1,4 +1,4 @@
-// Byte pair encoding with the vocabulary of a GGUF file. Nothing here knows how a text is normalised or cut into words.
+// Byte pair encoding with the vocabulary of a GGUF file. Texts are normalised and divided into words elsewhere.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +12,11 @@
 
 namespace infinilm {
 
-// Many short texts in UTF-8, one behind the other.
+// Many short texts in UTF-8, stored one after the other.
 class Strings {
 public:
-    // An array of a GGUF header: each text behind its length, from `position` on. Throws what is not UTF-8 or would end
-    // behind `end`.
+    // An array of a GGUF header, from `position` on: each text follows its length. Throws if a text is not UTF-8 or
+    // ends after `end`.
     Strings(const uint8_t* data, size_t position, size_t count, size_t end);
     explicit Strings(const std::vector<std::string_view>& texts);
 
@@ -24,7 +24,7 @@ public:
     std::string_view operator[](size_t index) const {
         return std::string_view(bytes_).substr(ends_[index], ends_[index + 1] - ends_[index]);
     }
-    // The number of bytes that a header's array takes.
+    // The size of the array in a GGUF header, in bytes.
     size_t stored_bytes() const { return bytes_.size() + 8 * size(); }
     size_t longest() const;  // in characters
 
@@ -33,32 +33,32 @@ private:
     std::vector<uint32_t> ends_;  // ends_[0] is 0
 };
 
-// What `BPE::split` finds: text, or a token that was added to the vocabulary.
+// A part that `BPE::split` returns: text, or a token that was added to the vocabulary.
 using Part = std::pair<std::string_view, std::optional<uint32_t>>;
 
 class BPE {
 public:
     struct Settings {
-        bool ignores_merges;     // a word that is a token is not cut, even if merges would
+        bool ignores_merges;     // a word that is a token stays whole, even if merges would divide it
         bool has_byte_fallback;  // characters without a token become the tokens of their bytes
         std::optional<uint32_t> unknown;
     };
 
-    // Merges are "left right", best first. Without them, tokens of which `can_result` is true are merged from any two
-    // tokens, those with the highest score first; among equals, those of the longer left, then right part.
+    // Merges are "left right", best first. Without merges, any two tokens are merged if together they are a token for
+    // which `can_result` is true. The highest score goes first, then the longer left part, then the longer right part.
     BPE(std::shared_ptr<const Strings> tokens, const Strings* merges, std::vector<double> scores,
         std::vector<uint8_t> can_result, const Settings& settings);
 
-    // A token's id; of several with the same text the last one. Nothing if there is none.
+    // The id of the token with that text, if there is one; the last one if there are several.
     std::optional<uint32_t> find(std::string_view text) const;
     const Strings& tokens() const { return *tokens_; }
 
-    // The tokens of a word are added to `ids`.
+    // Append the tokens of a word to `ids`.
     void encode(std::string_view word, std::vector<uint32_t>& ids) const;
 
-    // Tokens that `split` finds in texts. Control tokens are found only if asked for.
+    // Add tokens that `split` finds in texts. Control tokens are found only if asked for.
     void add_tokens(const std::vector<uint32_t>& ids, const std::vector<uint32_t>& control_ids);
-    // From the left, the longest token first.
+    // Find added tokens from the left, the longest first.
     std::vector<Part> split(std::string_view text, bool with_control) const;
 
 private:
@@ -74,7 +74,7 @@ private:
 
     std::shared_ptr<const Strings> tokens_;
     std::vector<uint32_t> slots_;  // 1 + a token's id, or 0
-    std::vector<Pair> pairs_;      // a hash table, too; `result` is kNone where it is empty
+    std::vector<Pair> pairs_;      // a hash table like slots_; `result` is kNone in empty slots
     std::vector<double> scores_;
     std::vector<uint8_t> can_result_;
     Settings settings_;

@@ -1,4 +1,4 @@
-// The part of the Python module that turns text into tokens.
+// The part of the Python module that converts text to tokens.
 #include "bpe_module.h"
 
 #include <nanobind/ndarray.h>
@@ -16,7 +16,7 @@ using namespace nb::literals;
 namespace infinilm {
 namespace {
 
-constexpr size_t kLongWord = 4096;  // other threads may run meanwhile
+constexpr size_t kLongWord = 4096;  // bytes from which on the GIL is released
 
 template <typename T>
 using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

@@ -1,24 +1,26 @@
 // Products of rows that are rounded to 8 bits with packed weights.
 //
-// A group of 32 columns has a scale of its own. A few groups, those with an outlier, have a second byte, a 254th of the
-// first's unit: `Activations::fine_groups` says which. A tile multiplies it for a group that has one in any of its rows. In
-// the others it is zero, and adds exactly zero, so a row's results do not depend on the rows beside it.
+// Each group of 32 columns has its own scale. The few groups with an outlier also have a second byte per number, in
+// units of 1/254 of the first byte's: `Activations::fine_groups` says which groups. A tile multiplies the second bytes
+// of a group if any of its rows has them. In the other rows they are zero and add exactly zero, so a row's results do
+// not depend on the other rows.
 #pragma once
 
 #include "tiles.h"
 
 namespace infinilm::INFINILM_ISA::bytes {
 
-// Rows from which on it pays to unpack weights once for all, by measurement.
+// From this many rows on, measurements show that unpacking weights once for all rows is faster.
 constexpr int kMany = kAlwaysMany;
 
-// Quads in a row without a loop. With few registers the compiler would read too far ahead.
+// How many quads are unrolled. With few registers more would make the compiler read too far ahead.
 constexpr int kUnrolled = kLanes == 16 ? 8 : 4;
 
 template <int kFormat>
 constexpr int kZero = kHasShortSums && kFormats[kFormat].bits == 8 ? 0 : kFormats[kFormat].zero;
 
-// Totals of the quads of a scale, for kRows rows times kVectors vectors of weights that `weights(quad, vector)` gives.
+// Totals of the quads of scale `s`, for kRows rows times kVectors vectors of weights, which `weights(quad, vector)`
+// returns.
 template <int kFormat, int kRows, int kVectors, typename Weights>
 inline __attribute__((always_inline)) void add_up(int s, const int8_t* numbers, const int32_t* halves, const Weights& weights,
                                                   Ints (&totals)[kRows][kVectors]) {
@@ -58,7 +60,7 @@ inline __attribute__((always_inline)) void add_up(int s, const int8_t* numbers, 
     }
 }
 
-// Add the products of a group to sums. `scales(s, vector)` and `minimums(vector)` are those of the weights.
+// Add the products of a group to sums. `scales(s, vector)` and `minimums(vector)` return those of the weights.
 template <int kFormat, int kRows, int kVectors, typename Weights, typename Scales, typename Minimums>
 inline __attribute__((always_inline)) void add_group(const Activations& x, int64_t place, bool is_fine, const Weights& weights,
                                                      const Scales& scales, const Minimums& minimums,
@@ -72,7 +74,7 @@ inline __attribute__((always_inline)) void add_group(const Activations& x, int64
             for (int v = 0; v < kVectors; ++v) products[r][v] = to_floats(totals[r][v]);
         }
         if (__builtin_expect(is_fine, false)) {
-            asm volatile("" ::: "memory");  // weights are read again: to keep them would take the registers of sums
+            asm volatile("" ::: "memory");  // read weights again: keeping them would take the sums' registers
             add_up<kFormat>(s, x.fine + place * kGroup, x.fine_halves + 2 * place, weights, totals);
             for (int r = 0; r < kRows; ++r) {
                 for (int v = 0; v < kVectors; ++v) {
@@ -97,7 +99,7 @@ inline __attribute__((always_inline)) void add_group(const Activations& x, int64
     }
 }
 
-// The groups of a block that have a second byte in one of kRows rows.
+// The groups of a block that have second bytes in any of kRows rows, as bits.
 template <int kRows>
 inline int fine_groups(const Activations& x, int64_t place) {
     int groups = 0;
@@ -105,7 +107,7 @@ inline int fine_groups(const Activations& x, int64_t place) {
     return groups;
 }
 
-// ---- few rows: weights as they are packed ----
+// ---- few rows: weights are unpacked where they are used ----
 
 template <int kFormat, int kRows>
 __attribute__((noinline)) void multiply_rows(const PackedMatrix& w, const Activations& x, int row, int panel, bool is_first,
@@ -142,7 +144,7 @@ __attribute__((noinline)) void multiply_rows(const PackedMatrix& w, const Activa
     }
 }
 
-// kRows rows at a time as long as they fit, then fewer.
+// Multiply the rows, kRows at a time while they fit, then fewer.
 template <int kFormat, int kRows>
 inline void multiply_few(const PackedMatrix& w, const Activations& x, int row, int end_row, int panel, bool is_first,
                          const float* bias, float* out, int64_t out_stride, bool accumulate) {
@@ -150,18 +152,18 @@ inline void multiply_few(const PackedMatrix& w, const Activations& x, int row, i
         for (; row + kRows <= end_row; row += kRows, is_first = false) {
             multiply_rows<kFormat, kRows>(w, x, row, panel, is_first, bias, out, out_stride, accumulate);
         }
-        constexpr int kFewer = kRows > 4 ? kRows - 2 : kRows - 1;  // not all numbers: each takes time to compile
+        constexpr int kFewer = kRows > 4 ? kRows - 2 : kRows - 1;  // skips some numbers: each takes time to compile
         multiply_few<kFormat, kFewer>(w, x, row, end_row, panel, is_first, bias, out, out_stride, accumulate);
     }
 }
 
-// ---- many rows: weights are unpacked once for all of them ----
+// ---- many rows: weights are unpacked once for all rows ----
 
-// Blocks of columns are multiplied two at a time, and a short one at the end with those before it: what a tile does at its
-// beginning and end counts. Unpacked weights of a tile stay in the first-level cache.
+// A span is two blocks of columns, plus a short block at the end, because the beginning and end of a tile cost time. A
+// tile's unpacked weights stay in the L1 cache.
 constexpr int kSpanGroups = 2 * kBlockGroups, kMaxRest = 4;
 
-// Some groups of kLanes rows of a panel.
+// Some unpacked groups of kLanes rows of a panel.
 struct UnpackedSpan {
     Bytes numbers[kSpanGroups + kMaxRest][kQuads];
     Floats scales[kSpanGroups + kMaxRest][2];
@@ -181,7 +183,7 @@ inline void unpack_span(const PackedMatrix& w, int panel, int part, int first_gr
     }
 }
 
-// Add the products of kRows rows with kTileVectors spans to their sums, which begin with the first span.
+// Add the products of kRows rows with kTileVectors spans to the rows' sums; with is_first the sums start from 0.
 template <int kFormat, int kRows>
 __attribute__((noinline)) void multiply_span(const UnpackedSpan* spans, int groups, const Activations& x, int64_t place,
                                               bool is_first, bool is_last, const Results& results) {
@@ -198,7 +200,7 @@ __attribute__((noinline)) void multiply_span(const UnpackedSpan* spans, int grou
         const int fine = fine_groups<kRows>(x, place), end = std::min(groups, first + kBlockGroups);
         for (int g = first; g < end; ++g) {
             const int64_t own = place + g - first;
-            for (int r = 0; r < kRows; r += 2) {  // the next tile's
+            for (int r = 0; r < kRows; r += 2) {  // for the next tile
                 __builtin_prefetch(x.coarse + (own + (kRows + r) * kBlockGroups) * kGroup);
             }
             add_group<kFormat>(
@@ -218,7 +220,8 @@ __attribute__((noinline)) void multiply_span(const UnpackedSpan* spans, int grou
     }
 }
 
-// All rows, kRows at a time as long as they fit. Meanwhile the weights that come next are fetched, as for 16 bits.
+// Multiply all rows, kRows at a time while they fit, then fewer. Each tile also prefetches some of the next weights, as
+// for 16 bits.
 template <int kFormat, int kRows>
 inline void multiply_span_rows(const UnpackedSpan* spans, int groups, const Activations& x, int64_t place, int rows,
                                 bool is_first, bool is_last, Results results, const uint8_t* ahead, size_t panel_bytes) {
@@ -236,7 +239,8 @@ inline void multiply_span_rows(const UnpackedSpan* spans, int groups, const Acti
     }
 }
 
-// Up to kManyPanels panels. They take turns with each span of columns, whose rounded rows stay near meanwhile.
+// Multiply up to kManyPanels panels. For each span of columns all panels are processed in turn, so that the span's
+// rounded rows stay in the cache.
 template <int kFormat>
 void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
                    int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {
@@ -248,7 +252,7 @@ void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, i
         const int rest = w.groups() - first;
         groups = rest <= kSpanGroups + kMaxRest ? rest : kSpanGroups;
         for (int vector = 0; vector < vectors; vector += kTileVectors) {
-            for (int v = 0; v < std::min(kTileVectors, vectors - vector); ++v) {  // of one too few, results are not written
+            for (int v = 0; v < std::min(kTileVectors, vectors - vector); ++v) {  // a missing one is not written
                 const int panel = first_panel + (vector + v) / kParts;
                 unpack_span<kFormat>(w, panel, (vector + v) % kParts, first, groups, unpacked[v]);
             }

@@ -1,5 +1,6 @@
-// Prints checksums of products, attention and delta rules over made-up numbers, for one instruction set. They must be the same on every
-// machine: `make aarch64` compares those of an emulated aarch64 with this machine's. Not a part of the module.
+// Prints checksums of products, attention and delta rules over made-up numbers, with the generic kernels. They must be
+// the same on every machine: `make aarch64` compares those of an emulated aarch64 with this machine's. Not part of the
+// module.
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -32,7 +33,7 @@ void print(const char* what, int size, const std::vector<float>& numbers) {
     std::printf("%s %d: %016llx, the first %g\n", what, size, static_cast<unsigned long long>(sum), double(numbers[0]));
 }
 
-// Random blocks, whose scales are small: float16 numbers that begin blocks, or end them in Q6_K.
+// Random blocks with small scales. Scales are float16 numbers at the beginning of blocks, or at the end in Q6_K.
 std::vector<uint8_t> random_blocks(const Format& format, int rows, int columns) {
     std::vector<uint8_t> bytes(size_t(rows) * (columns / format.block_columns) * format.block_bytes);
     for (uint8_t& each : bytes) each = uint8_t(random_bits());
@@ -65,7 +66,7 @@ void check_products(const Format& format, int bits) {
     }
 }
 
-// Random bits, but for those of large numbers and NaN.
+// Random bits, without large numbers and NaN.
 void check_float_products(FloatType type, int bytes) {
     constexpr int kInputs = 130, kOutputs = 37;
     std::vector<uint8_t> weight(size_t(kInputs) * kOutputs * bytes);

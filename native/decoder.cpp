@@ -38,7 +38,7 @@ size_t Matrix::num_bytes() const { return floats_ ? 0 : view_.panels() * view_.f
 void Matrix::load(const uint8_t* blocks, const int64_t* rows, int64_t count) {
     const Format& format = *view_.format;
     const size_t row_bytes = size_t(view_.columns / format.block_columns) * format.block_bytes;
-    // Of rows that were given twice the last counts.
+    // If a row is given twice, the last one counts.
     std::map<int64_t, std::array<const uint8_t*, kPanelRows>> panels;
     for (int64_t i = 0; i < count; ++i) panels[rows[i] / kPanelRows][rows[i] % kPanelRows] = blocks + i * row_bytes;
     for (const auto& [panel, sources] : panels) {
@@ -137,9 +137,9 @@ void multiply_plain(const std::vector<Product>& products, const Activations& x) 
 
 void multiply_all(const std::vector<Product>& products, const Activations& x) {
     if (x.bits == kPlainBits) return multiply_plain(products, x);
-    // A task is some panels times some rows: enough work to be worth fetching, and more tasks than threads, so that
-    // a thread that is held up by something else does not hold up the others.
-    constexpr int kTaskPanels = 4;  // of many rows, which are read once for all of them
+    // A task is some panels times some rows. It is large enough to be worth scheduling, and there are more tasks than
+    // threads, so that one delayed thread does not delay the others.
+    constexpr int kTaskPanels = 4;  // for many rows, which are read once for all these panels
     constexpr size_t kTaskBytes = 16 << 10;
     struct Piece {
         int panels_per_task;
@@ -172,10 +172,11 @@ void multiply_all(const std::vector<Product>& products, const Activations& x) {
         const Piece& piece = *(after - 1);
         const Product& own = products[after - 1 - pieces.begin()];
         const int64_t place = task - piece.first_task;
-        // Rows by rows, so that of a long prompt a thread gets the rows that it had in the kernel before, near to it.
+        // Tasks are ordered by rows. So in a long prompt a thread gets the rows that it had in the previous kernel, which
+        // are in memory near to it.
         const int64_t block = place / piece.panel_tasks;
         const int panel = int(place % piece.panel_tasks) * piece.panels_per_task;
-        // Blocks of about as many rows, all but the last whole units.
+        // Blocks have about equally many rows; all but the last are whole units.
         const int64_t units = (own.end_row - own.first_row + kTaskUnit - 1) / kTaskUnit;
         const auto first_of = [&](int64_t index) {
             return int(std::min(own.end_row, own.first_row + units * index / piece.row_blocks * kTaskUnit));
@@ -210,7 +211,7 @@ void Step::check(const CacheView& cache) const {
 void check_steps(const std::vector<const Step*>& steps, const std::vector<LayerCache>& caches) {
     for (size_t i = 0; i < steps.size(); ++i) {
         const CacheView* own = std::get_if<CacheView>(&caches[i]);
-        if (!own) continue;  // the mixer checks what it needs of states
+        if (!own) continue;  // mixers with states check their own
         const CacheView* last = i > 0 && steps[i] == steps[i - 1] ? std::get_if<CacheView>(&caches[i - 1]) : nullptr;
         const bool is_checked = last && last->blocks == own->blocks && last->block_size == own->block_size;
         if (!is_checked) steps[i]->check(*own);
@@ -227,7 +228,7 @@ void check_positions(const Step& step, int64_t max_len) {
 
 namespace {
 
-// Memory for what lies between two kernels; a thread that computes steps has one.
+// Memory for results between two kernels; one per thread that computes steps.
 struct Workspace {
     QuantizedRows rows;
     Buffer<float> qkv, gates, attended, gate_up, mixed, partials, gated, sum, last_hidden;
@@ -264,10 +265,10 @@ void list_tasks(const Step& step, const CacheView& cache, const AttentionTask& l
     }
 }
 
-// Cut tasks at multiples of kSplit keys. Parts of a task lie next to each other, and have memory for partial results.
+// Split tasks at multiples of kSplit keys. The parts of a task are adjacent, and get memory for partial results.
 void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<float>& memory) {
     std::vector<AttentionTask> parts;
-    std::vector<int64_t> places;  // of their partial results; -1: the task is whole
+    std::vector<int64_t> places;  // first row of a part's partial results; -1: the task is not split
     int64_t rows = 0;
     for (const AttentionTask& task : tasks) {
         const int64_t seen_from = task.window ? std::max<int64_t>(0, task.position - task.window + 1) : 0;
@@ -286,7 +287,8 @@ void split_tasks(int64_t partial_row, std::vector<AttentionTask>& tasks, Buffer<
     tasks.swap(parts);
 }
 
-// For each tile of tokens and each of its splits: the index of the first head's part, and how far it is to the next head's.
+// For each tile of tokens and each of its splits: the index of the first head's part, and the distance to the next
+// head's.
 std::vector<std::pair<size_t, int64_t>> group_splits(const std::vector<AttentionTask>& tasks, int heads) {
     std::vector<std::pair<size_t, int64_t>> groups;
     for (size_t first = 0; first < tasks.size();) {
@@ -313,10 +315,9 @@ void attend(const Step& step, const CacheView& cache, const float* query, int64_
     like.heads = heads, like.scale = scoring.scale, like.window = scoring.window;
     like.cap = scoring.cap, like.sinks = scoring.sinks;
     list_tasks(step, cache, like, tasks);
-    // If that makes too few to keep the threads busy, the keys are shared out, too.
+    // If there are too few tasks to keep the threads busy, the keys are divided, too.
     if (int64_t(tasks.size()) < 8 * num_threads()) split_tasks(partial_row, tasks, space.partials);
-    // Heads lie side by side in the cache, so a thread that has read a split for one head reads it for all, if that leaves
-    // no thread idle. Parts of a task lie next to each other: of `splits` parts each, for all heads of a tile of tokens.
+    // Heads are adjacent in the cache, so one thread processes a split for all heads, if that leaves no thread idle.
     const std::vector<std::pair<size_t, int64_t>> groups = group_splits(tasks, cache.kv_heads);
     if (int64_t(groups.size()) < num_threads()) {
         parallel_for(int64_t(tasks.size()), 1, [&](int64_t i) { k.attend(tasks[i], cache); });
@@ -368,7 +369,7 @@ void Attention::check(const LayerCache& cache, const Step& step) const {
     check_positions(step, max_len);
 }
 
-// Move the gates of a token's queries out of [q and gate of each head, k, v], which becomes [q, k, v].
+// Move the gates out of a token's row [q and gate of each head, k, v], which becomes [q, k, v].
 static void split_gates(float* row, int heads, int dim, int64_t rest, float* gates) {
     for (int h = 0; h < heads; ++h) {
         const float* pair = row + 2 * h * dim;
@@ -382,8 +383,8 @@ namespace {
 
 enum class Heads { kAll, kQueries, kKeysAndValues };
 
-// The heads [tokens, q, k and v] of a step's tokens, or some of them: normed, turned, and keys and values stored. Gates go
-// to where they are wanted, if there are any.
+// Compute the heads [tokens, q, k and v] of a step's tokens, or some of the heads: norm and rotate them, and store keys
+// and values. Gates are moved to `gates` unless it is null.
 float* make_heads(const Attention& own, const Surroundings& around, const Step& step, const CacheView& cache, Heads which,
                   const float* hidden, float* gates = nullptr) {
     const int size = own.qkv->out_features(), query_size = own.rope.num_heads * own.head_dim;
@@ -419,7 +420,7 @@ void run_attention(const Attention& own, const Surroundings& around, const Step&
     add_output(*own.out, round_rows(attended, attended_size, tokens, *own.out), around, tokens, hidden);
 }
 
-// A layer after which only the last tokens of some requests have a use. The hidden states of these are gathered.
+// A layer whose results only the last tokens of each request need. Their hidden states are gathered and put back.
 void run_last_layer(const Layer& layer, const Attention& attention, const Step& step, const CacheView& cache,
                     float* hidden) {
     Workspace& space = workspace();
@@ -448,7 +449,8 @@ void Attention::run(const Surroundings& around, const Step& step, const LayerCac
 }
 
 void MLP::run(const Surroundings& around, const float* x, int64_t tokens, float* out) const {
-    // Of a long prompt as many tokens at a time as the threads multiply at once: what lies between the products is large.
+    // A long prompt is computed in pieces, as many tokens as the threads multiply at once: intermediate results are
+    // large.
     const int64_t most = int64_t(kMaxTaskRows) * num_threads();
     for (int64_t first = 0; first < tokens; first += most) {
         const int64_t count = std::min(most, tokens - first);

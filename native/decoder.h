@@ -1,4 +1,4 @@
-// A decoder's layers on packed weights: which kernels run in which order, shared out over the threads.
+// A decoder's layers: which kernels run in which order, divided among the threads.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +13,22 @@
 
 namespace infinilm {
 
-// A weight. If it is packed it owns its memory.
+// A weight. A packed matrix owns its memory; a matrix of floats does not.
 class Matrix {
 public:
-    // All zero. Rows that are multiplied with it are rounded to so many bits, 8 or 16.
+    // A packed matrix of zeros. Rows that are multiplied with it are rounded to `activation_bits`, 8 or 16.
     Matrix(const std::string& format, int rows, int columns, int activation_bits = 16);
-    // Floats in somebody else's memory. Rows that are multiplied with it are not rounded, and have a multiple of 16 columns.
+    // Floats in the caller's memory. Rows that are multiplied with it are not rounded, and have a multiple of 16
+    // columns.
     explicit Matrix(const FloatMatrix& floats);
 
-    // Of floats the numbers of rows and columns alone.
+    // For floats only the numbers of rows and columns are set.
     const PackedMatrix& view() const { return view_; }
-    // Null if it is packed.
+    // Null if the matrix is packed.
     const FloatMatrix* floats() const { return floats_ ? &*floats_ : nullptr; }
-    // What it owns.
+    // The memory that the matrix owns.
     size_t num_bytes() const;
-    // Of packed matrices alone.
+    // Only for packed matrices.
     void load(const uint8_t* blocks, const int64_t* rows, int64_t count);
     void dequantize(const int64_t* rows, int64_t count, float* out) const;
 
@@ -37,11 +38,11 @@ private:
     std::shared_ptr<uint8_t> memory_;
 };
 
-// Rounded rows, with the memory they are in.
+// Rounded rows and their memory.
 class QuantizedRows {
 public:
     const Activations& reserve(int64_t rows, int columns, int bits) { return reserve(rows, columns, bits, rows); }
-    // The same for products of some of the rows, at least `fewest`.
+    // The same for products that take only some of the rows, at least `fewest`.
     const Activations& reserve(int64_t rows, int columns, int bits, int64_t fewest);
     const Activations& view() const { return view_; }
 
@@ -58,15 +59,15 @@ private:
 // Some rows of x times a matrix.
 struct Product {
     const PackedMatrix* matrix;
-    const FloatMatrix* floats;  // instead, or null
+    const FloatMatrix* floats;  // the matrix if it is of floats, else null
     int64_t first_row, end_row;
     const float* bias;  // or null
-    float* out;         // of row 0, the matrix's first column
-    int64_t stride;     // of out
+    float* out;         // row 0, the matrix's first output
+    int64_t stride;     // from row to row of out
     bool accumulate;
 };
 
-// All of them, shared out over the threads together.
+// Compute all products; their tasks are divided among the threads together.
 void multiply_all(const std::vector<Product>& products, const Activations& x);
 
 class Linear {
@@ -78,11 +79,11 @@ public:
     int activation_bits() const { return matrices_.front()->view().activation_bits; }
     // out [rows, out] = or += x W^T + b.
     void multiply(const Activations& x, int64_t rows, float* out, bool accumulate) const;
-    // The same for rows that are not rounded yet.
+    // The same; rounds the rows first.
     void multiply(const float* x, int64_t rows, float* out, bool accumulate) const;
-    // out [rows, out] = x W^T + b for those of the matrices that some columns of out are in.
+    // out [rows, out] = x W^T + b, only for those matrices that have outputs among the given columns of `out`.
     void multiply_columns(const Activations& x, int64_t rows, int first_column, int end_column, float* out) const;
-    // The products that multiply some rows; `out` is that of row 0.
+    // Append the products for some rows; `out` is that of row 0.
     void list_products(int64_t first_row, int64_t end_row, float* out, bool accumulate, std::vector<Product>& products) const;
 
 private:
@@ -91,17 +92,17 @@ private:
     int rows_ = 0, columns_ = 0;
 };
 
-// The states of a recurrent layer, by block: that after the last of the block's tokens that is computed.
+// The states of a recurrent layer, one per block: the state after the last computed token of the block.
 struct StateView {
     float* memory;   // [blocks, heads, key_dim, value_dim]
-    float* inputs;   // [blocks, channels, kept], the last inputs of a convolution, the oldest first
+    float* inputs;   // [blocks, channels, kept], the last inputs of a convolution, oldest first
     int64_t* ends;   // [blocks], how many tokens of its text a state has seen
-    int64_t blocks;  // that states are kept in
+    int64_t blocks;  // number of blocks that keep states
     int64_t block_size;
     int heads, key_dim, value_dim, channels, kept;
 };
 
-// What a layer keeps.
+// The cache of a layer.
 using LayerCache = std::variant<CacheView, StateView>;
 
 // The batch of a step: T new tokens of N requests. Arrays belong to the caller.
@@ -112,21 +113,21 @@ struct Step {
     const int64_t* block_tables;  // [N, max_blocks]
     const int64_t* query_lens;    // [N]
     const int64_t* context_lens;  // [N]
-    // [N], how many of a request's new tokens, the last, have a use for a layer's results. The others only leave their keys
-    // and values; their hidden states are of no use afterwards. Null: all have.
+    // [N], how many of a request's last new tokens need the layer's results. The other tokens only store their keys and
+    // values; their hidden states are invalid afterwards. Null: all tokens need results.
     const int64_t* last_lens = nullptr;
 
-    // Throws std::invalid_argument if a table or a slot would lead outside of the cache.
+    // Throws std::invalid_argument if a block table or a slot points outside of the cache.
     void check(const CacheView& cache) const;
 };
 
-// Check the step of each layer. One that several layers have is checked once.
+// Check the step of each layer. A step that several layers share is checked once.
 void check_steps(const std::vector<const Step*>& steps, const std::vector<LayerCache>& caches);
 
-// Throws std::invalid_argument if a position lies outside of a rotary table of that length.
+// Throws std::invalid_argument if a position lies outside of a rotary table of length max_len.
 void check_positions(const Step& step, int64_t max_len);
 
-// How scores become weights; see AttentionTask.
+// How attention scores become weights; see AttentionTask.
 struct Scoring {
     float scale;
     int64_t window;
@@ -134,16 +135,16 @@ struct Scoring {
     const float* sinks = nullptr;  // [num_heads]
 };
 
-// Attend every token of the step to its request's keys. Strides are from token to token.
+// Attention of every token of the step to its request's keys. Strides are from token to token.
 void attend(const Step& step, const CacheView& cache, const float* query, int64_t query_stride, int num_heads,
             const Scoring& scoring, float* out, int64_t out_stride);
 
-// What a mixer is between. A norm that is null is left out.
+// The norms around a mixer and the scale of its result. A null norm is skipped.
 struct Surroundings {
     const float* norm_before;
     const float* norm_after;
     float eps;
-    float scale;  // what the result is multiplied by before it is added to the input
+    float scale;  // factor of the result before it is added to the input
 
     bool add_directly() const { return norm_after == nullptr && scale == 1.0f; }
 };
@@ -154,38 +155,38 @@ public:
     virtual int hidden() const = 0;
     // Throws std::invalid_argument if the layer's cache, or a step on it, does not fit.
     virtual void check(const LayerCache& cache, const Step& step) const = 0;
-    // hidden [tokens, hidden] += what becomes of it.
+    // hidden [tokens, hidden] += the mixer's result for it.
     virtual void run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const = 0;
 };
 
-// Attention of the heads [q, k, v] that `qkv` gives; or only [q], to keys and values that another layer stores. With gates
-// each head of q is followed by its gate.
+// Attention of the heads [q, k, v] that `qkv` computes. If `qkv` computes only [q], another layer stores the keys and
+// values. With gates, each head of q is followed by its gate.
 struct Attention : TokenMixer {
     std::shared_ptr<const Linear> qkv, out;
     RopeStore rope;
     Scoring scoring;
     int kv_heads, head_dim;
     bool has_gates;
-    int64_t max_len;  // of the rotary table
+    int64_t max_len;  // length of the rotary table
 
     int hidden() const override { return qkv->in_features(); }
     void check(const LayerCache& cache, const Step& step) const override;
     void run(const Surroundings& around, const Step& step, const LayerCache& cache, float* hidden) const override;
 };
 
-// Round the hidden states of a step for a layer, after the norm before a mixer; valid until the next rounding.
+// Apply the norm before a mixer to a step's hidden states and round them for `linear`. Valid until the next rounding.
 const Activations& round_input(const Surroundings& around, const float* hidden, int64_t tokens, const Linear& linear);
-// The same for what a mixer has in rows `stride` apart, after a norm if there is a weight.
+// The same for any rows, `stride` apart; normed first if there is a norm.
 const Activations& round_rows(const float* rows, int64_t stride, int64_t tokens, const Linear& linear,
                               const float* norm = nullptr, float eps = 0.0f);
-// hidden += what becomes of x W^T, a mixer's last product.
+// A mixer's last product: hidden += x W^T, normed and scaled as `around` says.
 void add_output(const Linear& linear, const Activations& x, const Surroundings& around, int64_t tokens, float* hidden);
 
 class ChannelMixer {
 public:
     virtual ~ChannelMixer() = default;
     virtual int hidden() const = 0;
-    // out [tokens, hidden] += what becomes of x [tokens, hidden], which may be out.
+    // out [tokens, hidden] += the mixer's result for x [tokens, hidden]. x may be out.
     virtual void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const = 0;
 };
 
@@ -205,7 +206,7 @@ private:
     Gating gating_;
 };
 
-// The sum of several mixers of the same input, each between norms of its own.
+// The sum of several mixers of the same input, each with its own norms.
 class MixerSum : public ChannelMixer {
 public:
     struct Part {
@@ -215,14 +216,14 @@ public:
     explicit MixerSum(std::vector<Part> parts) : parts_(std::move(parts)) {}
 
     int hidden() const override { return parts_.front().mixer->hidden(); }
-    // There is no norm before all of them.
+    // Ignores around.norm_before: each part has its own.
     void run(const Surroundings& around, const float* x, int64_t tokens, float* out) const override;
 
 private:
     std::vector<Part> parts_;
 };
 
-// What a layer makes of the input that it has for itself: hidden += norm(projection(activation(gate(hidden)) * input)).
+// How a layer adds its per-layer input: hidden += norm(projection(activation(gate(hidden)) * input)).
 struct OwnInput {
     std::shared_ptr<const Linear> gate, projection;
     Surroundings around;
@@ -235,10 +236,11 @@ struct Layer {
     std::shared_ptr<const ChannelMixer> channels;
     Surroundings around_channels;
     std::shared_ptr<const OwnInput> own_input;  // or null
-    float scale;  // of its output
+    float scale;  // factor of the layer's output
 };
 
-// Put hidden [tokens, hidden] through a layer. Rows of its own input are `stride` apart; it is null where a layer has none.
+// Run a layer on hidden [tokens, hidden], in place. Rows of the layer's own input are `stride` apart; null: it has
+// none.
 void run_layer(const Layer& layer, const Step& step, const LayerCache& cache, const float* input, int64_t stride,
                float* hidden);
 
@@ -247,8 +249,8 @@ struct Decoder {
     const float* norm;  // after the last layer, or null
     float eps;
 
-    // Put hidden [tokens, hidden] through all layers, each of which has a cache and a step, and the norm. Layers with inputs of
-    // their own have them in inputs [tokens, layers, width], which else is null.
+    // Run all layers and the norm on hidden [tokens, hidden], in place. Each layer has a cache and a step. `inputs`
+    // [tokens, layers, width] has the layers' own inputs; null: they have none.
     void run(const std::vector<LayerCache>& caches, const std::vector<const Step*>& steps, int64_t tokens, const float* inputs,
              int64_t width, float* hidden) const;
 };

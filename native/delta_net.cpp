@@ -11,7 +11,8 @@ namespace infinilm {
 
 namespace {
 
-// New tokens of a request that lie in one block, the blocks whose states they begin with and leave; -1: none.
+// New tokens of a request in one block, the block whose state they begin with (source), and the block where the state
+// after them is kept (target); -1: none.
 struct Segment {
     int64_t first, tokens, source, target;
 };
@@ -19,7 +20,7 @@ struct Segment {
 struct Workspace {
     Buffer<float> projected;
     std::vector<Segment> segments;
-    std::vector<int64_t> firsts;  // by request: its first segment; and the end
+    std::vector<int64_t> firsts;  // [requests + 1], each request's first segment, and the number of segments
 };
 
 Workspace& workspace() {
@@ -31,7 +32,7 @@ int64_t block_of(const Step& step, int64_t request, int64_t position, int64_t bl
     return step.block_tables[request * step.max_blocks + position / block_size];
 }
 
-// A step that only warms up keeps no state: its slots are negative. It takes a request's tokens as one.
+// A request of a warm-up step keeps no state: its slots are negative. All its tokens are one segment.
 void list_segments(const Step& step, int64_t block_size, Workspace& space) {
     space.segments.clear();
     space.firsts.assign(1, 0);

@@ -1,4 +1,4 @@
-// The kernels of gated delta nets: a text's tokens one after the other, so that chunks of it change no bit.
+// The kernels of gated delta nets. They process a text's tokens one by one, so that chunking it does not change a bit.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ void normalize_heads(float* x, int heads, int dim, float length) {
 }
 
 void delta_rule(const DeltaTask& task) {
-    // Columns of the state do not depend on each other, so some of them at a time are kept near.
+    // Columns of the state are independent, so strips of them are processed one by one, which fit in the cache.
     constexpr int kVectors = 4, kStrip = kVectors * kLanes;
     alignas(64) float state[kMaxKeyDim * kStrip];
     for (int first = 0; first < task.value_dim; first += kStrip) {

@@ -10,19 +10,20 @@ namespace infinilm {
 
 namespace {
 
-constexpr int kTaskRows = 192;     // a multiple of those that are multiplied at a time
-constexpr int kTaskOutputs = 64;   // the widest tile's, on any instruction set
-constexpr int kLeastOutputs = 16;  // the widest vector's
+constexpr int kTaskRows = 192;     // a multiple of the rows that are multiplied at a time
+constexpr int kTaskOutputs = 64;   // outputs of the widest tile of all instruction sets
+constexpr int kLeastOutputs = 16;  // lanes of the widest vector
 
 int64_t divide_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit; }
 
-// How a product is divided into tasks of so many rows and outputs.
+// How a product is divided into tasks of `rows` rows and `outputs` outputs.
 struct Division {
     int64_t first_task, row_blocks, rows, outputs;
-    float* sums;  // [rows, outputs] of the product, if they are not results yet; else null
+    float* sums;  // [rows, outputs] of the product, if a bias or accumulation follows; else null
 
     static Division of(const FloatProduct& p, int64_t first_task) {
-        // Of few rows a task reads as much of each line as there is for it; of many all use a narrow strip of the matrix.
+        // With few rows, each thread gets one task with an equal share of every line. With many rows, tasks use narrow
+        // strips of the matrix.
         const bool is_few = p.rows <= kFewFloatRows;
         const int64_t share = divide_up(divide_up(p.matrix.outputs, num_threads()), kLeastOutputs) * kLeastOutputs;
         const int64_t rows = is_few ? std::max<int64_t>(1, p.rows) : kTaskRows;
@@ -30,7 +31,7 @@ struct Division {
     }
 };
 
-// Multiply some rows and outputs.
+// Compute some rows and outputs of a product.
 void run_task(const DenseProduct& own, float* sums, int64_t row, int64_t end_row, int output, int end_output) {
     const Kernels& k = kernels();
     FloatProduct product = own.product;
@@ -69,7 +70,7 @@ void multiply_dense(const std::vector<DenseProduct>& products) {
         divisions[i].sums = sums;
         sums += products[i].product.rows * products[i].product.matrix.outputs;
     }
-    const std::vector<Division>& found = divisions;  // this thread's
+    const std::vector<Division>& found = divisions;  // the calling thread's; `divisions` is thread_local
     parallel_for(tasks, 1, [&](int64_t task) {
         size_t i = found.size() - 1;
         while (found[i].first_task > task) --i;

@@ -1,4 +1,4 @@
-// Products with matrices of floats, on all threads.
+// Products with matrices of floats, run on all threads.
 #pragma once
 
 #include <vector>
@@ -7,14 +7,14 @@
 
 namespace infinilm {
 
-// What becomes of a product's sums.
+// A product, and what is done with its sums.
 struct DenseProduct {
-    FloatProduct product;       // whose out is where results go
+    FloatProduct product;       // results go to product.out
     const float* bias = nullptr;
-    bool accumulate = false;    // add sums and bias to what is there
+    bool accumulate = false;    // add sums and bias to what is in out
 };
 
-// All of them, shared out over the threads together.
+// Compute all products; their tasks are divided among the threads together.
 void multiply_dense(const std::vector<DenseProduct>& products);
 
 }  // namespace infinilm

@@ -1,4 +1,4 @@
-// Which of the compiled instruction sets this machine has.
+// Selects one of the compiled instruction sets that this machine has.
 #pragma once
 
 #include <string>
@@ -8,13 +8,13 @@
 
 namespace infinilm {
 
-// Those that were compiled and can run here, the best first.
+// The kernels that were compiled and can run here, best first.
 std::vector<const Kernels*> usable_kernels();
 
-// The ones in use: the best, until others are asked for.
+// The kernels in use: the best ones, unless use_kernels chose others.
 const Kernels& kernels();
 
-// Use those of that name; throws std::invalid_argument if there are none.
+// Use the kernels of that name; throws std::invalid_argument if there are none.
 void use_kernels(const std::string& name);
 
 }  // namespace infinilm

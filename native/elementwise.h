@@ -1,4 +1,4 @@
-// What happens to a row or a head by itself: norms, rounding, turning by position, storing.
+// Kernels on a single row or head: norms, rounding, rotation (RoPE), storing.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace infinilm::INFINILM_ISA {
 
 constexpr float kNoLimit = std::numeric_limits<float>::infinity();
 
-// 1 / rms(x); columns need not be a multiple of anything.
+// 1 / rms(x), for any number of columns.
 inline float norm_factor(const float* x, int columns, float eps) {
     Floats squares = all(0.0f);
     int i = 0;
@@ -47,21 +47,20 @@ void score(const float* x, const float* weight, int columns, int count, float* o
     }
 }
 
-// The sums of a block's halves of groups.
+// The sums over the half groups of a block.
 inline void add_halves(Floats (&sums)[2 * kBlockGroups / kLanes][kLanes], float (&halves)[2 * kBlockGroups]) {
     for (int i = 0; i < 2 * kBlockGroups / kLanes; ++i) store(halves + i * kLanes, sums_of(sums[i]));
 }
 
-// Round a block of up to kBlockGroups groups. What is no number becomes 0, but then the scale is none either, which shows
-// in the results.
+// Round a block of up to kBlockGroups groups. NaN becomes 0, but then the scale is NaN too, so the results are NaN.
 inline void quantize_block(const float* x, int groups, int row, int block, const Activations& out) {
     constexpr int kHalf = kGroup / 2;
-    Ints largest{};  // as integers, among which infinity is large, and what is no number larger
+    Ints largest{};  // compared as integers: infinity is larger than finite numbers, NaN larger still
     for (int i = 0; i < groups * kGroup; i += kLanes) largest = larger((Ints)absolute(load(x + i)), largest);
     const float scale = float_of(uint32_t(largest_of(largest))) / float(kLargest);
     const float inverse = scale >= std::numeric_limits<float>::min() && scale < kNoLimit ? 1.0f / scale : 0.0f;
     const int64_t place = out.place(row, block);
-    Floats sums[2 * kBlockGroups / kLanes][kLanes] = {};  // of whole numbers, too small to be rounded
+    Floats sums[2 * kBlockGroups / kLanes][kLanes] = {};  // exact: the whole numbers are small
     for (int i = 0; i < groups * kGroup; i += kLanes) {
         Floats whole = round_to_even(load(x + i) * inverse);
         whole = whole == whole ? whole : all(0.0f);
@@ -80,10 +79,10 @@ inline void quantize_block(const float* x, int groups, int row, int block, const
     for (int i = 0; i < 2 * kBlockGroups; ++i) out.halves[2 * place + i] = int32_t(halves[i]);
 }
 
-// The sums of the halves of kGroups groups of bytes.
+// The sums over the halves of kGroups groups of bytes.
 template <int kGroups>
 inline void add_bytes(const int8_t* numbers, int32_t* halves) {
-    constexpr int kVectors = 4;  // that make one of sums
+    constexpr int kVectors = 4;  // combined to one vector of sums
     Ints order{};
     for (int i = 0; i < kLanes; ++i) order[i] = 4 * (i % (kLanes / 4)) + i / (kLanes / 4);
     for (int first = 0; first < kGroups * kGroup; first += kVectors * 4 * kLanes) {
@@ -98,7 +97,8 @@ inline void add_bytes(const int8_t* numbers, int32_t* halves) {
     }
 }
 
-// Round kGroups groups to 8 bits. One without a scale, whose numbers are all zero or not all finite, has zeros.
+// Round kGroups groups to 8 bits. A group whose scale is not a normal number (all zero, or not all finite) becomes
+// zeros.
 template <int kGroups>
 inline void quantize_bytes(const float* x, int64_t place, const Activations& out) {
     constexpr int kSet = std::min(kGroups, kLanes);  // groups with one number each in a vector
@@ -153,7 +153,7 @@ inline void quantize_bytes(const float* x, int64_t place, const Activations& out
     out.fine_groups[place / kBlockGroups] = uint8_t(fine_groups);
 }
 
-// The same for a block, to which zeros are added up to a number of groups that is known to the compiler.
+// The same for a block, padded with zeros to a number of groups that is a compile-time constant.
 inline void quantize_bytes(float* x, int groups, int row, int block, const Activations& out) {
     const int padded = groups <= 2 ? 2 : groups <= 4 ? 4 : kBlockGroups;
     const auto round = padded == 2 ? quantize_bytes<2> : padded == 4 ? quantize_bytes<4> : quantize_bytes<kBlockGroups>;
@@ -161,7 +161,7 @@ inline void quantize_bytes(float* x, int groups, int row, int block, const Activ
     round(x, out.place(row, block), out);
 }
 
-// Round a row of which `numbers(column)` gives a vector, unless it is to stay plain.
+// Round a row, or copy it if `out` is plain. `numbers(column)` returns a vector of the row.
 template <typename Numbers>
 inline void quantize_row(int row, const Activations& out, const Numbers& numbers) {
     if (out.bits == kPlainBits) {
@@ -211,7 +211,7 @@ inline Floats activate(Floats x) {
     }
 }
 
-// What is no number stays none.
+// NaN stays NaN.
 inline Floats at_most(Floats x, float limit) { return x > limit ? all(limit) : x; }
 
 template <Activation kActivation>
@@ -244,7 +244,7 @@ void gate_quantize(const float* gate_up, int64_t stride, const Gating& gating, i
     }
 }
 
-// Turn a head by a position's cosines and sines. Rounded as torch's addcmul does, with which layers turn heads one by one.
+// Rotate a head by a position's cosines and sines. Rounds like torch's addcmul, which the Python layers use.
 inline void turn(float* head, const float* angles, const RopeStore& how) {
     const int half = how.rotary_dim / 2;
     const float* sines = angles + half;
@@ -270,7 +270,7 @@ inline void turn(float* head, const float* angles, const RopeStore& how) {
     }
 }
 
-// Norm and turn some heads of a token, side by side.
+// Norm and rotate some adjacent heads of a token.
 inline void norm_and_turn(float* heads, int count, int dim, const float* norm, const float* angles, const RopeStore& how) {
     if (norm && how.norms_all_heads) rms_norm(heads, norm, how.eps, count * dim, heads);
     for (int i = 0; i < count; ++i) {
@@ -293,25 +293,27 @@ inline void store_numbers(const float* from, int count, FloatType type, void* to
     for (; i < count; ++i) halves[i] = is_half ? float_to_half(from[i]) : float_to_bfloat16(from[i]);
 }
 
-// The bits of the largest magnitude: infinity's or more if a number is not finite.
+// The bits of the largest magnitude; those of infinity or larger if a number is not finite.
 inline uint32_t largest_bits(const float* numbers, int count) {
     uint32_t largest = 0;
     for (int i = 0; i < count; ++i) largest = std::max(largest, bits_of(numbers[i]) & 0x7fffffff);
     return largest;
 }
 
-// Write a head as 8-bit floats with a scale, the least power of 2 with which none exceeds 448; NaN as zeros.
+// Write a head as 8-bit floats and a scale, the smallest power of 2 for which no code exceeds 448. Non-finite heads
+// become zeros; with is_nan the scale becomes NaN.
 inline void store_codes(const float* from, int count, uint32_t largest, bool is_nan, uint8_t* to, uint16_t* scale) {
     constexpr uint32_t kInfinite = 0x7f800000;
     const bool is_zero = is_nan || largest >= kInfinite;
-    // One more where the mantissa is above 1.75, that of 448. At least so much that products with codes are normal.
+    // One more if the mantissa is above 1.75, the mantissa of 448. At least 10, so that products with codes are normal.
     const int exponent = is_zero ? 10 : std::max(int((largest + 0x1fffff) >> 23) - 8, 10);
     const float inverse = float_of(uint32_t(254 - exponent) << 23);
     for (int i = 0; i < count; ++i) to[i] = is_zero ? 0 : float_to_float8(from[i] * inverse);
     *scale = is_nan ? 0x7fc0 : uint16_t(exponent << 7);
 }
 
-// Write a token's keys and values as 8-bit floats. If a head's are not finite, its key is NaN and such a value 0.
+// Write a token's keys and values as 8-bit floats. If a head's key or value is not finite, its key becomes NaN, and a
+// non-finite value becomes 0.
 inline void store_codes(const float* keys, int64_t slot, const CacheView& cache) {
     const int dim = cache.head_dim, size = cache.kv_heads * dim;
     uint8_t* codes = static_cast<uint8_t*>(cache.data) + slot * 2 * size;
@@ -339,7 +341,7 @@ void rope_store(float* qkv, int64_t position, int64_t slot, const RopeStore& how
         for (float* query = qkv; query < keys; ++query) *query *= how.query_scale[position];
     }
     if (slot < 0 || !how.has_keys) return;
-    // Keys and values of all heads lie side by side, here and in the cache.
+    // Keys and values of all heads are adjacent, here and in the cache.
     const int count = 2 * cache.kv_heads * dim;
     if (cache.type == FloatType::kFloat8) return store_codes(keys, slot, cache);
     store_numbers(keys, count, cache.type, cache.data, slot * count);

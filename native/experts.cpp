@@ -14,7 +14,7 @@ namespace infinilm {
 
 namespace {
 
-// Memory for what lies between two kernels; a thread that computes steps has one.
+// Memory for results between two kernels; one per thread that computes steps.
 struct Workspace {
     QuantizedRows rows;
     Buffer<float> gate_up, results;
@@ -50,13 +50,13 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
     const Kernels& k = kernels();
     Workspace& space = workspace();
     const int64_t pairs = rows * top_k, size = hidden(), inner = down_.front()->in_features();
-    // Sort the pairs of a row and an expert by expert.
+    // Sort the (row, expert) pairs by expert.
     std::vector<int64_t>&ends = space.ends, &order = space.order, &places = space.places;
     ends.assign(count() + 1, 0);
     for (int64_t pair = 0; pair < pairs; ++pair) ++ends[ids[pair] + 1];
     for (int expert = 0; expert < count(); ++expert) ends[expert + 1] += ends[expert];
     order.resize(pairs), places.resize(pairs);
-    for (int64_t pair = 0; pair < pairs; ++pair) {  // ends[e] is the first place of e, and then that after its last
+    for (int64_t pair = 0; pair < pairs; ++pair) {  // moves ends[e] from e's first place to its end
         places[pair] = ends[ids[pair]]++;
         order[places[pair]] = pair;
     }
@@ -94,7 +94,8 @@ void Experts::mix(const float* x, int64_t rows, const int32_t* ids, const float*
 
 namespace {
 
-// Rule out the experts of all groups but the best: those whose group_best best have the largest sums.
+// Exclude the experts of all groups but the top_groups best ones. A group is ranked by the sum of its group_best best
+// experts.
 void keep_best_groups(const Routing& routing, std::vector<float>& ranks) {
     const size_t size = ranks.size() / routing.num_groups;
     std::vector<std::pair<float, int>> groups;
@@ -132,7 +133,7 @@ void choose_experts(const float* logits, int count, const Routing& routing, cons
     float sum = 0.0f;
     for (int k = 0; k < routing.top_k; ++k) {
         int best = 0;
-        while (is_chosen[best]) ++best;  // an expert, even if no rank is a number
+        while (is_chosen[best]) ++best;  // always an expert, even if all ranks are NaN
         for (int i = best + 1; i < count; ++i) {
             if (!is_chosen[i] && ranks[i] > ranks[best]) best = i;
         }

@@ -1,5 +1,6 @@
-// Products of float32 rows and matrices of floats. A result is a sum of sums, each over kFloatRun inputs, all in the order of the
-// inputs. So no bit of a row depends on how many rows are computed beside it, and an error grows with the number of sums.
+// Products of float32 rows and matrices of floats. A result is a sum of partial sums over kFloatRun inputs each, all in
+// the order of the inputs. So a row's bits do not depend on the number of rows, and the error grows with the number of
+// partial sums only.
 #pragma once
 
 #include <algorithm>
@@ -12,21 +13,21 @@
 
 namespace infinilm::INFINILM_ISA {
 
-// A tile's sums stay in registers: so many rows times so many vectors of outputs.
+// A tile is kFloatRows rows times kFloatVectors vectors of outputs; its sums stay in registers.
 constexpr int kFloatRows = 6;
 constexpr int kFloatVectors = kLanes == 16 ? 4 : 2;
-// With few rows the lines of a run are prefetched while the one before is multiplied. With many, so many lines are copied, and
-// stay in the cache while all rows are multiplied by them.
+// With few rows, a run's lines are prefetched while the previous run is multiplied. With many rows, kManyLines lines
+// are copied and stay in the cache while all rows are multiplied by them.
 constexpr int kManyLines = 128;
-constexpr int kLineBytes = 64;  // of a cache
+constexpr int kLineBytes = 64;  // a cache line
 
-// Some lines of a matrix from an output on, an input each.
+// Some lines of a matrix, beginning at some output. Each line belongs to one input.
 struct Lines {
     const void* numbers;
     int64_t stride;
     const float* scales;  // of the first line; null: none
     int64_t scale_stride;
-    int first, group;     // the first line's input; inputs of a group of scales
+    int first, group;     // the first line's input; inputs per group of scales
 
     Lines from_output(int output, int bytes) const {
         Lines lines = *this;
@@ -45,7 +46,7 @@ inline Lines lines_of(const FloatMatrix& m, int first, int output, int bytes) {
     return Lines{numbers, m.stride, scales, m.scale_stride, first, m.group}.from_output(output, bytes);
 }
 
-// Add the products of a tile's rows and `count` lines from `begin` on to what is in `out`.
+// Add the products of a tile's rows and `count` lines from `begin` on to `out`.
 template <FloatType kType, int kRows, int kVectors, bool kFetches>
 inline void add_run(const float* x, int64_t x_stride, const Lines& lines, int begin, int count, float* out, int64_t out_stride) {
     constexpr int kBytes = kNumberBytes<kType>;
@@ -85,7 +86,7 @@ inline void add_run(const float* x, int64_t x_stride, const Lines& lines, int be
     }
 }
 
-// All rows of a part, kRows at a time as long as they fit, times `count` lines.
+// Multiply the rows `row` to `end_row` by `count` lines, kRows at a time while they fit, then fewer.
 template <FloatType kType, int kRows, int kVectors, bool kFetches>
 inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const Lines& lines, int count, int output) {
     if constexpr (kRows > 0) {
@@ -101,7 +102,7 @@ inline void add_rows(const FloatProduct& p, int64_t row, int64_t end_row, const 
     }
 }
 
-// The last outputs, which fill no vector: lines, scales and sums are copied, with zeros behind them.
+// The last outputs, fewer than a vector: their lines, scales and sums are copied and padded with zeros.
 template <FloatType kType>
 inline void add_last(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     const int count = end_output - output;
@@ -126,8 +127,8 @@ inline void add_last(const FloatProduct& p, int64_t row, int64_t end_row, int ou
     }
 }
 
-// Call `function` with a number of vectors as a constant, and the first output, until fewer than a vector are left. Returns
-// the first of these.
+// Call `function(number of vectors, a constant; first output)` until fewer outputs than a vector are left. Returns the
+// first of these.
 template <typename Function>
 inline int for_vectors(int output, int end_output, const Function& function) {
     using std::integral_constant;
@@ -193,10 +194,10 @@ void multiply_floats(const FloatProduct& p, int64_t row, int64_t end_row, int ou
     }
 }
 
-// ---- tables: a line of the weight is an output's ----
+// ---- tables: a line of the weight belongs to an output ----
 
-// The products of a tile of kLanes results: inputs are the lanes, which are added up in the end. Rows and outputs beyond the
-// ends are computed as the last ones, and not written.
+// The products of a tile of kLanes results. Lanes hold different inputs and are added up at the end. Rows and outputs
+// beyond the ends repeat the last ones and are not written.
 template <FloatType kType, int kRows>
 inline void multiply_table_tile(const FloatProduct& p, int64_t row, int64_t end_row, int output, int end_output) {
     constexpr int kOutputs = kLanes / kRows;
@@ -242,7 +243,7 @@ void multiply_float_table(const FloatProduct& p, int64_t row, int64_t end_row, i
         case FloatType::kFloat32: return multiply_table_of<FloatType::kFloat32>(p, row, end_row, output, end_output);
         case FloatType::kFloat16: return multiply_table_of<FloatType::kFloat16>(p, row, end_row, output, end_output);
         case FloatType::kBFloat16: return multiply_table_of<FloatType::kBFloat16>(p, row, end_row, output, end_output);
-        case FloatType::kFloat8: return;  // which have scales, and tables none
+        case FloatType::kFloat8: return;  // has scales; tables have none
     }
 }
 

@@ -1,22 +1,22 @@
-// How weights are kept: the formats that can be loaded, and the one layout that the kernels read.
+// Packed weights: the formats that can be loaded, and the one layout that the kernels read.
 //
-// A matrix is cut into panels of 16 rows, a panel into groups of 32 columns. Every format becomes
+// A matrix is divided into panels of 16 rows, a panel into groups of 32 columns. Every format becomes
 //
 //     weight = scale * q + minimum        q an unsigned number of 4, 5, 6 or 8 bits
 //
-// with one scale (float16) for a row's group, or two for its halves, and in some formats a minimum (float16). The
-// others have the fixed minimum -zero * scale.
+// with one scale (float16) per row of a group, or two for its halves, and in some formats a minimum (float16). The
+// other formats have the fixed minimum -zero * scale.
 //
-// A group's numbers lie in 8 vectors of 16 rows x 4 columns, so that a vector of 16 int32 can take up the products of
-// four columns for all rows of a panel. Of numbers with fewer than 8 bits the vectors 2i and 2i + 1 share 64 bytes: the
-// lower four bits of all numbers come first, in 4 x 64 bytes; then the fifth bits in 64 bytes, one bit a vector; or the
-// fifth and sixth in 2 x 64 bytes, two bits a vector.
+// A group is stored as 8 vectors of 16 rows x 4 columns, so that a vector of 16 int32 accumulates the products of four
+// columns for all rows of a panel. If numbers have fewer than 8 bits, the vectors 2i and 2i + 1 share 64 bytes. The
+// lower four bits of all numbers come first, in 4 x 64 bytes. Then come the fifth bits in 64 bytes, one bit per vector,
+// or the fifth and sixth bits in 2 x 64 bytes, two bits per vector.
 //
 //     block of 8 groups:  numbers of group 0, of group 1, ... | scales (and minimums) of group 0, of group 1, ...
-//     panel:              block 0, block 1, ... the last of which may have fewer groups
+//     panel:              block 0, block 1, ...       the last block may have fewer groups
 //
-// So a panel is read from its beginning to its end: scales that lay behind all of a panel's numbers would be waited for at
-// each panel's beginning.
+// So a panel is read from beginning to end. If all scales followed the panel's numbers, every panel would begin with a
+// wait for its scales.
 #pragma once
 
 #include <cstddef>
@@ -26,13 +26,13 @@ namespace infinilm {
 
 constexpr int kPanelRows = 16;
 constexpr int kGroup = 32;
-constexpr int kQuads = kGroup / 4;  // vectors of a group
-constexpr int kBlockGroups = 8;     // that are multiplied at a time
+constexpr int kQuads = kGroup / 4;  // vectors in a group
+constexpr int kBlockGroups = 8;     // groups in a block
 constexpr int kVectorBytes = kPanelRows * 4;
 
 struct Format {
-    const char* name;   // as GGML calls it
-    int block_columns;  // of GGML's blocks
+    const char* name;   // GGML's name
+    int block_columns;  // columns of a GGML block
     int block_bytes;
     int bits;
     int scales;  // per group
@@ -41,10 +41,10 @@ struct Format {
 
     constexpr size_t group_bytes() const { return size_t(kPanelRows) * kGroup * bits / 8; }
     constexpr size_t scale_values() const { return size_t(kPanelRows) * (scales + has_minimum); }
-    // Of a group, with its scales.
+    // Bytes of a group with its scales.
     constexpr size_t all_bytes() const { return group_bytes() + scale_values() * sizeof(uint16_t); }
     constexpr size_t panel_bytes(int columns) const { return (columns / kGroup * all_bytes() + 63) / 64 * 64; }
-    // Where a group's numbers and its scales begin in a panel of so many groups.
+    // The offsets of a group's numbers and of its scales in a panel; `groups` is the panel's number of groups.
     constexpr size_t numbers_at(int group) const {
         return group / kBlockGroups * kBlockGroups * all_bytes() + group % kBlockGroups * group_bytes();
     }
@@ -60,13 +60,13 @@ inline constexpr Format kFormats[] = {
     {"Q5_K", 256, 176, 5, 1, true, 0},   {"Q6_K", 256, 210, 6, 2, false, 32},
 };
 
-// A weight in memory.
+// A packed weight in memory.
 struct PackedMatrix {
     const Format* format;
     int rows;
     int columns;
     const uint8_t* data;
-    int activation_bits;  // of the rows that it is multiplied with
+    int activation_bits;  // bits of the rows that it is multiplied with
 
     int panels() const { return (rows + kPanelRows - 1) / kPanelRows; }
     int groups() const { return columns / kGroup; }

@@ -1,5 +1,5 @@
-// float16, bfloat16 and 8-bit floats (e4m3) without any special instruction. Functions are static: each file that is compiled for an
-// instruction set of its own must have its own.
+// float16, bfloat16 and 8-bit floats (e4m3) without special instructions. Functions are static, because each file that
+// is compiled for another instruction set needs its own copy.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ static inline float half_to_float(uint16_t half) {
     return float_of(sign | ((rest << 13) + 0x38000000));
 }
 
-// Rounds to nearest, ties to even, as the instructions do.
+// Rounds to nearest, ties to even, like the hardware instructions.
 static inline uint16_t float_to_half(float value) {
     const uint32_t bits = bits_of(value);
     const uint16_t sign = bits >> 16 & 0x8000;
@@ -49,7 +49,7 @@ static inline uint16_t float_to_bfloat16(float value) {
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Of numbers up to 448, rounded to nearest, ties to even.
+// For numbers up to 448. Rounds to nearest, ties to even.
 static inline uint8_t float_to_float8(float value) {
     const uint32_t bits = bits_of(value);
     const uint8_t sign = bits >> 24 & 0x80;

@@ -1,4 +1,4 @@
-// The part of kernels.cpp that attends.
+// Attention: a part of kernels.cpp that is compiled separately.
 #include "kernels.h"
 
 #include "attention.h"

@@ -1,4 +1,4 @@
-// Compiled like kernels.cpp, and beside it.
+// Products of rows with 8 bits: a part of kernels.cpp that is compiled separately.
 #include "byte_products.h"
 
 namespace infinilm::INFINILM_ISA {

@@ -21,9 +21,9 @@ Workspace& workspace() {
     return own;
 }
 
-constexpr int64_t kTileTokens = 16;  // for which a head's matrices are read once
+constexpr int64_t kTileTokens = 16;  // tokens for which a head's matrices are read once
 
-// Call `function(token, head)` for all of them, a head's tokens together.
+// Call `function(token, head)` for all tokens and heads. A head's tokens of a tile are processed together.
 template <typename Function>
 void for_heads(int64_t tokens, int heads, const Function& function) {
     const int64_t tiles = (tokens + kTileTokens - 1) / kTileTokens;
@@ -45,7 +45,7 @@ void LatentHeads::attend(const Step& step, const CacheView& cache, const float* 
     std::vector<LatentTask>& tasks = workspace().tasks;
     tasks.clear();
     const int all = rope.num_heads;
-    // Rows that share what is read of the cache, unless that leaves threads idle.
+    // As many rows per task as possible, because they share reads of the cache, unless that leaves threads idle.
     const int64_t most = std::max<int64_t>(1, step.tokens * all / (4 * num_threads()));
     const int heads = int(std::min<int64_t>({kMaxLatentRows, all, most}));
     const int64_t tile = std::max<int64_t>(1, std::min<int64_t>(kMaxLatentRows, most) / heads);
@@ -98,7 +98,7 @@ void LatentAttention::run(const Surroundings& around, const Step& step, const La
     float* made = space.latents.reserve(tokens * width);
     latents->multiply(*from, tokens, made, false);
     if (query_rank) from = &round_rows(made, width, tokens, *query, query_norm, heads.rope.eps);
-    const int size = heads.result_size();  // results take the place of queries
+    const int size = heads.result_size();  // results overwrite queries
     float* queries = space.queries.reserve(tokens * std::max(heads.query_size(), size));
     query->multiply(*from, tokens, queries, false);
     heads.run(made + query_rank, width, queries, step, std::get<CacheView>(cache), queries);

@@ -7,12 +7,12 @@
 
 namespace infinilm {
 
-// The heads of latent attention, between its products. infinilm/layers/latent_attention.py says what they compute.
+// The heads of latent attention, between its products. infinilm/layers/latent_attention.py defines what they compute.
 struct LatentHeads {
     RopeStore rope;  // k_norm [rank]
     int rank;
     int plain_dim, value_dim;
-    const float* expansion;  // by head: the rows that make a key [plain_dim, rank], then a value [value_dim, rank]
+    const float* expansion;  // per head: the rows for its key [plain_dim, rank], then for its value [value_dim, rank]
     float scale;
     int64_t max_len;
 
@@ -21,8 +21,8 @@ struct LatentHeads {
     int query_size() const { return count() * (plain_dim + rope.rotary_dim); }
     int result_size() const { return count() * value_dim; }
     void check(const LayerCache& cache, const Step& step) const;
-    // latents [tokens, stride]: of each token the vector that is kept. queries [tokens, query_size] are changed, too, and
-    // out [tokens, result_size] may lie in their place.
+    // latents [tokens, stride]: each token's vector that is kept. Changes latents and queries [tokens, query_size]; out
+    // [tokens, result_size] may be the memory of queries.
     void run(float* latents, int64_t stride, float* queries, const Step& step, const CacheView& cache, float* out) const;
 
 private:
@@ -30,10 +30,10 @@ private:
 };
 
 struct LatentAttention : TokenMixer {
-    std::shared_ptr<const Linear> latents;  // what queries are made from, if there is such a vector, and what is kept
+    std::shared_ptr<const Linear> latents;  // the vectors for queries, if query_rank > 0, and the vectors that are kept
     std::shared_ptr<const Linear> query, out;
     const float* query_norm;  // [query_rank]
-    int query_rank;           // 0: queries are made from the hidden state
+    int query_rank;           // 0: queries are computed from the hidden state
     LatentHeads heads;
 
     int hidden() const override { return latents->in_features(); }

@@ -1,4 +1,4 @@
-// Latent attention: all heads attend to one vector per token, whose first part is also the value.
+// Latent attention: all heads attend to one vector per token, the key. Its first part is also the value.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace infinilm::INFINILM_ISA {
 
-// Some rows of a LatentTask on their way over the keys, in tiles at fixed places of a request.
+// Processes the keys for the rows of a LatentTask, in tiles that begin at fixed positions of a request.
 class LatentRows {
 public:
     LatentRows(const LatentTask& task, const CacheView& cache) : task_(task), cache_(cache) {

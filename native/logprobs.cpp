@@ -1,4 +1,4 @@
-// Probabilities are added as integers, so that neither other rows nor the order change a row's bits.
+// Probabilities are added as integers, so that neither other rows nor the order of additions change a row's bits.
 #include "logprobs.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kBlock = 256;  // tokens
 
-// log(sum(exp(x))), not a number unless the greatest logit is finite.
+// log(sum(exp(x))); NaN unless the greatest logit is finite.
 double log_sum(const float* logits, int64_t count, float greatest) {
     if (!std::isfinite(greatest)) return std::numeric_limits<double>::quiet_NaN();
     int64_t weights[kBlock], total = 0;
@@ -43,7 +43,7 @@ void logprobs(const float* logits, int64_t vocab_size, int64_t target, int64_t t
     const auto is_before = [=](int64_t a, int64_t b) {
         return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
     };
-    // The best so far, of which the worst is on top of the heap.
+    // A heap of the best tokens so far; the worst of them is on top.
     std::vector<int64_t> best(top);
     std::iota(best.begin(), best.end(), 0);
     std::make_heap(best.begin(), best.end(), is_before);

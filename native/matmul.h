@@ -1,7 +1,7 @@
 // Products of rows that are rounded to 16 bits with packed weights.
 //
-// A row's numbers have 16 bits, in two bytes: 255 * coarse + fine. So a weight is multiplied twice, which costs little
-// next to reading it when there are few rows, and the results are those of floats but for the fifth digit.
+// A row's numbers have 16 bits, in two bytes: 255 * coarse + fine. So a weight is multiplied twice. With few rows that
+// costs little compared with reading the weight. Results differ from those of floats only in the fifth digit.
 #pragma once
 
 #include <type_traits>
@@ -10,11 +10,11 @@
 
 namespace infinilm::INFINILM_ISA {
 
-// Rows from which on it pays to unpack weights once for all, by measurement.
+// From this many rows on, measurements show that unpacking weights once for all rows is faster.
 template <int kFormat>
 constexpr int kMany = kLanes == 16 && kFormats[kFormat].scales == 1 ? kAlwaysMany : kAlwaysFew;
 
-// Multiplies up to kMaxRows rows of x with the kLanes rows of a panel. With is_first it prefetches weights ahead.
+// Multiply kRows rows of x, at most kMaxRows, with kLanes rows of a panel. With is_first, prefetch weights.
 template <int kFormat, int kRows>
 inline void multiply_tile(const PackedMatrix& w, const Activations& x, int row, int panel, int part, bool is_first,
                           Floats (&sums)[kRows]) {
@@ -100,7 +100,7 @@ void multiply_rows(const PackedMatrix& w, const Activations& x, int row, int pan
     }
 }
 
-// The rows that are left over when kRows at a time no longer fit.
+// Multiply the last `rest` rows, at most kRows.
 template <int kFormat, int kRows>
 void multiply_rest(const PackedMatrix& w, const Activations& x, int row, int rest, int panel, bool is_first,
                    const float* bias, float* out, int64_t out_stride, bool accumulate) {
@@ -127,11 +127,11 @@ void multiply_few(const PackedMatrix& w, const Activations& x, int first_row, in
     }
 }
 
-// ---- many rows: weights are unpacked once for all of them, to 16 bits, which multiply whole numbers at once. The sums
-// are the same integers, so a row's results are the same bits as among few. ----
+// ---- many rows: weights are unpacked once for all rows, to 16 bits, and multiplied with the 16-bit whole numbers. The
+// sums are the same integers, so a row's results have the same bits as with few rows. ----
 
-constexpr int kPairs = kGroup / 2;  // vectors of a group
-// Some groups of kLanes rows of a panel.
+constexpr int kPairs = kGroup / 2;  // vectors in a group
+// Some unpacked groups of kLanes rows of a panel.
 struct UnpackedBlock {
     Ints numbers[kBlockGroups][kPairs];  // a lane has two columns of a row, as int16
     Floats scales[kBlockGroups][2];
@@ -155,10 +155,10 @@ inline void unpack_block(const PackedMatrix& w, int panel, int part, int first_g
     }
 }
 
-// Pairs of columns in a row without a loop. With few registers the compiler would read too far ahead.
+// How many pairs of columns are unrolled. With few registers more would make the compiler read too far ahead.
 constexpr int kUnrolled = kLanes == 16 ? 16 : 8;
 
-// Add the products of kRows rows with kVectors blocks to their sums, which begin with the first block.
+// Add the products of kRows rows with kVectors blocks to the rows' sums; with is_first the sums start from 0.
 template <int kScales, bool kHasMinimum, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int groups, const Activations& x, int64_t place,
                                               bool is_first, bool is_last, const Results& results) {
@@ -174,7 +174,7 @@ __attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int g
         for (int v = 0; v < kVectors; ++v) sums[r][v] = all(0.0f);
     }
     for (int g = 0; g < groups; ++g, whole += kGroup) {
-        for (int r = 0; r < kRows; ++r) __builtin_prefetch(whole + (kRows + r) * kStride);  // the next tile's
+        for (int r = 0; r < kRows; ++r) __builtin_prefetch(whole + (kRows + r) * kStride);  // for the next tile
         for (int s = 0; s < kScales; ++s) {
             Ints totals[kRows][kVectors];
             for (int r = 0; r < kRows; ++r) {
@@ -219,8 +219,8 @@ __attribute__((noinline)) void multiply_block(const UnpackedBlock* blocks, int g
     }
 }
 
-// All rows, kRows at a time as long as they fit. Meanwhile the weights that come next are fetched, a few lines with each
-// tile, from panels that are `panel_bytes` long.
+// Multiply all rows, kRows at a time while they fit, then fewer. Each tile also prefetches a few lines of the next
+// weights, from panels that are `panel_bytes` long.
 template <int kScales, bool kHasMinimum, int kRows, int kVectors>
 inline void multiply_block_rows(const UnpackedBlock* blocks, int groups, const Activations& x, int64_t place, int rows,
                                 bool is_first, bool is_last, Results results, const uint8_t* ahead, size_t panel_bytes) {
@@ -238,7 +238,8 @@ inline void multiply_block_rows(const UnpackedBlock* blocks, int groups, const A
     }
 }
 
-// Up to kManyPanels panels. They take turns with each block of columns, whose rounded rows stay near meanwhile.
+// Multiply up to kManyPanels panels. For each block of columns all panels are processed in turn, so that the block's
+// rounded rows stay in the cache.
 template <int kFormat>
 void multiply_many(const PackedMatrix& w, const Activations& x, int first_row, int end_row, int first_panel,
                    int end_panel, const float* bias, float* out, int64_t out_stride, bool accumulate) {

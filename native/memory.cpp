@@ -12,17 +12,17 @@ namespace infinilm {
 namespace {
 
 constexpr size_t kLargePage = 2 << 20;
-constexpr size_t kChunk = 32 << 20;  // is taken at once; what is not used of it costs nothing
+constexpr size_t kChunk = 32 << 20;  // mapped at once; unused parts cost nothing
 
 std::shared_ptr<uint8_t> allocate_chunk(size_t num_bytes) {
     num_bytes = (num_bytes + kLargePage - 1) / kLargePage * kLargePage;
 #if defined(__linux__)
-    // More than is needed, so that a large page can begin where the chunk does.
+    // Maps more than needed, so that the chunk can begin at a large page.
     const size_t mapped = num_bytes + kLargePage;
     void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     const auto begin = (reinterpret_cast<uintptr_t>(memory) + kLargePage - 1) / kLargePage * kLargePage;
-    madvise(reinterpret_cast<void*>(begin), num_bytes, MADV_HUGEPAGE);  // a wish: some systems have none
+    madvise(reinterpret_cast<void*>(begin), num_bytes, MADV_HUGEPAGE);  // a hint: not all systems have large pages
     return {reinterpret_cast<uint8_t*>(begin), [=](uint8_t*) { munmap(memory, mapped); }};
 #else
     void* memory = ::operator new(num_bytes, std::align_val_t(64));
@@ -35,7 +35,7 @@ std::shared_ptr<uint8_t> allocate_chunk(size_t num_bytes) {
 
 std::shared_ptr<uint8_t> allocate_weights(size_t num_bytes) {
     static std::mutex mutex;
-    static std::weak_ptr<uint8_t> current;  // the chunk that was begun last lives as long as what is in it
+    static std::weak_ptr<uint8_t> current;  // the newest chunk, which lives as long as the weights in it
     static size_t used = 0;
 
     const size_t size = (num_bytes + 63) / 64 * 64;

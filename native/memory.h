@@ -1,4 +1,4 @@
-// Memory for weights and for what lies between two kernels.
+// Memory for weights and for results between two kernels.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace infinilm {
 
-// Memory that only grows, aligned to cache lines. What was in it is lost when it does.
+// Memory that only grows, aligned to cache lines. Growing loses its contents.
 template <typename T>
 class Buffer {
 public:
@@ -29,8 +29,8 @@ private:
     size_t size_ = 0;
 };
 
-// Zeros that are there as long as somebody holds them. Weights taken one after the other lie side by side in large
-// pages: a step reads all of them, and looking up small pages would take it longer than the reading.
+// Zeroed memory, freed with its last pointer. Successive allocations are adjacent in large pages: a step reads all
+// weights, and with small pages the page lookups would take longer than the reads.
 std::shared_ptr<uint8_t> allocate_weights(size_t num_bytes);
 
 }  // namespace infinilm

@@ -34,7 +34,7 @@ template <typename T, size_t kDims>
 using Array = nb::ndarray<T, nb::ndim<kDims>, nb::c_contig, nb::device::cpu>;
 using Floats1 = Array<const float, 1>;
 using Ints1 = Array<const int64_t, 1>;
-// Rows may lie apart; what is in a row may not.
+// Rows may have any stride; the contents of a row are contiguous.
 using Rows2 = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Rows3 = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
 using Rows4 = nb::ndarray<float, nb::ndim<4>, nb::device::cpu>;
@@ -44,7 +44,7 @@ void require(bool is_true, const std::string& message) {
     if (!is_true) throw std::invalid_argument(message);
 }
 
-// An array, or null, and the length it has to have.
+// An optional array's data, or null. Checks its length.
 const float* vector_or_null(const std::optional<Floats1>& array, size_t length, const char* name) {
     if (!array) return nullptr;
     require(array->size() == length, std::string(name) + " must have " + std::to_string(length) + " numbers");
@@ -61,7 +61,7 @@ FloatType float_type(const AnyArray& array) {
     if (array.dtype() == nb::dtype<float>()) return FloatType::kFloat32;
     if (array.dtype().bits == 16 && array.dtype().code == uint8_t(nb::dlpack::dtype_code::Float)) return FloatType::kFloat16;
     const bool is_bfloat = array.dtype().bits == 16 && array.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat);
-    if (is_bfloat || array.dtype() == nb::dtype<uint16_t>()) return FloatType::kBFloat16;  // NumPy has the bits only
+    if (is_bfloat || array.dtype() == nb::dtype<uint16_t>()) return FloatType::kBFloat16;  // NumPy: only its bits
     if (array.dtype() == nb::dtype<uint8_t>()) return FloatType::kFloat8;
     throw std::invalid_argument("floats must be float32, float16, bfloat16, or uint8 with the codes of 8-bit floats");
 }
@@ -106,7 +106,8 @@ CacheView view_latents(const AnyArray& cache) {
     return {cache.data(), type, int64_t(cache.shape(0)), int64_t(cache.shape(1)), 1, int(cache.shape(4)), nullptr, true};
 }
 
-// A recurrent layer's states; see StateView. The last block is for those that nobody keeps, and has no end.
+// A recurrent layer's states; see StateView. An extra last block is scratch for states that are not kept; it has no
+// entry in `ends`.
 StateView view_states(const std::vector<AnyArray>& arrays, int64_t block_size) {
     require(arrays.size() == 3, "states are three arrays: memory, inputs and ends");
     const AnyArray &memory = arrays[0], &inputs = arrays[1], &ends = arrays[2];
@@ -128,7 +129,7 @@ StateView view_states(const std::vector<AnyArray>& arrays, int64_t block_size) {
             int(inputs.shape(2))};
 }
 
-// The caches of a decoder's layers, which it keeps alive.
+// The caches of a decoder's layers. Keeps their arrays alive.
 struct PyCache {
     using Arrays = std::variant<AnyArray, std::vector<AnyArray>>;
     std::vector<Arrays> arrays;
@@ -214,7 +215,7 @@ Gating find_gating(const std::string& activation, float alpha = 0.0f, float limi
 }
 
 struct PyExperts {
-    std::vector<PyLinear> linears;  // which keep their biases alive
+    std::vector<PyLinear> linears;  // keep their biases alive
     std::shared_ptr<const Experts> experts;
 
     PyExperts(const std::vector<PyLinear>& gate_up, const std::vector<PyLinear>& down, const std::string& activation,
@@ -275,7 +276,7 @@ void rms_norm_py(Rows2 x, Floats1 weight, Array<float, 2> out, float eps) {
     });
 }
 
-// A matrix [in, out], whose lines may lie apart.
+// A matrix [in, out]. Lines may have any stride.
 FloatMatrix view_floats(const AnyArray& weight, const std::optional<AnyArray>& scales) {
     require(weight.ndim() == 2 && (weight.stride(1) == 1 || weight.shape(1) == 1), "weight must be [in, out], of numbers in a row");
     FloatMatrix matrix{weight.data(), float_type(weight), int(weight.shape(0)), int(weight.shape(1)), weight.stride(0)};
@@ -294,7 +295,7 @@ FloatMatrix view_floats(const AnyArray& weight, const std::optional<AnyArray>& s
     return matrix;
 }
 
-// A matrix of floats with what keeps them alive.
+// A matrix of floats that keeps its arrays alive.
 std::shared_ptr<Matrix> keep_floats(const AnyArray& weight, const std::optional<AnyArray>& scales) {
     auto arrays = std::make_pair(weight, scales);
     return std::shared_ptr<Matrix>(new Matrix(view_floats(weight, scales)), [arrays](Matrix* matrix) { delete matrix; });
@@ -315,7 +316,7 @@ void multiply_dense_py(Array<const float, 2> x, const AnyArray& weight, Array<fl
     multiply_dense({{{matrix, x.data(), rows, out.data(), matrix.outputs}}});
 }
 
-// A token mixer, and what it needs alive.
+// A token mixer, and the objects that it keeps alive.
 struct PyTokenMixer {
     std::vector<PyLinear> linears;
     std::vector<std::optional<Floats1>> vectors;
@@ -343,7 +344,7 @@ struct PyAttention : PyTokenMixer {
                 "the weights of qkv and out do not fit the heads or each other");
         require(!window || *window > 0, "window must be positive");
         require(!cap || *cap > 0.0f, "cap must be positive");
-        // A norm of heads is that of one, unless it has numbers for all.
+        // Norm weights have the size of one head, or of all heads, which are then normed as one.
         const bool norms_all_heads = q_norm && int(q_norm->size()) != head_dim;
         const auto norm = [&](const std::optional<Floats1>& weight, int heads, const char* name) {
             return vector_or_null(weight, size_t(head_dim) * (norms_all_heads ? heads : 1), name);
@@ -368,7 +369,7 @@ struct PyAttention : PyTokenMixer {
     }
 };
 
-// Of a cache, the layer that some heads keep what they have in.
+// The cache of a layer, for heads that are run without their mixer.
 const LayerCache& layer_of(const PyCache& cache, size_t layer, const PyStep& step, size_t rows) {
     require(layer < cache.layers.size(), "the cache has no such layer");
     require(step.step.tokens == int64_t(rows), "there must be a row for each token of the step");
@@ -481,7 +482,7 @@ struct PyDeltaNet : PyTokenMixer {
     }
 };
 
-// A channel mixer, and what it needs alive.
+// A channel mixer, and the objects that it keeps alive.
 struct PyChannelMixer {
     std::vector<PyLinear> linears;
     std::optional<Array<const float, 2>> router;
@@ -526,7 +527,7 @@ struct PySparseMLP : PyChannelMixer {
 };
 
 struct PyMixerSum : PyChannelMixer {
-    // The norms before and after each.
+    // `before` and `after` are each mixer's norms.
     PyMixerSum(const std::vector<const PyChannelMixer*>& mixers, const std::vector<std::optional<Floats1>>& before,
                const std::vector<std::optional<Floats1>>& after, float eps) {
         require(!mixers.empty() && before.size() == mixers.size() && after.size() == mixers.size(),
@@ -628,9 +629,9 @@ struct PyDecoder {
     }
 };
 
-// A whole model, which decodes by itself.
+// A whole model, which can decode several steps by itself.
 struct PyGenerator {
-    PyDecoder decoder;  // these keep their arrays alive
+    PyDecoder decoder;  // decoder and head keep their arrays alive
     PyLinear head;
     TokenModel model;
 
@@ -690,7 +691,7 @@ private:
             }
             const auto end = Clock::now();
             const bool is_sound = std::all_of(are_sound, are_sound + count, [](bool each) { return each; });
-            // Tokens drawn so far are good. The step that failed is the first of the next run, which reports it.
+            // The tokens drawn so far are valid. The failed step is the first step of the next run, which reports it.
             if (!is_sound && step > 0) {
                 std::fill(are_sound, are_sound + count, true);
                 return step;
@@ -785,9 +786,9 @@ void cap_logits_py(Array<float, 2> logits, float cap) {
 NB_MODULE(_native, module) {
     using namespace infinilm;
 
-    nb::set_leak_warnings(false);  // an interpreter may end while it holds objects, as the server's does its tokenizer
+    nb::set_leak_warnings(false);  // an interpreter may end with live objects, such as the server's tokenizer
 
-    // noconvert: an array of another type or order is refused; a silent copy would be slow, or never written back.
+    // noconvert: an array of another type or order is refused. A silent copy would be slow, or never written back.
     module.def("instruction_set", [] { return kernels().name; });
     module.def("instruction_sets", [] {
         std::vector<std::string> names;

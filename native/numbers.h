@@ -1,4 +1,4 @@
-// Floats of any type in memory.
+// Reading floats of any type from memory.
 #pragma once
 
 #include "kernels.h"
@@ -28,11 +28,11 @@ inline float load_number(const void* from, int64_t place) {
     }
 }
 
-// Up to a vector of numbers, with zeros behind them.
+// Up to a vector of numbers, padded with zeros.
 template <FloatType kType>
 inline Floats load_some_numbers(const void* from, int64_t place, int count) {
     if (count >= kLanes) return load_numbers<kType>(from, place);
-    uint32_t raw[kLanes] = {};  // at least as much as a vector of any type
+    uint32_t raw[kLanes] = {};  // large enough for a vector of any type
     std::memcpy(raw, static_cast<const uint8_t*>(from) + place * kNumberBytes<kType>, size_t(count) * kNumberBytes<kType>);
     return load_numbers<kType>(raw, 0);
 }

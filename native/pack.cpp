@@ -8,7 +8,7 @@
 namespace infinilm {
 namespace {
 
-// One row's group of 32 columns, whatever it was stored as.
+// One row's group of 32 columns, for all formats.
 struct Group {
     uint8_t q[kGroup];
     uint16_t scale[2];
@@ -24,7 +24,8 @@ void low_and_high_halves(const uint8_t* bytes, uint8_t* q) {
     }
 }
 
-// Eight at a time: a byte is repeated, each copy keeps its own bit, which a carry moves to the top and a shift to bit 4.
+// Eight bits at a time: a byte is repeated eight times, and each copy keeps one bit. A carry moves the bit to the top
+// of its byte, and a shift to bit 4.
 void add_fifth_bits(const uint8_t* bytes, uint8_t* q) {
     for (int i = 0; i < kGroup / 8; ++i) {
         const uint64_t own = uint64_t(bytes[i]) * 0x0101010101010101 & 0x8040201008040201;
@@ -94,7 +95,7 @@ void read_q5_k(const uint8_t* block, int index, Group& group) {
 }
 
 void read_q6_k(const uint8_t* block, int index, Group& group) {
-    const int half = index / 4, part = index % 4;  // of 128 columns; of 32 in it
+    const int half = index / 4, part = index % 4;  // the half of 128 columns; the 32 columns in it
     const uint8_t* low = block + 64 * half + 32 * (part % 2);
     const uint8_t* high = block + 128 + 32 * half;
     for (int i = 0; i < kGroup; ++i) {
@@ -106,7 +107,7 @@ void read_q6_k(const uint8_t* block, int index, Group& group) {
     }
 }
 
-// Where the bits of a number lie: vector `quad`, byte `place` in it.
+// Read the number in vector `quad`, byte `place`.
 uint8_t get(const uint8_t* numbers, int bits, int quad, int place) {
     if (bits == 8) return numbers[quad * kVectorBytes + place];
     uint8_t q = numbers[quad / 2 * kVectorBytes + place] >> 4 * (quad % 2) & 15;
@@ -116,10 +117,10 @@ uint8_t get(const uint8_t* numbers, int bits, int quad, int place) {
     return q;
 }
 
-// A group of a panel: 8 vectors, each with the same four columns of 16 rows as one word a row.
+// A group of a panel: 8 vectors, each with the same four columns of 16 rows, one word per row.
 using Tile = uint32_t[kQuads][kPanelRows];
 
-// Write the numbers of a tile with so many bits each. Words hold four numbers, whose bits do not touch.
+// Write the numbers of a tile with `bits` bits each. A word holds four numbers; shifts do not mix their bits.
 template <int bits>
 void write_tile(const Tile& tile, uint8_t* numbers) {
     Tile out{};
@@ -139,13 +140,13 @@ void write_tile(const Tile& tile, uint8_t* numbers) {
             }
         }
     }
-    std::memcpy(numbers, out, size_t(bits) * kVectorBytes);  // as many vectors as bits: 8 share 64 bytes each
+    std::memcpy(numbers, out, size_t(bits) * kVectorBytes);  // 8 vectors with `bits` bits per number
 }
 
 using ReadGroup = void (*)(const uint8_t* block, int index, Group& group);
 using PackPanel = void (*)(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel);
 
-// A function for each format, so that the compiler knows how a group is read and how many bits its numbers have.
+// One function per format, so that the compiler knows how a group is read and how many bits its numbers have.
 template <ReadGroup read, int bits>
 void pack_panel_of(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel) {
     const int groups = columns / kGroup, groups_per_block = format.block_columns / kGroup;

@@ -1,4 +1,4 @@
-// From a file's blocks to the kernels' layout, and back to floats.
+// Conversion of a file's blocks to the kernels' layout, and of that layout to floats.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace infinilm {
 // The format of that name; throws std::invalid_argument if there is none.
 const Format& find_format(const std::string& name);
 
-// Write up to 16 rows of GGML's blocks to a panel; rows that are null stay as they are.
+// Write up to 16 rows of GGML's blocks to a panel; null rows are left unchanged.
 void pack_panel(const Format& format, int columns, const uint8_t* const* rows, uint8_t* panel);
 
 // Read one row of a matrix as floats.

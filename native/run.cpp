@@ -35,7 +35,7 @@ DecodeRun::DecodeRun(const TokenModel& model, const std::vector<LayerCache>& cac
         positions_[i] = rows.starts[i] + steps - 1;
         context_lens_[i] = rows.starts[i] + steps;
     }
-    check_steps(layer_steps_, caches);  // the last step has all blocks of the others
+    check_steps(layer_steps_, caches);  // checks the last step, which has all blocks of the others
 }
 
 void DecodeRun::move_to(int64_t step) {
@@ -64,7 +64,7 @@ void DecodeRun::step(const int64_t* tokens, int64_t* drawn, bool* are_sound) {
     model_.decoder->run(caches_, layer_steps_, rows_.count, nullptr, 0, hidden);
     model_.head->multiply(hidden, rows_.count, logits, false);
     scale_logits(logits, rows_.count * vocab_size, model_.logit_scale, model_.logit_cap);
-    // A row draws the token at the position that its context ends before.
+    // The drawn token's position is the length of the row's context.
     draw_rows(logits, rows_.count, vocab_size, rows_.settings, rows_.numbers, context_lens_.data(), drawn, are_sound);
 }
 

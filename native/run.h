@@ -1,4 +1,4 @@
-// Several decode steps of the same rows: what a row draws is what it computes next.
+// Several decode steps of the same rows. The token that a row draws is its input of the next step.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace infinilm {
 
-// From tokens to the logits of those after them.
+// A model from input tokens to the logits of the next tokens.
 struct TokenModel {
     std::shared_ptr<const Matrix> embedding;
     float embedding_scale;
@@ -22,23 +22,24 @@ struct TokenModel {
 // The rows of a run. Arrays belong to the caller.
 struct RunRows {
     int64_t count;
-    const int64_t* starts;    // [count], the positions of their last tokens
-    const int64_t* settings;  // of draws, [all rows, 5]
-    const int64_t* numbers;   // [count], the rows' places in settings
+    const int64_t* starts;    // [count], the positions of the rows' last tokens
+    const int64_t* settings;  // [all rows, 5], see DrawSettings
+    const int64_t* numbers;   // [count], the rows' indices in settings
 };
 
 class DecodeRun {
 public:
-    // `groups` says for each layer which of the `tables` [count, max_blocks] it has. Throws std::invalid_argument if the
-    // blocks of `steps` steps lie outside of a table or of the cache, or if a layer is recurrent: a step whose tokens can't be
-    // drawn is computed again, and its states are those after it already.
+    // `groups` has for each layer the index of its table in `tables`, each [count, max_blocks]. Throws
+    // std::invalid_argument if the blocks of `steps` steps lie outside of a table or of the cache, or if a layer is
+    // recurrent. Recurrent layers can't run here because a step whose tokens can't be drawn is computed again, and
+    // their states would already include it.
     DecodeRun(const TokenModel& model, const std::vector<LayerCache>& caches, const std::vector<size_t>& groups,
               const std::vector<const int64_t*>& tables, int64_t max_blocks, const RunRows& rows, int64_t steps);
 
-    // Compute the rows' last tokens [count] and draw the next ones. Where one can't be drawn, `are_sound` is false.
+    // Compute the rows' last tokens [count] and draw the next ones. `are_sound` is false for rows that can't draw.
     void step(const int64_t* tokens, int64_t* drawn, bool* are_sound);
 
-    // Before the first step: the last one's batch, as each layer has it.
+    // The batch of the last step, for each layer. Only valid before the first step.
     const std::vector<const Step*>& last_batches() const { return layer_steps_; }
 
 private:
@@ -47,7 +48,7 @@ private:
     const TokenModel& model_;
     const std::vector<LayerCache>& caches_;
     const RunRows rows_;
-    int64_t next_ = 0;                                            // step
+    int64_t next_ = 0;                                            // the next step
     std::vector<int64_t> positions_, query_lens_, context_lens_;  // [count]
     std::vector<std::vector<int64_t>> slots_;                     // by group, [count]
     std::vector<Step> steps_;                                     // by group

@@ -1,9 +1,9 @@
-// The rules, and the words for them, are those of infinilm/sampling; infinilm/kernels/sampling.py does the same on a GPU.
+// The rules and terms are those of infinilm/sampling; infinilm/kernels/sampling.py does the same on a GPU.
 //
-// A token's exact score takes two logarithms, too long for every token. But -log2 of a number is at most what its bits
-// say when read as an integer, and an exponential variate -log(1 - v) is at least v. So a bound on scores comes cheap:
-// each block of the vocabulary has one. The block with the greatest is computed exactly; another can only win if its
-// bound reaches the best score found, so that mostly this was all.
+// A token's exact score takes two logarithms, which is too slow for every token. But a number's bits, read as an
+// integer, bound its -log2 from above, and an exponential variate -log(1 - v) is at least v. So an upper bound of
+// scores is cheap, and each block of the vocabulary gets one. The block with the greatest bound is computed exactly.
+// Another block can only win if its bound reaches the best score found, so usually one block suffices.
 #include "sampling.h"
 
 #include <algorithm>
@@ -22,13 +22,13 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int kBlock = 256;  // tokens
 constexpr double kLog2E = 1.4426950408889634;
-constexpr float kHashScale = 0x1.fffffep-33f;  // the greatest below 2^-32: no hash may become 1, where log(0) waits
-// A bound's zero: the exponent bias of floats, and the hash counted in units of 2^-32.
+constexpr float kHashScale = 0x1.fffffep-33f;  // the greatest below 2^-32, so that no hash becomes 1, because of log(0)
+// The offset of bounds: the exponent bias of floats, and 32 because hashes are in units of 2^-32.
 constexpr float kBoundOffset = 127.0f + 32.0f;
-// Bounds and scores are rounded to 2^-24 of their terms a few times.
+// Bounds and scores are rounded a few times, each time by 2^-24 of their terms.
 constexpr float kRounding = 0x1p-20f;
 constexpr float kLargestTerm = 512.0f;
-// Tokens so many temperatures below the greatest have no weight, and no noise that could let them win.
+// Tokens whose logit is this many temperatures below the greatest have no weight, and no noise can make them win.
 constexpr float kReach = 40.0f;
 
 uint32_t mix(uint32_t value, uint32_t upper, uint32_t lower) {
@@ -44,15 +44,15 @@ uint64_t draw_key(uint64_t seed, int64_t position) {
     return key ^ (key >> 31);
 }
 
-// log e of the exponential variate that a hash stands for, with logarithms that are rounded correctly.
+// The logarithm of the exponential variate of a hash, with correctly rounded logarithms.
 float log_exponential(uint32_t hash) {
     const double uniform = (float(hash) + 0.5f) * kHashScale;
-    // 1 - v would lose the last digits of a small v, for which two terms of the series are as good as all.
+    // 1 - v would lose the last digits of a small v. Two terms of the series are exact enough for small v.
     const double variate = uniform < 0x1p-20 ? uniform + 0.5 * uniform * uniform : -std::log(1.0 - uniform);
     return float(std::log(double(float(variate))));
 }
 
-// One row on its way to a token.
+// Draws the token of one row.
 class Draw {
 public:
     Draw(const float* logits, int64_t vocab_size, const DrawSettings& settings, int64_t position)
@@ -95,7 +95,7 @@ private:
         return std::find(begin_of(block), end_of(block), row_max_) - logits_;
     }
 
-    // All logits from a value on, into leaders_.
+    // Collect all logits of at least `low` in leaders_.
     void gather(float low) {
         leaders_.clear();
         for (size_t block = 0; block < maxima_.size(); ++block) {
@@ -104,7 +104,7 @@ private:
         }
     }
 
-    // Gather ever more, though none below the cut-off, until there is enough.
+    // Gather more and more logits, but none below the cutoff, until there are enough.
     template <typename IsEnough>
     void gather_until(float cutoff, const IsEnough& is_enough) {
         for (float reach = 2.0f;; reach *= 2) {
@@ -174,8 +174,8 @@ private:
                 if (score > best || (score == best && x - logits_ < token)) {
                     best = score;
                     token = x - logits_;
-                    // What a block's bound has to be if a token in it has this score or a greater one; not a number,
-                    // which no bound is below, if the logits over the temperature are beyond floats.
+                    // A block with a token of this score or a greater one has at least this bound. If logits divided by
+                    // the temperature overflow, it is NaN, and no bound is below it.
                     threshold = best * float(kLog2E) + origin - kBoundOffset -
                                 kRounding * (std::abs(origin) + kLargestTerm);
                 }
@@ -202,7 +202,7 @@ private:
     const float temperature_;
     float row_max_ = 0;
     Contest contest_;
-    std::vector<float> maxima_, bounds_;  // of blocks
+    std::vector<float> maxima_, bounds_;  // per block
     std::vector<float> leaders_;
     std::vector<int64_t> weights_;
 };

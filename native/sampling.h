@@ -5,11 +5,11 @@
 
 namespace infinilm {
 
-// How a row draws; infinilm/sampling says what it means.
+// How a row draws; infinilm/sampling explains the settings.
 struct DrawSettings {
     uint64_t seed;       // scrambled
-    double temperature;  // 0: greedily
-    int64_t top_k;       // at least the vocabulary: no limit
+    double temperature;  // 0: greedy
+    int64_t top_k;       // the vocabulary size or more: no limit
     double top_p;        // 1: no limit
     double log_min_p;    // -infinity: no limit
 };
@@ -17,8 +17,8 @@ struct DrawSettings {
 // The token drawn at a position, or -1 if the greatest logit is not a finite number.
 int64_t draw(const float* logits, int64_t vocab_size, const DrawSettings& settings, int64_t position);
 
-// The same for each row of logits [count, vocab], with the settings [rows, 5] of row `rows[i]`. Where no token can be
-// drawn, it is 0 and not sound.
+// The same for each row i of logits [count, vocab], with row `rows[i]` of the settings [rows, 5]. If no token can be
+// drawn, tokens[i] is 0 and are_sound[i] is false.
 void draw_rows(const float* logits, int64_t count, int64_t vocab_size, const int64_t* settings, const int64_t* rows,
                const int64_t* positions, int64_t* tokens, bool* are_sound);
 

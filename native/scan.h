@@ -1,4 +1,4 @@
-// What drawing a token asks of all logits; the rest is in sampling.cpp, and looks at a few of them.
+// The parts of drawing a token that look at all logits. The rest is in sampling.cpp and looks at few of them.
 #pragma once
 
 #include <limits>
@@ -11,7 +11,7 @@ namespace infinilm::INFINILM_ISA {
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int64_t Longs __attribute__((vector_size(8 * kLanes)));
 
-// Numbers from a place near the end; `beyond` stands for those that are not there.
+// Up to a vector of numbers, padded with `beyond`.
 inline Floats load_some(const float* from, int count, float beyond) {
     if (count >= kLanes) return load(from);
     Floats to = all(beyond);

@@ -1,6 +1,7 @@
-// Vectors as wide as the instruction set that this file is compiled for; everything else is written in terms of them.
+// Vectors as wide as the instruction set that this file is compiled for. All kernels are written in terms of them.
 //
-// Floats and Ints are the compiler's own vector types, with the usual operators. What those can't say is below.
+// Floats and Ints are the compiler's vector types, with the usual operators. The functions below do what operators
+// can't.
 #pragma once
 
 #include <cstdint>
@@ -41,14 +42,14 @@ inline Bytes load(const uint8_t* from) {
     return to;
 }
 
-inline Floats all(float value) { return value - Floats{}; }  // minus, for 0 + -0 is not -0, and would be computed
+inline Floats all(float value) { return value - Floats{}; }  // plus would cost an addition: -0 + 0 is not -0
 inline Ints all(int32_t value) { return value - Ints{}; }
 inline Floats to_floats(Ints values) { return __builtin_convertvector(values, Floats); }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 inline Floats absolute(Floats a) { return (Floats)((Ints)a & 0x7fffffff); }
 
-// Up to a vector of numbers, with zeros behind them.
+// Up to a vector of numbers, padded with zeros.
 inline Floats load_some(const float* from, int count) {
     if (count >= kLanes) return load(from);
     Floats to = all(0.0f);
@@ -61,8 +62,8 @@ inline void store_some(float* to, Floats from, int count) {
     for (int i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// a * b + c, rounded once where there is an instruction for it. Never left to the compiler, which might decide
-// differently for one row than for eight.
+// a * b + c, rounded once if there is an instruction for it. The compiler must not choose, because it might choose
+// differently for one row and for eight.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512VNNI__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -81,7 +82,7 @@ inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// Rounded to the nearest integer, ties to even: beyond 2^23 a float has no bits for a fraction.
+// Rounds to the nearest integer, ties to even: above 2^23 a float has no bits for a fraction.
 inline Floats round_to_even(Floats a) {
     const Floats shift = all(12582912.0f);  // 1.5 * 2^23
     return (a + shift) - shift;
@@ -136,7 +137,7 @@ inline void store_bfloat16(uint16_t* to, Floats from) {
     for (int i = 0; i < kLanes; ++i) to[i] = float_to_bfloat16(from[i]);
 }
 
-// 8-bit floats (e4m3), none of which is NaN. Their bits are those of float16 numbers a 256th as large.
+// 8-bit floats (e4m3) without NaN. Their bits are those of float16 numbers that are 1/256 as large.
 inline Floats load_float8(const uint8_t* from) {
 #if defined(__AVX512VNNI__)
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
@@ -165,8 +166,8 @@ constexpr bool kHasShortSums = true;
 constexpr bool kHasShortSums = false;
 #endif
 
-// How often `add_products` may be called before `widen` has to make int32 of the sums, for weights of so many bits:
-// without an instruction that adds up in 32 bits, 16 must suffice for a while.
+// How often `add_products` may be called before `widen` has to convert the sums to int32, for weights of kBits bits.
+// Without an instruction that adds in 32 bits, sums are int16 in between.
 template <int kBits>
 constexpr int kQuadsPerSum = !kHasShortSums ? 8 : kBits == 4 ? 8 : kBits == 5 ? 4 : kBits == 6 ? 2 : 1;
 
@@ -218,14 +219,14 @@ inline Ints widen(Ints sum) {
 #endif
 }
 
-// Pairs of int16 in the lanes: x[0] and x[1] in all.
+// The pair of int16 x[0] and x[1] in every lane.
 inline Ints all_pairs(const int16_t* x) {
     int32_t two;
     std::memcpy(&two, x, sizeof two);
     return all(two);
 }
 
-// Of the four bytes of a lane the first two, or the last, as int16.
+// The first two bytes of each lane as int16; `upper_pairs` takes the last two.
 inline Ints lower_pairs(Bytes fours) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_shuffle_epi8((__m512i)fours, _mm512_set4_epi32(0x800d800c, 0x80098008, 0x80058004, 0x80018000));
@@ -259,7 +260,7 @@ inline Ints add_pairs(Ints sum, Ints w, Ints x) {
 
 // ---- over a vector ----
 
-// Whether a lane of a is larger than b's.
+// Whether any lane of a is larger than that of b.
 inline bool is_any_larger(Floats a, Floats b) {
 #if defined(__AVX512VNNI__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
@@ -273,7 +274,7 @@ inline bool is_any_larger(Floats a, Floats b) {
 #endif
 }
 
-// Lanes picked from a and b, those of b counted on from a's.
+// Lanes picked from a (0 to kLanes - 1) and b (from kLanes on).
 inline Floats pick(Floats a, Floats b, Ints lanes) {
 #if defined(__clang__)
     Floats picked;
@@ -284,7 +285,7 @@ inline Floats pick(Floats a, Floats b, Ints lanes) {
 #endif
 }
 
-// One step of combining vectors: pieces of `kWidth` lanes with their neighbours, a's results next to b's.
+// One step of combining vectors: neighbouring pieces of `kWidth` lanes are combined; a's results are next to b's.
 template <int kWidth, typename Combine>
 inline Floats combine_neighbours(Floats a, Floats b, const Combine& combine) {
     Ints first{};
@@ -295,9 +296,10 @@ inline Floats combine_neighbours(Floats a, Floats b, const Combine& combine) {
     return combine(pick(a, b, first), pick(a, b, first + kWidth));
 }
 
-// Some vectors, a power of 2, with their lanes combined: neighbours first, then neighbouring pieces of 2, and so on up to
-// pieces of kLast lanes. With all lanes combined, lane i is vector i's, and of fewer vectors they are repeated. With kLast = 2
-// lane 4 k + i is that of the lanes 4 k to 4 k + 3 of vector i of four. The vectors are used up.
+// Combine the lanes of some vectors, whose number is a power of 2: neighbouring lanes first, then neighbouring pieces
+// of 2, and so on up to pieces of kLast lanes. If all lanes are combined, lane i has the result of vector i; results
+// are repeated if there are fewer vectors than lanes. With kLast = 2 and four vectors, lane 4 k + i has the result of
+// the lanes 4 k to 4 k + 3 of vector i. The vectors are overwritten.
 template <int kLast, int kWidth = 1, int kCount, typename Combine>
 inline Floats combine_each(Floats (&vectors)[kCount], const Combine& combine, int count = kCount) {
     if constexpr (kWidth > kLast) {
@@ -313,12 +315,12 @@ inline Floats combine_each(Floats (&vectors)[kCount], const Combine& combine, in
     }
 }
 
-// The sums of kLanes vectors, side by side.
+// The sums of kLanes vectors, one per lane.
 inline Floats sums_of(Floats (&vectors)[kLanes]) {
     return combine_each<kLanes / 2>(vectors, [](Floats a, Floats b) { return a + b; });
 }
 
-// Rows become columns: of two rows `kWidth` apart, pieces of `kWidth` lanes are exchanged; then twice as wide ones.
+// Transpose in place: two rows that are `kWidth` apart exchange pieces of `kWidth` lanes, then pieces twice as wide.
 template <int kWidth = 1>
 inline void transpose(Floats (&rows)[kLanes]) {
     Ints first{}, second{};

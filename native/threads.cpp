@@ -10,8 +10,8 @@
 namespace infinilm {
 namespace {
 
-// Between two pieces of a step's work pass microseconds, between two steps somewhat more. A thread that looks for work
-// this long before it sleeps is there for the next piece, and does not burn a core that others want for long.
+// Microseconds pass between two pieces of a step's work, somewhat more between two steps. A thread spins this long
+// before it sleeps. That is enough to be awake for the next piece, and does not block a core for long that others need.
 constexpr auto kPatience = std::chrono::microseconds(200);
 
 inline void pause() {
@@ -42,7 +42,7 @@ public:
         }
         open(++number_);
         work(0);
-        // A thread that is not yet here may stay away: all tasks are taken. Those that are must be waited for.
+        // All tasks are taken, so threads that have not entered yet need not. Wait for those that have.
         open_.store(0);
         for (int spins = 0; inside_.load() > 0; ++spins) {
             if (spins < 4096) {
@@ -54,17 +54,17 @@ public:
     }
 
 private:
-    // Let threads in to this piece of work; what was written before is seen by all who come.
+    // Let threads enter this piece of work. A thread that enters sees everything that was written before.
     void open(uint64_t number) {
         latest_.store(number);
         open_.store(number);
         if (sleepers_.load() > 0) {
-            { std::lock_guard lock(mutex_); }  // after this a thread has seen the number, or sleeps and is woken
+            { std::lock_guard lock(mutex_); }  // afterwards a thread has seen the number, or sleeps and is woken
             wake_.notify_all();
         }
     }
 
-    // A thread takes its own share in order, so that it reads memory in order; then it helps the others with theirs.
+    // A thread processes its own share in order, so that it reads memory in order. Then it helps with the other shares.
     void work(size_t thread) {
         for (size_t i = 0; i < shares_.size(); ++i) {
             Share& share = shares_[(thread + i) % shares_.size()];
@@ -80,7 +80,7 @@ private:
         for (uint64_t seen = 0;;) {
             seen = wait_for_other_than(seen);
             if (is_over_.load()) return;
-            inside_.fetch_add(1);  // from here on nothing is taken away; but was it, before?
+            inside_.fetch_add(1);  // from here on the piece stays; the next line checks that it is still open
             if (open_.load() != 0) work(thread);
             inside_.fetch_sub(1);
         }
@@ -96,7 +96,8 @@ private:
                 pause();
                 if (spins % 64 == 63 && std::chrono::steady_clock::now() - begin > kPatience) break;
             }
-            // A thread that wakes after its piece of work is over spins for the next one, which mostly comes at once.
+            // A thread that wakes after its piece of work is over spins for the next one, which usually follows at
+            // once.
             std::unique_lock lock(mutex_);
             sleepers_.fetch_add(1);
             wake_.wait(lock, [&] { return latest_.load() != latest; });
@@ -113,7 +114,7 @@ private:
     std::vector<std::thread> threads_;
     void (*task_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
-    uint64_t number_ = 0;  // of the piece of work
+    uint64_t number_ = 0;  // the number of the piece of work
     alignas(64) std::atomic<int> inside_{0};
     alignas(64) std::atomic<uint64_t> open_{0};  // the number of the piece that may be entered; 0: none
     alignas(64) std::atomic<uint64_t> latest_{0};  // the number of the piece that was opened last
@@ -125,7 +126,7 @@ private:
 
 std::mutex running;
 std::atomic<int> count{1};
-Pool* pool = nullptr;  // never destroyed at exit: its threads may be in use until the very end
+Pool* pool = nullptr;  // never destroyed at exit: its threads may be in use until then
 
 }  // namespace
 

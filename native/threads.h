@@ -1,11 +1,11 @@
-// The threads that share out a kernel's work, and the one place that knows how many there are.
+// The threads that divide a kernel's work. Their number is only known here.
 #pragma once
 
 #include <cstdint>
 
 namespace infinilm {
 
-// How many threads work, the caller's included. Not to be changed while work is going on.
+// The number of threads, the caller's included. Must not be changed while work is running.
 void set_num_threads(int count);
 int num_threads();
 
@@ -14,7 +14,7 @@ void run_tasks(int64_t tasks, void (*task)(const void* context, int64_t index), 
 }
 
 // Call `function(index)` for every index below `count`, on all threads, in any order; returns when all are done. A
-// thread takes `grain` indices at a time. If another of the program's threads is at it already, this one works alone.
+// thread takes `grain` indices at a time. If another caller uses the threads already, the calling thread works alone.
 template <typename Function>
 void parallel_for(int64_t count, int64_t grain, const Function& function) {
     const auto task = [&](int64_t index) {

@@ -1,7 +1,7 @@
-// What products of rounded rows with packed weights have in common, whether numbers have 16 bits or 8.
+// Code shared by the products of rounded rows with packed weights, for 16 and for 8 bits.
 //
-// A panel's 16 rows are the lanes of the sums: nothing is added up across a vector, and a result's order of additions
-// does not depend on how many rows are computed at a time.
+// A panel's 16 rows are the lanes of the sums. So nothing is added across a vector, and the order of a result's
+// additions does not depend on how many rows are computed at a time.
 #pragma once
 
 #include <algorithm>
@@ -11,37 +11,37 @@
 
 namespace infinilm::INFINILM_ISA {
 
-// So many rows at a time share the unpacking of a weight; three sums each have to stay in registers.
+// This many rows at a time share the unpacking of a weight. Three sums per row have to stay in registers.
 constexpr int kMaxRows = kLanes / 2;
-// Weights are asked for so many bytes before they are needed. They lie in the order in which they are read, over panels
-// and matrices, but the processor's own guesses end with every page. Of bytes that one row is multiplied with they are
-// good: there are so few instructions for each line that reads run far ahead by themselves, and asking for distant
-// lines would be in their way.
+// How many bytes ahead weights are prefetched. Weights are stored in the order in which they are read, across panels
+// and matrices, but the hardware prefetcher stops at the end of every page. For 8-bit weights and one row it suffices:
+// there are so few instructions per line that reads run far ahead by themselves, and prefetching distant lines would
+// hinder them.
 template <int kBits, int kRows>
 constexpr size_t kAhead = kLanes == 16 && kBits == 8 && kRows == 1 ? 1024 : 8192;
-constexpr int kParts = kPanelRows / kLanes;  // vectors for a panel's rows
+constexpr int kParts = kPanelRows / kLanes;  // vectors that hold a panel's rows
 constexpr int kManyPanels = 4;
-// A tile is so many rows times so many vectors of weights: its sums, and those of a group, stay in registers, and what is
-// read of a row serves all vectors.
+// A tile is kTileRows rows times kTileVectors vectors of weights. Its sums and those of a group stay in registers, and
+// all its vectors share what is read of a row.
 constexpr int kTileRows = kLanes == 16 ? 6 : 3;
 constexpr int kTileVectors = 2;
 constexpr int kManyVectors = kManyPanels * kParts;
 static_assert(kTaskUnit % kTileRows == 0 && kManyVectors % kTileVectors == 0);
 
-// Into the second cache: a core can wait for few lines of the first, and drops requests beyond that.
+// Prefetches into the L2 cache: a core has few outstanding requests for L1 lines, and drops prefetches beyond that.
 template <size_t kBytes>
 inline void fetch_ahead(const uint8_t* from) {
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(from + line, 0, 2);
 }
 
-// Vector `quad` of a group: four columns of kLanes rows, one number a byte.
+// Vector `quad` of a group: four columns of kLanes rows, one number per byte.
 template <int kBits>
 inline Bytes unpack(const uint8_t* group, int quad, int part) {
     const uint8_t* place = group + part * sizeof(Bytes);
     if constexpr (kBits == 8) {
         return load(place + quad * kVectorBytes);
     } else {
-        // A shift moves 32 bits, so bits of the next byte come in. The mask removes them.
+        // Shifts work on 32 bits and shift in bits of the next byte. The mask removes those.
         const auto shifted = [&](const uint8_t* from, int right) { return (Bytes)((Ints)load(from) >> right); };
         Bytes q = shifted(place + quad / 2 * kVectorBytes, 4 * (quad % 2)) & 0x0f;
         const uint8_t* high = place + 4 * kVectorBytes;
@@ -71,22 +71,22 @@ inline void write_tile(Floats sums, const float* bias, float* out, int lanes, bo
     store(out, sums);
 }
 
-// Where some rows' results go: sums of the blocks so far, and then `out`.
+// Where the results of some rows go: first to `sums` over the blocks so far, finally to `out`.
 struct Results {
-    float* sums;        // a row's are kTileVectors * kLanes
+    float* sums;        // kTileVectors * kLanes per row
     const float* bias;  // or null
     float* out;
-    int64_t stride;  // of out
-    int columns;     // from `out` on
+    int64_t stride;  // from row to row of out
+    int columns;     // columns left, counted from `out`
     bool accumulate;
 
-    // Those of the row that comes so many rows later.
+    // The same for the rows that begin `rows` rows later.
     Results after(int rows) const {
         return {sums + rows * kTileVectors * kLanes, bias, out + rows * stride, stride, columns, accumulate};
     }
 };
 
-// Formats that differ in name only share their kernels: that of the first.
+// Formats that differ in name only share the kernels of the first one.
 constexpr int same_kernels(int format) {
     for (int other = 0; other < format; ++other) {
         const Format &a = kFormats[other], &b = kFormats[format];
@@ -95,7 +95,7 @@ constexpr int same_kernels(int format) {
     return format;
 }
 
-// That of functions by format that is for a matrix.
+// Chooses from kFunctions, one per format, the function for a matrix's format.
 template <typename Function, Function... kFunctions>
 inline Function choose(const Format* format) {
     constexpr Function functions[] = {kFunctions...};

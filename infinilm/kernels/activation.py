@@ -50,8 +50,8 @@ def _silu_mul_kernel(gate_up, out, size, stride, BLOCK: tl.constexpr, EARLY: tl.
 def add_bias(sums, bias):
     """`sums + bias` in float32, rounded once more than the sums.
 
-    Of a plain addition to a product of a single tile the compiler makes a product that begins with the bias, and matrix
-    instructions round otherwise.
+    The compiler would turn a plain addition to a product of a single tile into a product that starts with the bias, and
+    matrix instructions round differently.
     """
     return tl.fma(sums, 1.0, bias)
 

@@ -1,14 +1,14 @@
 """The order in which attention adds up a token's keys. Every attention kernel follows it, so all have the same bits.
 
 A token's context is divided into chunks, and a chunk into tiles of keys, both at fixed multiples from the request's
-first token (`chunk_shift`, `key_tile`). Within a chunk tiles are added in order; then chunks are merged in order. What
-a chunk or a tile is depends on the token's place in its request alone: not on the batch, on the step that computes it,
-on what was cached, or on which program does it. So a decode step may give each chunk to another program, a shared
-prefix may be attended once for many rows, and a prompt may be computed in any pieces.
+first token (`chunk_shift`, `key_tile`). Within a chunk tiles are added in order; then chunks are merged in order. The
+division depends only on the token's place in its request: not on the batch, the step that computes it, the cached
+tokens, or the program. So a decode step may give each chunk to another program, a shared prefix may be computed once
+for many rows, and a prompt may be computed in any pieces.
 
-Sums go through the tensor cores, whose results do not depend on the shape of the tile: the sum of the weights, too, as
-a product with ones. Everything else is one operation per number, in which the compiler must not merge products and
-sums as it likes: kernels are launched with `IN_ORDER`, and `tl.fma` says where they are merged.
+Sums are computed by the tensor cores, whose results do not depend on the shape of the tile. That includes the sum of
+the weights, which is a product with ones. Everything else is one operation per number. The compiler must not merge
+products and sums there: kernels are launched with `IN_ORDER`, and use `tl.fma` where they are merged.
 """
 
 import torch
@@ -16,28 +16,28 @@ import triton
 import triton.language as tl
 
 IN_ORDER = {"enable_fp_fusion": False}
-"""Options of a launch."""
+"""Launch options."""
 
 MIN_SHIFT = tl.constexpr(8)
-"""Of the smallest chunks, see `chunk_shift`."""
+"""Binary logarithm of the smallest chunk size, see `chunk_shift`."""
 
 MAX_CHUNKS = tl.constexpr(16)
-"""No token has more."""
+"""The most chunks of a token."""
 
 NO_WINDOW = tl.constexpr(1 << 29)
-"""What stands for a window where there is none: more tokens than any request has."""
+"""Stands for no window: more tokens than any request has."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The least columns of a product's result, which all hold the same sum.
+# The least columns of a product's result. All of them hold the same sum.
 SUM_COLUMNS = tl.constexpr(16)
 
 
 def key_tile(dtype: torch.dtype, head_dim: int) -> int:
     """Keys of a tile.
 
-    64 keys of 128 bfloat16 are 16 KiB. Decoding, two tiles of keys and two of values are in flight in each of the three
-    programs that fit on a Hopper multiprocessor, several times the bytes that hide the memory latency.
+    64 keys of 128 bfloat16 are 16 KiB. When decoding, two tiles of keys and two of values are in flight in each of the
+    three programs that fit on a Hopper multiprocessor, several times the bytes that hide the memory latency.
     """
     if dtype == torch.float32:  # exact products don't use tensor cores: small tiles, or registers run out
         return 16
@@ -48,8 +48,9 @@ def key_tile(dtype: torch.dtype, head_dim: int) -> int:
 def chunk_shift(num_seen, window):
     """The binary logarithm of the keys per chunk for a token that is number `num_seen` of its request.
 
-    256 keys, because merging would take longer than reading fewer; from 4,096 tokens on an eighth of the largest power
-    of two, so that there are 8 to 16 chunks. With a window of w no more than w keys and a part of a chunk matter.
+    A chunk has at least 256 keys, because merging smaller ones would take longer than reading them. From 4,096 tokens
+    on it has an eighth of the largest power of two, so that there are 8 to 16 chunks. With a window of w no more than w
+    keys and a part of a chunk matter.
     """
     num_seen = tl.minimum(num_seen, window + (window >> 3))
     shift = (num_seen >= 0).to(tl.int32) * MIN_SHIFT
@@ -62,7 +63,7 @@ def chunk_shift(num_seen, window):
 def no_keys(M: tl.constexpr, PAD_DIM: tl.constexpr, COLUMNS: tl.constexpr = SUM_COLUMNS):
     """The state before the first tile: weighted sum of the values, sum of the weights, largest score.
 
-    With one column the sum of the weights has the order that is fastest in a kernel.
+    With one column the sum of the weights has the order that is fastest in the kernel.
     """
     output = tl.zeros([M, PAD_DIM], tl.float32)
     total = tl.zeros([M, COLUMNS], tl.float32)

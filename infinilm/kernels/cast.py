@@ -1,4 +1,4 @@
-"""Logits in float32. Torch's own conversion reaches half of the memory's speed."""
+"""Converts logits to float32. Torch's own conversion reaches half of the memory bandwidth."""
 
 import torch
 import triton

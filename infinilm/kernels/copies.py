@@ -19,7 +19,8 @@ def to_device(device: torch.device, *arrays: npt.NDArray[Any]) -> tuple[Tensor, 
 
 
 def to_pinned(tensor: Tensor) -> Tensor:
-    """An asynchronous copy of a GPU's tensor into pinned memory; complete when the stream has reached it."""
+    """Start an asynchronous copy of a GPU's tensor into pinned memory. It is complete when the stream has reached
+    it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 

@@ -16,41 +16,41 @@ from infinilm.kernels.fp8_cache import as_pairs, decoded_cache
 
 _RESULTS: int = MAX_CHUNKS.value
 
-# Query heads that a program attends to a shared prefix: 64 is the least for which Hopper's tensor cores are
-# fast; float32 does not use them, and would run out of registers.
+# Query heads per program for a shared prefix. 64 is the least for which Hopper's tensor cores are fast; float32 does
+# not use them, and would run out of registers.
 _SHARED_QUERIES = 64
 _SHARED_QUERIES_FLOAT32 = 16
-# Programs that share the chunks of a shared prefix. They are launched also when nothing is shared, and then take time.
+# Programs that divide the chunks of a shared prefix. They are launched even if nothing is shared, which takes time.
 _SHARED_PARTS = 4
-# Half of a tensor core's rows, which then computes them twice: fewer registers than with rows of zeros.
+# Half of a tensor core's rows, which are then computed twice. That takes fewer registers than padding with zeros.
 _MIN_QUERIES = 8
-# Numbers of an output that are added up at a time: four in each thread, as many as can be loaded at once.
+# Numbers of an output that are added up at a time: four per thread, as many as one load takes.
 _COMBINED = 512
-# With a cache of 8-bit floats programs wait for instructions rather than memory: smaller ones, more of which fit.
+# With a cache of 8-bit floats programs wait for instructions rather than memory. Smaller programs, of which more fit.
 _OF_CODES = {"num_warps": 2}
-# Numbers of the output that a program has for a shared prefix: with 4 warps, 128 in each thread.
+# Numbers of the output per program for a shared prefix: with 4 warps, 128 per thread.
 _MAX_SHARED_OUTPUT = 64 * 256
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The blocks that all rows begin with, on the device: one CUDA graph serves with and without."""
+    """The blocks that all rows begin with. It is on the device, so one CUDA graph works with and without a prefix."""
 
-    num_tokens: Tensor  # [1] int32, a multiple of the block size, below every context length but 0; 0: none are shared
+    num_tokens: Tensor  # [1] int32, a multiple of the block size, below all context lengths except 0; 0: none shared
     table: Tensor  # [max_blocks] int32, the first num_tokens / block_size of them valid
 
 
 class DecodeWorkspace:
-    """Partial results of one call, which its last program combines.
+    """Partial results of one call, which the call's last program combines.
 
-    One serves all layers and graphs that run one after another; two streams need one each.
+    All layers and graphs that run one after another share one workspace; two streams need one each.
     """
 
     def __init__(self, max_rows: int, heads: int, head_dim: int, device: torch.device | str) -> None:
         self.max_rows, self.heads, self.head_dim = max_rows, heads, head_dim
         shape = (max_rows, heads, _RESULTS)
         self.results = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
-        # The sum of the weights and the largest score of each.
+        # The sum of the weights and the largest score of each result.
         self.sums = torch.empty((*shape, 2), dtype=torch.float32, device=device)
         self.arrivals = torch.zeros((max_rows, heads), dtype=torch.int32, device=device)  # all 0 between calls
 
@@ -82,17 +82,17 @@ def decode_attention(
 ) -> Tensor:
     """Attend one new token per row to the row's tokens in the cache, its own key and value included.
 
-    `query` is `[B, heads, head_dim]` (rows may be apart), `cache` `[blocks, block_size, 2, kv_heads, head_dim]`.
-    `tables` `[B, max_blocks]` int32 names the blocks of each row, `context_lens` `[B]` int32 the tokens in them; a row
-    of 0 tokens gives zeros. With a `window` only the last `window` tokens are seen, and read. Returns
+    `query` is `[B, heads, head_dim]` (rows may have any stride), `cache` `[blocks, block_size, 2, kv_heads, head_dim]`.
+    `tables` `[B, max_blocks]` int32 has the blocks of each row, `context_lens` `[B]` int32 the number of tokens in
+    them; a row of 0 tokens gives zeros. With a `window` only the last `window` tokens are seen and read. Returns
     `[B, heads, head_dim]` of the query's type.
 
-    The tokens of a `shared` prefix are read through its own table as far as they are whole chunks, all others through
-    `tables`. Windows don't go with it: what they see is soon a row's own.
+    Whole chunks of a `shared` prefix are read through its own table, all other tokens through `tables`. A prefix can't
+    be shared with a window, because a window soon covers only a row's own tokens.
 
     With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
 
-    A cache of 8-bit floats has `scales` (`fp8_cache.py`), any other the query's type.
+    A cache of 8-bit floats has `scales` (`fp8_cache.py`); any other cache has the query's type.
     """
     _check_layout(query, cache, scales, tables)
     workspace.check(*query.shape)
@@ -177,10 +177,10 @@ def _attend_shared(
 
 
 def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
-    """The options of both kernels. None depends on the number of rows, because no row's result may."""
+    """The options of both kernels. They must not depend on the number of rows, so that no row's result does."""
     _, heads, head_dim = query.shape
     block_size, _, kv_heads, _ = cache.shape[1:]
-    # A matrix instruction takes 16 columns; 8-bit floats are multiplied as two halves.
+    # A matrix instruction takes 16 columns. 8-bit floats are multiplied as two halves.
     pad_dim = max(16 if cache.element_size() > 1 else 32, triton.next_power_of_2(head_dim))
     early = launches_early(query.device)
     return {
@@ -199,11 +199,12 @@ def _options(query: Tensor, cache: Tensor) -> dict[str, Any]:
 
 
 def _parts(pairs: int) -> tuple[int, int]:
-    """How many programs, a power of 2, may share a row for each of `pairs` rows and kv heads, and its tokens for each.
+    """How many programs, a power of 2, may share one of `pairs` rows and kv heads, and the least tokens of each
+    program.
 
-    Few rows occupy the device only if every chunk is a program of its own. Of many rows, the short ones are best read
-    by one program each; long ones by a few all the same, as the last to finish is waited for. Programs with nothing to
-    do take their turn, too: hence not more than needed.
+    Few rows occupy the device only if every chunk is a program of its own. With many rows, short rows are best read by
+    one program each. Long rows are still shared by a few programs, because the step waits for the last one. Programs
+    with nothing to do take time, too, so there are no more than needed.
     """
     for limit, num_parts, min_tokens in ((64, 16, 64), (256, 8, 192), (1024, 4, 384), (8192, 2, 512)):
         if pairs <= limit:

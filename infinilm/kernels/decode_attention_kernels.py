@@ -6,18 +6,18 @@ have loads in flight, for one short row as well as for hundreds of long ones.
 *Packing.* The query heads that share a kv head are the rows of one tile, so that each key and value is read once for
 all of them.
 
-*Splitting.* The chunks of a row's context (`attention_order`) are attended to independently, and merged in order.
+*Splitting.* The chunks of a row's context (`attention_order`) are computed independently, and merged in order.
 
-*Sharing.* Which program attends to which chunks depends on the batch. A program computes a range of chunks in one
-loop: for few rows a single chunk, so that all multiprocessors work; for many rows several hundred tokens, because a
-program takes microseconds to start and end, in which it reads nothing. The host decides (`min_tokens`).
+*Sharing.* Which program computes which chunks depends on the batch. A program computes a range of chunks in one loop.
+With few rows that is a single chunk, so that all multiprocessors work. With many rows it is several hundred tokens,
+because a program takes microseconds to start and end, during which it reads nothing. The host decides (`min_tokens`).
 
-*Combining.* A row of one chunk is written at once. Otherwise the last program of a row and kv head to finish merges the
-chunks, which is faster than launching a second kernel. A counter identifies the last of several programs, which resets
-it to 0 for the next launch.
+*Combining.* The result of a row with one chunk is written at once. Otherwise the last program of a row and kv head to
+finish merges the chunks, which is faster than launching a second kernel. A counter identifies the last of several
+programs, which resets it to 0 for the next launch.
 
-*Shared prefix.* If all rows begin with the same blocks, a kernel before this one attends the queries of many rows at a
-time to the chunks that are all within them, so that they are read once. A row's own programs do the rest.
+*Shared prefix.* If all rows begin with the same blocks, a kernel before this one computes the whole chunks in these
+blocks for the queries of many rows at a time, so that the chunks are read once. A row's own programs do the rest.
 """
 
 import triton
@@ -40,7 +40,7 @@ from infinilm.kernels.fp8_kernels import add_pairs, join_pairs, scale_place, sco
 
 @triton.jit
 def _log_parts(num_tokens, min_tokens):
-    """Binary logarithm of the number of programs that share a row: as many as there are and leave each `min_tokens`."""
+    """Binary logarithm of the number of programs that share a row: as many as launched, with `min_tokens` for each."""
     log_parts = 0
     for i in tl.static_range(1, 5):
         log_parts += ((min_tokens << i <= num_tokens) & (1 << i <= tl.num_programs(1))).to(tl.int32)
@@ -51,7 +51,7 @@ def _log_parts(num_tokens, min_tokens):
 def _attend(
     query,  # [M, PAD_DIM]
     cache,
-    scales,  # of codes in pairs, which the cache then has, see `fp8_kernels`; None: it has the query's type
+    scales,  # the cache has codes in pairs, see `fp8_kernels`, with these scales; None: it has the query's type
     table,
     head,
     begin,  # a multiple of TILE
@@ -59,10 +59,10 @@ def _attend(
     end,
     scale,  # log2(e) included: the exponentials are of base 2
     cap,  # log2(e) included; None: scores are not capped
-    chunk,  # a multiple of TILE; None: all tokens are of one chunk
+    chunk,  # a multiple of TILE; None: all tokens are in one chunk
     results,
     sums,
-    slots,  # [M], of the first chunk's results; those of the others follow
+    slots,  # [M], the slots of the first chunk's results; those of the other chunks follow
     is_query,  # [M]
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -72,8 +72,8 @@ def _attend(
 ):
     """Attend to the tokens from `begin` to before `end`, at least one.
 
-    Returns the last chunk's index and state; the results of those before it are stored. All chunks are one loop, so
-    that the next one's loads are in flight when a chunk ends.
+    Returns the last chunk's index and state. The results of earlier chunks are stored. All chunks are one loop, so that
+    the loads of the next chunk are in flight when a chunk ends.
     """
     M: tl.constexpr = query.shape[0]
     IN_PAIRS: tl.constexpr = scales is not None
@@ -87,7 +87,7 @@ def _attend(
         odd_output = output
     index = 0
     chunk_end = end if chunk is None else (begin // chunk + 1) * chunk
-    limit = end.to(tl.uint32)  # unsigned numbers are quicker to divide
+    limit = end.to(tl.uint32)  # unsigned division is faster
     position = (begin + tl.arange(0, TILE)).to(tl.uint32)
     block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
     for first in range(begin, end, TILE):
@@ -98,7 +98,7 @@ def _attend(
         mask = is_seen[:, None] & (dims < WIDTH)[None, :]
         if IN_PAIRS:
             scale_pointers = scales + scale_place(block, head, position % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE)
-        # One iteration ahead of its keys: their loads are pipelined, too, and must not wait for it.
+        # The block is loaded one iteration ahead of its keys, whose loads are pipelined and must not wait for it.
         position += TILE
         block = tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
         key = tl.load(pointers, mask=mask, other=0.0)
@@ -145,13 +145,13 @@ def _combine(
     results,
     sums,
     target,
-    sinks,  # at the kv head's; None: there are none
-    first_head,  # the program's, in all others
+    sinks,  # at the kv head's sinks; None: there are none
+    first_head,  # the program's first head, counted over all rows
     num_chunks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,  # at a time
+    HEADS: tl.constexpr,  # heads at a time
 ):
     """Merge a row's chunks and write the output of its `GROUP` query heads."""
     dims = tl.arange(0, PAD_DIM)
@@ -162,8 +162,8 @@ def _combine(
         chunks = ()
         output_places = results + (head * MAX_CHUNKS * HEAD_DIM)[:, None] + dims[None, :]
         sum_places = sums + head * (2 * MAX_CHUNKS)
-        # All loads start before the first result is used: a single wait. They must not bypass the L1 cache, which
-        # may hold results that this program's own warps have just written.
+        # All loads start before the first result is used, so there is a single wait. They must not bypass the L1 cache,
+        # which may hold results that this program's own warps have just written.
         for index in tl.static_range(MAX_CHUNKS):
             is_used = index < num_chunks
             result = tl.load(output_places + index * HEAD_DIM, mask=is_used & mask, other=0.0)
@@ -177,7 +177,7 @@ def _combine(
         sink = None
         if sinks is not None:
             sink = tl.load(sinks + member + tl.arange(0, HEADS), mask=is_head, other=0.0)
-        # Padding heads have no weights: 0 / 0 is not stored.
+        # Padding heads have no weights; their 0 / 0 is not stored.
         attended = finish(output, tl.max(total, 1), largest, sink)
         tl.store(target + head[:, None] * HEAD_DIM + dims[None, :], attended.to(target.dtype.element_ty), mask=mask)
 
@@ -201,7 +201,7 @@ def decode_kernel(
     scale,
     cap,  # None: scores are not capped
     window,
-    min_tokens,  # a program's least share of a long enough row
+    min_tokens,  # the least tokens of a program, if the row is long enough
     query_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
@@ -228,7 +228,7 @@ def decode_kernel(
     target_places = (first_head + group)[:, None] * HEAD_DIM + dims[None, :]
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
-    # All loads start before the first is used: a single wait.
+    # All loads start before the first is used, so there is a single wait.
     end = tl.load(context_lens + row)
     shared_end = 0
     if shared_tokens is not None:
@@ -242,7 +242,7 @@ def decode_kernel(
         return
     first_seen = tl.maximum(end - window, 0)
     shift = chunk_shift(end, window)
-    # Chunks are numbered from the first that is seen. Those of the shared prefix have their results already.
+    # Chunks are numbered from the first one that is seen. Chunks of the shared prefix have their results already.
     base = first_seen >> shift
     num_chunks = ((end - 1) >> shift) - base + 1
     num_shared = shared_end >> shift
@@ -286,7 +286,7 @@ def decode_kernel(
         tl.store(target + target_places, attended.to(target.dtype.element_ty), mask=mask)
         return
     _store(results, sums, slots + index, group < GROUP, output, total, largest, HEAD_DIM)
-    # Results of all threads must be visible before others read them or one announces them.
+    # The results of all threads must be visible before other threads read them or one thread counts the arrival.
     tl.debug_barrier()
     num_parts = tl.minimum(1 << log_parts, num_own)
     arrived = num_parts
@@ -334,9 +334,9 @@ def shared_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (head, i, j): chunk j of the prefix, and each that follows after as many as there are such programs.
+    """Program (head, i, j): chunks j, j + n, j + 2n, … of the prefix, with n programs along this axis.
 
-    It attends `QUERIES` query heads of consecutive rows and a kv head.
+    It computes `QUERIES` query heads of consecutive rows and a kv head.
     """
     head = tl.program_id(0)
     let_next_start(EARLY)
@@ -356,7 +356,7 @@ def shared_kernel(
     shortest = tl.min(tl.where(is_query, shift, 31), 0)
     for turn in range(0, tokens >> MIN_SHIFT, tl.num_programs(2)):
         index = tl.program_id(2) + turn
-        # Rows of different lengths may have chunks of different sizes; mostly they are all of one.
+        # Rows of different lengths may have chunks of different sizes. Usually all chunks have one size.
         for size in range(shortest, longest + 1):
             if index < (tokens >> size):
                 is_member = is_query & (shift == size)

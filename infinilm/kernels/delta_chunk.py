@@ -1,4 +1,4 @@
-"""How the gated delta rule divides prompts. No torch here."""
+"""How the gated delta rule divides prompts. This module does not import torch."""
 
 CHUNK = 64
-"""Tokens that `delta_rule_chunks` computes at a time, at most. Blocks of recurrent layers hold whole chunks."""
+"""The most tokens that `delta_rule_chunks` computes at a time. Blocks of recurrent layers hold whole chunks."""

@@ -1,12 +1,12 @@
 """Prompts of the gated delta net (see `delta_rule`): all requests of a step in four kernels.
 
-A text is cut into chunks of up to 16 tokens, at multiples of their size in the text. Within a chunk, token i corrects
-what the state holds for its key after the corrections of all tokens before: a triangular system, whose inverse depends
-on the keys alone. One kernel computes that for all chunks at once; another goes through each text's chunks, for each
-head and some columns of the state, which stay in registers.
+A text is divided into chunks of up to 16 tokens, at multiples of the chunk size in the text. Within a chunk, token i
+corrects the state's value for its key after the corrections of all earlier tokens. That is a triangular system, whose
+inverse depends on the keys alone. One kernel computes the inverses for all chunks at once. Another kernel goes through
+each text's chunks, for each head and some columns of the state, which stay in registers.
 
-The states of a text are read from one block and written to each block that the new tokens end in or fill. Tables and
-lengths are on the device, so a CUDA graph can hold all this.
+A text's state is read from one block and written to each block that the new tokens fill, and to the block they end in.
+Tables and lengths are on the device, so a CUDA graph can hold all this.
 """
 
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ from torch import Tensor
 from infinilm.kernels.delta_rule import PromptRows
 
 ROWS = tl.constexpr(16)
-"""Rows of a tile: tokens of a chunk, at most."""
+"""Rows of a tile: the most tokens of a chunk."""
 _SCALARS = tl.constexpr(4)
 _CONV_TOKENS, _CONV_CHANNELS = 16, 128
 
 
 class Scan(NamedTuple):
-    """A program that goes through a text: it has so many columns of a head's state."""
+    """A program that goes through a text, for `columns` columns of a head's state."""
 
     columns: int
     num_warps: int
@@ -36,7 +36,7 @@ SCAN = Scan(64, 4, 2)
 
 
 class _Shape:
-    """Of a layer's states and a step's chunks."""
+    """The sizes of a layer's states and a step's chunks."""
 
     def __init__(self, rows: PromptRows, num_tokens: int, states: Tensor, num_key_heads: int) -> None:
         _, self.heads, self.key_dim, self.value_dim = states.shape
@@ -44,7 +44,7 @@ class _Shape:
         while rows.block_size % self.chunk:
             self.chunk //= 2
         self.num_requests = len(rows.context_lens)
-        # Request i's chunks begin with number `query_starts[i] // chunk + 2 * i`, so that all fit.
+        # Request i's chunks are numbered from `query_starts[i] // chunk + 2 * i`, so that all requests' chunks fit.
         self.num_chunks = num_tokens // self.chunk + 2 * self.num_requests
         self.options: dict[str, Any] = {
             "HEADS": self.heads,
@@ -56,14 +56,14 @@ class _Shape:
 
 
 def conv_prompts(inputs: Tensor, states: Tensor, weight: Tensor, rows: PromptRows, out: Tensor) -> None:
-    """The causal convolution and silu of the requests' tokens: their rows of `out` `[T, channels]`, contiguous.
+    """Write the causal convolution and silu of the requests' tokens to their rows of `out` `[T, channels]`, contiguous.
 
-    `inputs` `[T, channels]` (rows may be apart), `weight` `[channels, 1, width]`, `states` `[blocks, channels,
+    `inputs` `[T, channels]` (rows may have any stride), `weight` `[channels, 1, width]`, `states` `[blocks, channels,
     width - 1]` float32.
     """
     num_tokens, num_channels = inputs.shape
     num_requests = len(rows.context_lens)
-    before = states.index_select(0, rows.sources)  # which may be overwritten
+    before = states.index_select(0, rows.sources)  # a copy: the kernel may overwrite them
     _conv_kernel[triton.cdiv(num_tokens, _CONV_TOKENS), triton.cdiv(num_channels, _CONV_CHANNELS)](
         inputs,
         before,
@@ -99,10 +99,10 @@ def delta_prompts(
     rows: PromptRows,
     out: Tensor,
 ) -> None:
-    """The delta rule of the requests' tokens: their rows of `out` `[T, heads, value_dim]`, contiguous.
+    """Write the delta rule of the requests' tokens to their rows of `out` `[T, heads, value_dim]`, contiguous.
 
-    `channels` `[T, q, k and v]` are convolved and contiguous, `rate` and `change` `[T, heads]` as projected; their rows
-    may be apart, by the same number. `states` is `[blocks, heads, key_dim, value_dim]` float32.
+    `channels` `[T, q, k and v]` are convolved and contiguous. `rate` and `change` `[T, heads]` are as projected; their
+    rows have the same stride. `states` is `[blocks, heads, key_dim, value_dim]` float32.
     """
     shape = _Shape(rows, len(channels), states, num_key_heads)
     kind: dict[str, Any] = {"dtype": torch.float32, "device": channels.device}
@@ -151,7 +151,8 @@ def delta_prompts(
 
 
 def gate_prompts(mixed: Tensor, gate: Tensor, norm: Tensor, eps: float, rows: PromptRows, out: Tensor) -> None:
-    """The requests' rows of `out` `[T, heads * value_dim]`: `mixed` `[T, heads, value_dim]` normalised and gated."""
+    """Write `mixed` `[T, heads, value_dim]`, normalised and gated, to the requests' rows of `out`
+    `[T, heads * value_dim]`."""
     num_tokens, heads, value_dim = mixed.shape
     num_requests = len(rows.context_lens)
     pad = triton.next_power_of_2(value_dim)
@@ -177,7 +178,7 @@ def gate_prompts(mixed: Tensor, gate: Tensor, norm: Tensor, eps: float, rows: Pr
 
 @triton.jit
 def _owner(query_starts, num_requests, tokens, LOG_REQUESTS: tl.constexpr):
-    """The last request that begins with or before each of `tokens`, a tensor or a number."""
+    """The last request that begins at or before each of `tokens`, a tensor or a number."""
     low = tokens * 0
     high = low + num_requests
     for _ in tl.static_range(LOG_REQUESTS):
@@ -223,7 +224,7 @@ def _conv_kernel(
     position = context_len - end + tokens
     start = context_len - (end - begin)
     inside = is_own[:, None] & (channels < num_channels)
-    # Where a state is kept: after a block's last token, and after the request's.
+    # States are kept after the last token of a block, and after the last token of the request.
     is_kept = is_own & (((position + 1) % BLOCK_SIZE == 0) | (tokens == end - 1))
     column = position // BLOCK_SIZE - start // BLOCK_SIZE
     block = tl.load(tables + request.to(tl.int64) * table_stride + column, mask=is_kept, other=-1)
@@ -250,7 +251,7 @@ def _conv_kernel(
 
 @triton.jit
 def _chunk_tokens(begin, end, context_len, index, CHUNK: tl.constexpr):
-    """The tokens of a request's chunk: the first and the end, places in the batch."""
+    """The first token of a request's chunk, and the end of the chunk, as places in the batch."""
     start = context_len - (end - begin)
     shift = begin - start  # from places in the text to places in the batch
     first_chunk = start // CHUNK
@@ -280,10 +281,10 @@ def _chunk_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (chunk, head): all that does not depend on the state.
+    """Program (chunk, head): computes all that does not depend on the state.
 
-    That is the inverse of the system, what queries see of the chunk's corrections, and of each token the logarithm of
-    the decay so far, the rate, and the factors that give query and key their lengths.
+    That is the inverse of the system, the weights with which queries see the chunk's corrections, and for each token
+    the logarithm of the decay so far, the rate, and the factors that give query and key their lengths.
     """
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -323,7 +324,7 @@ def _chunk_kernel(
     fades = tl.where(rows[:, None] >= columns, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
     seen = tl.dot(query, key.trans(), input_precision=PRECISION) * fades
     system = tl.dot(key, key.trans(), input_precision=PRECISION) * fades * rated[:, None]
-    # Row by row: a row of the inverse is that of the identity less the system's row times the rows before.
+    # Row by row: a row of the inverse is the identity's row minus the system's row times the previous rows.
     inverse = tl.where(rows[:, None] == columns, 1.0, 0.0)
     for i in tl.static_range(1, CHUNK):
         line = tl.sum(tl.where((rows[:, None] == i) & (columns < i), system, 0.0), 0)  # [columns]
@@ -407,7 +408,7 @@ def _scan_kernel(
         own = scalars + place * (_SCALARS * ROWS) + rows
         total, rated = tl.load(own), tl.load(own + ROWS)
         query_length, key_length = tl.load(own + 2 * ROWS), tl.load(own + 3 * ROWS)
-        whole = tl.min(total, 0)  # it only falls
+        whole = tl.min(total, 0)  # the last one: totals never increase
         faded = tl.exp(total)
         known = tl.dot(key * (key_length * faded)[:, None], state, input_precision=PRECISION)
         change = tl.dot(inverse, (value - known) * rated[:, None], input_precision=PRECISION)
@@ -416,7 +417,7 @@ def _scan_kernel(
         tl.store(targets + tokens * (HEADS * VALUE_DIM), found.to(out.dtype.element_ty), mask=mask)
         left = key * (key_length * tl.exp(whole - total))[:, None]
         state = tl.dot(left.trans(), change, state * tl.exp(whole), input_precision=PRECISION)
-        position = last + context_len - end  # of the token after the chunk
+        position = last + context_len - end  # the position of the token after the chunk
         if (position % BLOCK_SIZE == 0) | (last == end):
             block = tl.load(table + (position - 1) // BLOCK_SIZE - start // BLOCK_SIZE).to(tl.int64)
             tl.store(states + block * size + places, state, mask=inside & (block >= 0))

@@ -20,8 +20,8 @@ class PromptRows:
 
     query_starts: Tensor  # [N + 1] int64, each request's first token in the batch, and the last one's end
     context_lens: Tensor  # [N] int64, tokens of the text; 0: the request is left out
-    tables: Tensor  # [N, max_new] int64, where states go: the blocks from the first new token's on; negative: nowhere
-    sources: Tensor  # [N] int64, the block that a text goes on from, if it has tokens already
+    tables: Tensor  # [N, max_new] int64, target blocks of states, from the first new token's block on; negative: none
+    sources: Tensor  # [N] int64, the block with the state that a text continues from, if it has tokens already
     block_size: int
 
 
@@ -54,16 +54,16 @@ def delta_rule_chunks(
     states: Tensor,
     order: Sequence[tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Texts in chunks, each of which takes a few products of matrices.
+    """Several texts in chunks. Each chunk takes a few products of matrices.
 
     `query`, `key` `[chunks, heads, tokens, key_dim]`, `value` `[chunks, heads, tokens, value_dim]`, `decay`, `rate`
-    `[chunks, heads, tokens]`, `states` `[n, heads, key_dim, value_dim]`, which are overwritten. `order` is what can be
-    computed at once, one after the other: some of the n texts, and the next chunk of each. A token whose decay and
-    rate are 0 changes nothing. Returns the outputs, like `value`, and the states after each chunk.
+    `[chunks, heads, tokens]`, `states` `[n, heads, key_dim, value_dim]`, which are overwritten. Each item of `order`
+    can be computed at once: some of the n texts, and the next chunk of each. A token whose decay and rate are 0 changes
+    nothing. Returns the outputs, like `value`, and the states after each chunk.
 
-    Within a chunk, token i corrects what the state holds for its key after the corrections of all tokens before: a
-    triangular system, solved for all tokens at once, first without the state that the chunk begins with (`added`),
-    then for what that state has to be subtracted by (`removed`).
+    Within a chunk, token i corrects the state's value for its key after the corrections of all earlier tokens. That is
+    a triangular system, which is solved for all tokens at once: without the initial state of the chunk (`added`), and
+    for the factor of that state, whose product with it is subtracted (`removed`).
     """
     total = decay.cumsum(-1)
     num_tokens = decay.shape[-1]
@@ -93,7 +93,7 @@ def delta_rule_chunks(
 def causal_conv(inputs: Tensor, places: Tensor, weight: Tensor) -> Tensor:
     """Each channel convolved with its own `weight` `[channels, width]`: `[n, channels]` float32.
 
-    Output i is of the `inputs` `[m, channels]` float32 at `places[i]`, which is `[n, width]`, oldest first.
+    Output i uses the rows `places[i]` of `inputs` `[m, channels]` float32. `places` is `[n, width]`, oldest first.
     """
     output = inputs[places[:, 0]] * weight[:, 0]
     for tap in range(1, weight.shape[1]):

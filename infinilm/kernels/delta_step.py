@@ -1,7 +1,7 @@
 """One token of the gated delta net for each of several texts (see `delta_rule`): two kernels between two products.
 
-Each text reads its state from one block and writes it to another, or the same. The work is memory-bound: a state is
-read and written once.
+Each text reads its state from one block and writes it to another block or the same one. The work is memory-bound: a
+state is read and written once.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 
-_CHANNELS = 1024  # of a program of the convolution
+_CHANNELS = 1024  # channels per program of the convolution
 
 
 def conv_step(
@@ -19,8 +19,8 @@ def conv_step(
 ) -> Tensor:
     """The causal convolution and silu of one token per text: `[n, channels]`, of the type of `inputs`.
 
-    `inputs` `[n, channels]` (rows may be apart), `weight` `[channels, 1, width]`, `states` `[blocks, channels,
-    width - 1]` float32. Text i goes on from block `sources[i]`, unless it `is_first`, and leaves its state in
+    `inputs` `[n, channels]` (rows may have any stride), `weight` `[channels, 1, width]`, `states` `[blocks, channels,
+    width - 1]` float32. Text i continues from block `sources[i]`, unless it `is_first`, and writes its state to block
     `targets[i]`.
     """
     num_rows, num_channels = inputs.shape
@@ -73,7 +73,7 @@ def _conv_kernel(
     for i in tl.static_range(WIDTH - 1):
         before = tl.load(source + i, mask=inside & goes_on, other=0.0)
         total += before * tl.load(weight + channels * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-        if i > 0:  # earlier ones were read already, also where both blocks are the same
+        if i > 0:  # the overwritten inputs were read already, even if both blocks are the same
             tl.store(target + i - 1, before, mask=inside)
     new = tl.load(inputs + row * stride + channels, mask=inside, other=0.0).to(tl.float32)
     total += new * tl.load(weight + channels * WIDTH + WIDTH - 1, mask=inside, other=0.0).to(tl.float32)
@@ -102,8 +102,8 @@ def delta_step(
     """The delta rule of one token per text, normalised and gated: `[n, heads * value_dim]`.
 
     `channels` `[n, q, k and v]` are convolved and contiguous. `gate` `[n, heads * value_dim]`, `rate` and `change`
-    `[n, heads]` are as projected; their rows may be apart, by the same number. `states` is `[blocks, heads, key_dim,
-    value_dim]` float32, and used as in `conv_step`.
+    `[n, heads]` are as projected; their rows have the same stride. `states` is `[blocks, heads, key_dim, value_dim]`
+    float32, and used as in `conv_step`.
     """
     num_rows, num_channels = channels.shape
     _, heads, key_dim, value_dim = states.shape

@@ -1,7 +1,7 @@
 """The gated delta net token by token (see `delta_rule`), for prompts and single tokens alike.
 
-One kernel computes a text's new tokens in their order, whatever number there is, so that a token has the same bits in
-any chunk. It takes the place of `delta_prompts` and `delta_step` where sums must have one order; prompts take longer.
+One kernel computes a text's new tokens in order, for any number of tokens, so that a token has the same bits in any
+chunk. It replaces `delta_prompts` and `delta_step` if sums must have one order; prompts take longer.
 """
 
 import triton
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinilm.kernels.delta_rule import PromptRows
 
-_COLUMNS = 32  # of a head's state, in a program
+_COLUMNS = 32  # columns of a head's state per program
 
 
 def delta_tokens(
@@ -25,7 +25,7 @@ def delta_tokens(
     rows: PromptRows,
     out: Tensor,
 ) -> None:
-    """As `delta_prompts.delta_prompts`."""
+    """The same as `delta_prompts.delta_prompts`."""
     _, heads, key_dim, value_dim = states.shape
     _token_kernel[triton.cdiv(value_dim, _COLUMNS), heads, len(rows.context_lens)](
         channels,
@@ -56,7 +56,7 @@ def delta_tokens(
 
 @triton.jit
 def _load_token(
-    channels,  # at the token, as are the next two
+    channels,  # at the token, like rate and change
     rate,
     change,
     is_there,
@@ -133,7 +133,7 @@ def _token_kernel(
     query, key, value, rated, changed = _load_token(
         channels, rate, change, True, key_head, head, values, KEY_HEADS, KEY_DIM, VALUE_DIM, PAD_KEY
     )
-    for position in range(start + 1, context_len + 1):  # tokens that the state will have seen
+    for position in range(start + 1, context_len + 1):  # the number of tokens that the state has seen afterwards
         wide_query, wide_key, wide_value = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
         beta = 1.0 / (1.0 + tl.exp(-rated.to(tl.float32)))
         moved = changed.to(tl.float32) + bias

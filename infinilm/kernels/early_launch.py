@@ -1,6 +1,6 @@
 """Starting a kernel while the one before it still runs: programmatic dependent launch, on Hopper and later.
 
-Between two small kernels of a stream a GPU is idle for about a microsecond, as long as many of them take. A kernel
+Between two small kernels of a stream a GPU is idle for about a microsecond, as long as many kernels take. A kernel
 that is launched early is loaded onto the device, and may load data that no kernel writes (weights), while the previous
 one finishes. All its programs first call `let_next_start`, and call `wait_for_inputs` before they read the results of
 an earlier kernel or write anything. CUDA graphs preserve this.
@@ -39,10 +39,10 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 @triton.jit
 def loaded_ahead(values, EARLY: tl.constexpr):
-    """The `values` of a load before the wait, to be used from here on.
+    """The `values` of a load before the wait, for use after this call.
 
-    Without this the compiler unpacks 16-bit numbers right after their load, and so waits for them there. They must
-    reach a thread in pairs, as they do in rows of a multiple of 16.
+    Without this call the compiler unpacks 16-bit numbers right after their load, and so waits for them there. A thread
+    must have them in pairs, which is the case in rows of a multiple of 16.
     """
     if EARLY:
         values = tl.inline_asm_elementwise(

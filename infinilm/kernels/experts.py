@@ -1,12 +1,13 @@
 """Mixtures of experts: the choice of experts, and the products of each row with the matrices of its experts.
 
-A row and one of its experts are a pair; `ids` `[T, k]`, flattened, numbers the pairs. Two products, gate and up with
-their activation and then down, compute a result for each pair, and a last kernel adds the results of a row.
+A row and one of its experts are a pair; the number of a pair is its place in the flattened `ids` `[T, k]`. Two
+products, gate and up with their activation and then down, compute a result for each pair. A last kernel adds the
+results of a row.
 
 A program of a product computes some outputs of some rows that chose the same expert, so that the expert's matrices are
-read once. Up to `FEW_ROWS` rows find each other in `ids`, which every program reads. More are sorted by expert first,
-on the device. The number of programs depends on the number of rows alone, and those without work end at once. So
-nothing waits for the host, and a CUDA graph can hold all of it.
+read once. With up to `FEW_ROWS` rows, every program reads all `ids` to find its rows. More rows are first sorted by
+expert on the device. The number of programs depends only on the number of rows, and programs without work end at once.
+So nothing waits for the host, and a CUDA graph can hold all of it.
 
 Every product is summed over its inputs in order, in float32, by matrix instructions. So its bits are the same in all
 tiles and for all numbers of rows. The results of a row are added in the order of its `ids`.
@@ -25,29 +26,29 @@ from infinilm.kernels.routing import GELU, ClampedGate, Gate, Routing
 from infinilm.kernels.unpack import MAGIC_BITS
 
 FEW_ROWS = 16
-"""So many rows are not sorted."""
+"""Up to this many rows are not sorted."""
 _SORT_CHUNK = 1024
 _COMBINE_BLOCK = 1024
 
 
 class Tile(NamedTuple):
-    """A program of a product: it computes `outputs` of some rows from `inputs` at a time."""
+    """A program of a product: it computes `outputs` outputs of some rows, from `inputs` inputs at a time."""
 
     outputs: int
     inputs: int
     num_warps: int
     num_stages: int
     is_swapped: bool = False
-    """Whether outputs, 64 or more, are the matrix instruction's rows, and rows its columns, of which it takes fewer."""
+    """Whether outputs, 64 or more, are the rows of the matrix instruction, and rows its columns, which can be fewer."""
 
 
 class Tiles(NamedTuple):
     """How the products of a step are divided."""
 
     rows: int
-    """Of a program, all with the same expert. A tensor core takes at least 16."""
+    """Rows of a program, all with the same expert. A tensor core takes at least 16."""
     gate_up: Tile
-    """Its outputs are those after the activation, so it reads twice as many lines."""
+    """Its outputs are counted after the activation, so it reads twice as many lines."""
     down: Tile
 
 
@@ -58,7 +59,7 @@ TILES: dict[int, Tiles] = {
     40: Tiles(64, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4)),
     500: Tiles(128, gate_up=Tile(64, 64, 8, 4), down=Tile(128, 64, 8, 3)),
 }
-"""By the rows that an expert has on average, from so many on. Those of 0 also compute up to `FEW_ROWS` rows."""
+"""Tiles by the least average number of rows per expert. The tiles of 0 also compute up to `FEW_ROWS` rows."""
 
 
 def choose_tiles(num_rows: int, top_k: int, num_experts: int) -> Tiles:
@@ -70,7 +71,7 @@ def choose_tiles(num_rows: int, top_k: int, num_experts: int) -> Tiles:
 def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The best experts by the router's `logits` `[T, experts]`, and their weights: int32 and float32 `[T, top_k]`.
 
-    Best first, of equals the lowest. A `bias` float32 `[experts]` is added to the scores by which they are chosen.
+    Best first; among equals the lowest id. A `bias` float32 `[experts]` is added to the scores for the choice only.
     """
     (num_rows, num_experts), top_k = logits.shape, routing.top_k
     ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
@@ -116,10 +117,10 @@ def mix_experts(
     """The sum of the experts `ids` `[T, k]` of each row of `x` `[T, hidden]`, times their `weights` `[T, k]`.
 
     `gate_up` is `[experts, 2 * inner, hidden]`, the gate's lines first, `down` `[experts, hidden, inner]`, both
-    contiguous; or they are packed, the lines of all experts below each other. A row's ids are different. The `biases`
-    `[experts, 2 * inner]` and `[experts, hidden]` are added to the products. Without a `gate` it is `silu(gate) * up`.
-    The `residual` `[T, hidden]` is added before the single rounding of the sum; what is between is rounded to the type
-    of `x`. `tiles` are for measuring others than `choose_tiles`'s.
+    contiguous; or they are packed, with the lines of all experts one after the other. A row's ids are distinct. The
+    `biases` `[experts, 2 * inner]` and `[experts, hidden]` are added to the products. Without a `gate` the activation
+    is `silu(gate) * up`. The `residual` `[T, hidden]` is added before the single rounding of the sum; intermediate
+    results are rounded to the type of `x`. Pass `tiles` only to measure other tiles than those of `choose_tiles`.
     """
     num_rows, hidden = x.shape
     inner, top_k = down.inputs if isinstance(down, PackedLines) else down.shape[2], ids.shape[1]
@@ -196,7 +197,7 @@ def mix_experts(
 
 
 def _layout(matrix: Tensor | PackedLines, block_in: int) -> tuple[list[Tensor | None], dict[str, Any]]:
-    """What the kernel takes of a matrix: codes, scales, factors and zeros; and their layout."""
+    """The kernel's arguments for a matrix: codes, scales, factors and zeros; and their layout."""
     if isinstance(matrix, PackedLines):
         return [matrix.words(), matrix.scales, matrix.factors, matrix.zeros], matrix.options(block_in)
     dense = dict.fromkeys(("BITS", "GROUP", "RUN", "MIDDLE", "HAS_MINIMUMS"), 0)
@@ -204,18 +205,18 @@ def _layout(matrix: Tensor | PackedLines, block_in: int) -> tuple[list[Tensor | 
 
 
 class _Groups(NamedTuple):
-    """Pairs by expert, in groups of at most so many rows."""
+    """Pairs sorted by expert, in groups of limited size."""
 
     order: Tensor
-    """Pairs, those of an expert next to each other: int32 `[T * k]`."""
+    """The pairs, sorted by expert: int32 `[T * k]`."""
     tiles: Tensor
-    """Of each group its expert and its range of `order`: int32 `[groups, 3]`. The expert of those too many is -1."""
+    """Each group's expert and its range of `order`: int32 `[groups, 3]`. Unused groups have expert -1."""
 
 
 def _group_rows(ids: Tensor, num_experts: int, group_rows: int) -> _Groups:
-    """Sort pairs by expert without the host: each expert's program finds its own."""
+    """Sort pairs by expert without the host: each expert's program finds its pairs."""
     num_pairs = ids.numel()
-    # Each of at most so many experts has at most one group that is not full.
+    # Each expert that has pairs has at most one group that is not full.
     most = min(num_pairs, num_experts) + (num_pairs - min(num_pairs, num_experts)) // group_rows
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)

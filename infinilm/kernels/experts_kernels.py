@@ -47,7 +47,7 @@ def choose_kernel(
     rank = shares
     if bias is not None:
         rank += tl.load(bias + experts, mask=inside, other=0.0)
-    # NaN is chosen before what is out or was chosen already, so that ids are valid whatever the logits are.
+    # NaN ranks above excluded and already chosen experts, so that ids are valid for any logits.
     rank = tl.where(inside, tl.where(rank == rank, rank, NAN_RANK), OUT_RANK)  # noqa: PLR0124
     if GROUPS > 1:
         own_group = experts * GROUPS // num_experts
@@ -106,7 +106,7 @@ def place_kernel(
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program e: the pairs of expert e in their order, and its groups. The last one marks the groups too many."""
+    """Program e: the pairs of expert e in order, and its groups. The last program marks unused groups."""
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
     expert = tl.program_id(0)
@@ -176,7 +176,7 @@ def product_kernel(
 ):
     """Program (block, group): `BLOCK_OUT` outputs of a group of pairs with the same expert.
 
-    If it is gated, `x` has a row for each row, else for each pair. `out` has one for each pair.
+    If `IS_GATED`, `x` has one row per row of the batch, else one per pair. `out` has one row per pair.
     """
     let_next_start(EARLY)
     wait_for_inputs(EARLY)
@@ -197,7 +197,7 @@ def product_kernel(
         is_own = (tl.load(ids + numbers, mask=is_pair, other=-1) == expert) & is_pair
         pairs = tl.sum(tl.where(is_own, numbers, 0), axis=1)
         has_pair = tl.sum(is_own.to(tl.int32), axis=1) > 0
-        # Of the groups with the same expert, that of its first pair computes all.
+        # If several groups have the same expert, the group of the expert's first pair computes all its pairs.
         least = tl.min(tl.where(has_pair, pairs, num_rows * K), axis=0)
         if (least == num_rows * K) if BY_EXPERT else (least != group):
             return
@@ -205,7 +205,7 @@ def product_kernel(
     outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inputs = tl.arange(0, BLOCK_IN)
     has_output = outputs < out_size
-    # Gates come first, or each before its up.
+    # All gates come first, or each gate precedes its up.
     LINES: tl.constexpr = 2 if IS_GATED else 1
     STEP: tl.constexpr = 2 if IS_GATED and IS_CLAMPED else 1
     to_up = 1 if IS_CLAMPED else out_size
@@ -279,7 +279,7 @@ def _load_lines(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """Inputs `start` and on of the lines of these `numbers`, `[BLOCK_IN, BLOCK_OUT]`."""
+    """Inputs from `start` on of the lines `numbers`, `[BLOCK_IN, BLOCK_OUT]`."""
     if scales is None:
         inputs = start + tl.arange(0, BLOCK_IN)
         inside = has_line[None, :]
@@ -318,7 +318,7 @@ def _gated_by_limits(gate, up, alpha, limit):
 
 @triton.jit
 def _added(sums, values, lines, IS_SWAPPED: tl.constexpr, WIDEN: tl.constexpr):
-    """`sums + values · lines`, or all of it transposed."""
+    """`sums + values · lines`, or all of this transposed."""
     if WIDEN:
         values, lines = values.to(tl.float32), lines.to(tl.float32)
     if IS_SWAPPED:

@@ -1,4 +1,4 @@
-"""The choice of experts and their products in plain torch: the twins of `experts`, and what runs without Triton."""
+"""The choice of experts and their products in plain torch: the twins of `experts`, which run without Triton."""
 
 from collections.abc import Callable
 
@@ -39,9 +39,9 @@ def mix_experts_torch(
     gate: Gate = None,
     is_native: bool = False,
 ) -> Tensor:
-    """See `experts.mix_experts`. An expert that no row chose is not read, for which this waits for the ids.
+    """See `experts.mix_experts`. Waits for the ids, so that experts that no row chose are not read.
 
-    If it `is_native` the library multiplies. Matrices have their inputs first in memory then.
+    If `is_native`, the native library multiplies. Then matrices have their inputs first in memory.
     """
 
     def product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,7 +58,7 @@ def mix_experts_torch(
 def mix_each(
     x: Tensor, ids: Tensor, weights: Tensor, compute: Callable[[int, Tensor], Tensor], residual: Tensor | None
 ) -> Tensor:
-    """The same with any experts: `compute` gives one's result of some rows."""
+    """The same for any experts: `compute` returns an expert's result for some rows."""
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
@@ -68,7 +68,7 @@ def mix_each(
 
 
 def gate_torch(gate_up: Tensor, how: Gate) -> Tensor:
-    """What becomes of gate and up `[n, 2 * inner]`: `[n, inner]`."""
+    """Combine gate and up `[n, 2 * inner]` to `[n, inner]`."""
     if not isinstance(how, ClampedGate):
         gate, up = gate_up.chunk(2, dim=-1)
         return (silu(gate) if how is None else gelu_tanh(gate)).mul_(up)

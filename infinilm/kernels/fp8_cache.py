@@ -1,14 +1,14 @@
 """Keys and values as 8-bit floats (e4m3), with a scale for each head of each token.
 
-A scale is the smallest power of 2 with which no number of the head exceeds 448, the largest 8-bit float. It is found
-when the token is stored, from that head alone, so what is stored depends on no other token, request or step. Being a
-power of 2 it changes exponents only: a code times its scale is exact in the type that is computed in, and a product
-gives the same bits whether codes are scaled before it or its result is after it. So kernels that scale scores and
-weights and those that read decoded keys and values agree.
+A scale is the smallest power of 2 for which no code of the head exceeds 448, the largest 8-bit float. It is computed
+when the token is stored, from that head alone, so the stored numbers do not depend on other tokens, requests or steps.
+A power of 2 changes exponents only. So a code times its scale is exact in the type of the computation, and a product
+has the same bits whether codes are scaled before it or its result after it. So kernels that scale scores and weights
+agree with kernels that read decoded keys and values.
 
 Scales are bfloat16, `[blocks, kv_heads, block_size, 2]` beside the codes `[blocks, block_size, 2, kv_heads, head_dim]`:
-a token's two are adjacent, and so are those of a block for one head. Where `nonfinite.py` has a key of NaN, its scale
-is NaN and its codes are 0.
+a token's two scales are adjacent, and so are those of a block for one head. If `nonfinite.py` makes a key NaN, its
+scale is NaN and its codes are 0.
 """
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 
 DTYPE = torch.float8_e4m3fn
 
-# Where 8-bit floats are converted by instructions.
+# From this capability on there are instructions that convert 8-bit floats.
 _LEAST_CAPABILITY = (8, 9)
-# A scale's biased exponent is at least this: codes times scales are then normal numbers, or float16 has all of them.
+# The least biased exponent of a scale. With it codes times scales are normal numbers, or exact in float16.
 LEAST_EXPONENT = 10
 LEAST_EXPONENT_FLOAT16 = 112
 # Larger numbers would be rounded up to float16's infinity.
@@ -44,7 +44,7 @@ def quantize_kv(new: Tensor) -> tuple[Tensor, Tensor]:
     if new.dtype == torch.float16:
         least = LEAST_EXPONENT_FLOAT16
         numbers = numbers.clamp(-FLOAT16_LIMIT, FLOAT16_LIMIT)
-    # One more where the mantissa is above 1.75, that of 448.
+    # One more if the mantissa is above 1.75, the mantissa of 448.
     exponent = (((largest.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=least)
     is_finite = largest < torch.inf
     inverse = ((254 - exponent) << 23).view(torch.float32)
@@ -62,12 +62,12 @@ def store_quantized(new: Tensor, cache: Tensor, scales: Tensor, slots: Tensor) -
 
 
 def as_bytes(cache: Tensor) -> Tensor:
-    """A layer's codes as the native library takes them; numbers of any other type as they are."""
+    """A layer's codes as bytes, as the native library takes them. Other types are returned unchanged."""
     return cache.view(torch.uint8) if cache.dtype == DTYPE else cache
 
 
 def as_pairs(cache: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's codes as int16s of two, and its scales as int32s of a key's and a value's: as kernels read them."""
+    """A layer's codes as int16, two in each, and its scales as int32, a key's and a value's: as kernels read them."""
     return cache.view(torch.int16), scales.view(torch.int32)
 
 

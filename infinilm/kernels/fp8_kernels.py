@@ -1,8 +1,8 @@
-"""What kernels do with the cache's 8-bit floats (`fp8_cache.py`), for which Triton's own conversions are too slow.
+"""Conversions and products of the cache's 8-bit floats (`fp8_cache.py`). Triton's own conversions are too slow.
 
-Codes are read in pairs, as int16, and unpacked into two tiles: of a head's even numbers and of its odd ones. So they go
-to the tensor cores' registers as 16-bit numbers do, and four are converted by nine instructions for 32 bits. A product
-with keys adds up the even numbers, then the odd ones.
+Codes are read in pairs, as int16, and unpacked into two tiles: a head's even numbers and its odd numbers. So they get
+to the tensor cores' registers like 16-bit numbers, and nine 32-bit instructions convert four of them. A product with
+keys adds up the even numbers, then the odd ones.
 """
 
 import triton
@@ -15,11 +15,11 @@ _LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 _LEAST_EXPONENT_FLOAT16 = tl.constexpr(LEAST_EXPONENT_FLOAT16)
 _FLOAT16_LIMIT = tl.constexpr(FLOAT16_LIMIT)
 INFINITE = tl.constexpr(0x7F800000)
-# From so many queries on it is less work to scale keys and values.
+# From this many queries on, scaling keys and values is less work than scaling scores and weights.
 MANY = tl.constexpr(32)
 _IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
-# A code's bits are put where bfloat16 has them, which makes its value 2^-120 of what it is.
+# A code's bits are moved to their places in bfloat16, which makes the value smaller by a factor of 2^-120.
 _TO_BFLOAT16 = tl.constexpr("""{
 .reg .b32 a, b, factor, zero;
 mov.b32 factor, 0x7b807b80;
@@ -50,7 +50,7 @@ cvt.rn.f16x2.e4m3x2 $1, y;
 
 @triton.jit
 def unpack(pairs, DTYPE: tl.constexpr):
-    """The numbers of the first codes in int16s and of the second ones, exactly."""
+    """The numbers of the first code in each int16, and of the second one, exactly."""
     if _IS_COMPILED and tl.bfloat16 == DTYPE:
         even, odd = tl.inline_asm_elementwise(
             _TO_BFLOAT16, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -75,13 +75,13 @@ def split_pairs(numbers):
 
 @triton.jit
 def join_pairs(even, odd):
-    """The columns in order again."""
+    """Put even and odd columns back in order."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
 @triton.jit
 def scale_place(block, head, offset, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where a token's scales are, counted in pairs."""
+    """The place of a token's scales, counted in pairs."""
     return (block.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + offset
 
 
@@ -93,32 +93,32 @@ def split_scales(both):
 
 @triton.jit
 def largest_bits(numbers):
-    """For each row `[N, 1]` the bits of its largest magnitude as float32. They are `INFINITE` or more if it is so, or
-    if a number is NaN."""
+    """The bits of each row's largest magnitude as float32, `[N, 1]`. They are at least `INFINITE` if a number is
+    infinite or NaN."""
     return tl.max(numbers.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]
 
 
 @triton.jit
 def scale_exponent(largest, DTYPE: tl.constexpr):
-    """The biased exponent of the scale for rows of that type, by the bits of their largest magnitude."""
+    """The biased exponent of the scale for rows of type `DTYPE`, from the bits of their largest magnitude."""
     LEAST: tl.constexpr = _LEAST_EXPONENT_FLOAT16 if tl.float16 == DTYPE else _LEAST_EXPONENT
     return tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, LEAST)
 
 
 @triton.jit
 def scale_bits(exponent, is_nan):
-    """Scales as bfloat16, in int16s."""
+    """Scales as the bits of bfloat16, int16."""
     return tl.where(is_nan, 0x7FC0, exponent << 7).to(tl.int16)
 
 
 @triton.jit
 def encode(numbers, exponent, DTYPE: tl.constexpr):
-    """The codes of numbers of that type."""
+    """The codes of numbers of type `DTYPE`."""
     numbers = numbers.to(tl.float32)
     if tl.float16 == DTYPE:
         numbers = tl.clamp(numbers, -_FLOAT16_LIMIT, _FLOAT16_LIMIT)
     numbers *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    if not _IS_COMPILED:  # the interpreter does not carry what it rounds up: round to three bits of mantissa before
+    if not _IS_COMPILED:  # the interpreter drops the carry of rounding up: round to three bits of mantissa before
         power = tl.maximum(numbers.to(tl.int32, bitcast=True) & INFINITE, (127 - 6) << 23)
         large = 1.5 * (power + (20 << 23)).to(tl.float32, bitcast=True)
         numbers = (numbers + large) - large
@@ -135,7 +135,7 @@ def unpack_scaled(pairs, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def score_pairs(even_query, odd_query, keys, scale, PRECISION: tl.constexpr):
-    """The scores of queries with a tile of keys' codes and scales. Of few queries the scores are scaled."""
+    """The scores of queries with a tile of keys' codes and scales. With few queries the scores are scaled."""
     if even_query.shape[0] >= MANY:
         even, odd = unpack_scaled(keys, scale, even_query.dtype)
     else:
@@ -151,9 +151,9 @@ def score_pairs(even_query, odd_query, keys, scale, PRECISION: tl.constexpr):
 def add_pairs(
     even_output, odd_output, total, largest, score, values, scale, factor, DTYPE: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`add_tile` with a tile of values' codes and scales, and even and odd columns of the output apart.
+    """`add_tile` with a tile of values' codes and scales. Even and odd columns of the output are separate.
 
-    Of few queries the weights are scaled, if they are not float16, in which they would be subnormal.
+    With few queries the weights are scaled, unless they are float16, where scaled weights would be subnormal.
     """
     wide, weight, fade, new_largest = weigh(largest, score, factor, DTYPE)
     if tl.float16 == DTYPE or score.shape[0] >= MANY:

@@ -2,12 +2,12 @@
 
 Such a product takes as long as reading the matrix, if enough loads are in flight: to read 4.2 TB/s at 0.8 µs latency,
 3.4 MB, or 26 KB on each of the 132 multiprocessors of an H200. So a program loads all its rows of the matrix, 16 bytes
-per thread and load, before anything else; launched early (`early_launch`), it does so while the previous kernel still
-computes the input. With norm, activation and residual fused, a layer has four such kernels.
+per thread and load, before anything else. If it is launched early (`early_launch`), it does so while the previous
+kernel still computes the input. With norm, activation and residual fused, a layer has four such kernels.
 
 One row is multiplied and added in float32 on the CUDA cores. More rows are padded to 8 or 16 and multiplied on the
-tensor cores, for which the matrix passes through shared memory. Either way the order of additions depends on the matrix
-alone: among 2 to `MAX_ROWS` rows a row's result does not depend on their number. A single row uses another order.
+tensor cores, for which the matrix passes through shared memory. In both cases the order of additions depends on the
+matrix alone: with 2 to `MAX_ROWS` rows a row's result does not depend on their number. A single row has another order.
 
 Sums are float32; bias and residual are added before the single rounding to the type of the input. A fused norm or
 activation is rounded like its separate kernel (`norm`, `activation`).
@@ -30,15 +30,15 @@ MAX_ROWS = 16
 
 # Bytes of a matrix that a warp reads with one load, 16 of them per thread.
 _WARP_BYTES = 512
-# Bytes of a program's tile, in at least 4 lines, which share the inputs' loads and norm.
+# Bytes of a program's tile. It has at least 4 lines, which share the inputs' loads and norm.
 _TILE_BYTES = 16384
 _MIN_LINES = 4
-# Two programs for almost each of 132 multiprocessors. Matrices with few rows get smaller tiles.
+# Two programs for almost every one of 132 multiprocessors. Matrices with few rows get smaller tiles.
 _MIN_PROGRAMS = 256
 _MAX_WARPS = 16
-# Programs of a larger matrix are so many that each one's norm takes longer than a kernel of its own.
+# A larger matrix has so many programs that a norm in each of them takes longer than a separate kernel.
 _NORMED_BYTES = 16 << 20
-# Lines that the tensor cores take at least.
+# The least lines that the tensor cores take.
 _DOT_LINES = 16
 
 
@@ -66,7 +66,7 @@ def gemv(
 
     M is at most `MAX_ROWS`. If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
     `silu_mul` of the product. It is contiguous. With `scales` float32, one for each row of the weight, `weight` is
-    uint8: the bits of 8-bit floats (e4m3), for a single row. `tile` is for measuring others than `choose_tile`'s.
+    uint8: the bits of 8-bit floats (e4m3), for a single row. Pass `tile` only to measure others than `choose_tile`'s.
     """
     num_rows, in_size = x.shape
     num_matrices = 2 if is_gated else 1
@@ -75,7 +75,7 @@ def gemv(
     if num_rows > tile.padded_rows:
         raise InvalidValueError(f"x has {num_rows} rows; multiply more than {tile.padded_rows} with torch.mm")
     if norm is not None and (scales is not None or weight.nbytes > _NORMED_BYTES):
-        x, norm = rms_norm(x, *norm), None  # 8-bit floats: unpacking is enough to do for every program
+        x, norm = rms_norm(x, *norm), None  # with 8-bit floats programs are busy with unpacking
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
     if num_rows == 0:
@@ -101,7 +101,7 @@ def gemv(
         ROWS=tile.padded_rows,
         BLOCK_OUT=tile.block_out,
         STEP=tile.block_in,
-        # One row is summed over all warps at once; the tensor cores' sums are each of one warp.
+        # One row is summed over all warps at once. On the tensor cores each warp has its own sums.
         SPLITS=1 if tile.padded_rows == 1 else tile.num_warps,
         STAGES=3,
         # Triton's interpreter has no products of bfloat16 matrices.
@@ -129,10 +129,10 @@ def gemv_torch(
 
 
 def choose_tile(rows: int, out_size: int, in_size: int, itemsize: int, num_matrices: int = 1) -> Tile:
-    """The tile for a number of rows and a matrix, or two that are read side by side.
+    """The tile for a number of rows and a matrix, or two matrices that are read together.
 
-    All inputs at once, if 16 warps can hold them with one load per thread, so that all loads are in flight from the
-    start; longer rows are read in steps, with two of them in flight.
+    It has all inputs if 16 warps can hold them with one load per thread, so that all loads are in flight from the
+    start. Longer rows are read in steps, with two of them in flight.
     """
     warp_in = _WARP_BYTES // itemsize
     if rows > 1:
@@ -177,9 +177,9 @@ def _gemv_kernel(
     WIDEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program i: outputs i · `BLOCK_OUT` and on.
+    """Program i: outputs from i · `BLOCK_OUT` on.
 
-    An output takes one line of the tile, or two next to each other, its gate's and its up's. The dimensions are
+    An output takes one line of the tile, or two adjacent lines, for its gate and its up. The dimensions are
     `[SPLITS, LINES or ROWS, BLOCK_IN]`: the inputs of a step are split over the first and the last.
     """
     let_next_start(EARLY)
@@ -196,7 +196,7 @@ def _gemv_kernel(
     rows = tl.arange(0, ROWS)[None, :]
     inside = (outputs < out_size) & (rows < num_rows)
 
-    # Weights are loaded before the wait. They are evicted first: a matrix is not read again soon.
+    # Weights are loaded before the wait. They are evicted first, because a matrix is not read again soon.
     tile = tl.load(weight, mask=has_line & (inputs < IN), other=0, eviction_policy="evict_first")
     if norm_weight is not None:
         factor = tl.load(norm_weight + inputs, mask=inputs < IN, other=0.0)
@@ -251,7 +251,7 @@ def _squares(values):
 
 @triton.jit
 def _products(weights, values, ROWS: tl.constexpr, WIDEN: tl.constexpr):
-    """The products of `weights` and `values`; those of one row are not yet summed over the last dimension."""
+    """The products of `weights` and `values`. With one row they are not yet summed over the last dimension."""
     if weights.dtype == tl.uint8:
         weights = weights.to(tl.float8e4nv, bitcast=True)
     if ROWS == 1:

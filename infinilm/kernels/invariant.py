@@ -1,9 +1,9 @@
 """Torch operations on a CPU whose bits depend neither on the other rows of a tensor nor on the number of threads.
 
-Torch's own differ in two ways. Libraries of matrix products sum few rows, or few columns, in another order than many.
-And some element-wise operations compute the last elements of a tensor, or of a thread's share, by another formula than
-whole vectors; `exp`, `tanh` and arithmetic do not. Products of float32 matrices are the native library's, where it is
-there.
+Torch's own operations differ in two ways. Libraries of matrix products sum few rows, or few columns, in another order
+than many. And some element-wise operations compute the last elements of a tensor, or of a thread's share, by another
+formula than whole vectors; `exp`, `tanh` and arithmetic do not. The native library, if there is one, computes products
+of float32 matrices.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor
 from infinilm.kernels.native import arrays_of, load, load_library
 
 TILE = 4
-"""MKL computes fewer rows or columns in another order. It gives threads whole tiles where there are any."""
+"""MKL computes fewer rows or columns than this in another order. It gives threads whole tiles if there are any."""
 PIECE = 16
-"""On some CPUs MKL's order depends on the number of tiles, too. There so many rows are multiplied at a time."""
+"""On some CPUs MKL's order also depends on the number of tiles. There this many rows are multiplied at a time."""
 NARROW = 32
-"""From so many columns on the last tile's width makes no difference."""
+"""From this many columns on the last tile's width makes no difference."""
 
 
 def is_native(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether the native library computes with such numbers: `multiply` is there for them then."""
+    """Whether the native library computes with such numbers. Then `multiply` can be used."""
     return torch.device(device).type == "cpu" and dtype == torch.float32 and load() is not None
 
 
@@ -36,9 +36,10 @@ def multiply(
     is_table: bool = False,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """`x @ weight`, or with a table `x @ weight.t()`, plus bias and residual, whose memory may become the result's.
+    """`x @ weight`, or `x @ weight.t()` with a table, plus bias and residual. The residual is overwritten by the
+    result.
 
-    Codes of 8-bit floats, uint8, have `scales` `[groups of inputs, outputs]`.
+    If `weight` is uint8, codes of 8-bit floats, it has `scales` `[groups of inputs, outputs]`.
     """
     out = x.new_empty(len(x), weight.shape[0 if is_table else 1])
     load_library().multiply_dense(*arrays_of(x.contiguous(), weight, out), is_table, *arrays_of(scales))
@@ -56,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def pad_rows(x: Tensor, size: int = TILE) -> Tensor:
-    """`x` `[n, …]` with zeros behind it, so that it has whole tiles of `size` rows."""
+    """`x` `[n, …]` padded with zeros to whole tiles of `size` rows."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % size)) if len(x) % size else x
 
 
@@ -76,7 +77,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """`F.gelu` by its approximation with tanh."""
+    """`F.gelu` with the tanh approximation."""
     if x.device.type != "cpu":
         return F.gelu(x, approximate="tanh")
     if is_native(x.device, x.dtype):
@@ -87,7 +88,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _activate(x: Tensor, name: str) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])  # which may lie apart
+    rows = x.reshape(-1, x.shape[-1])  # rows may have any stride
     out = torch.empty(rows.shape)
     load_library().activate(*arrays_of(rows, out), name)
     return out.view(x.shape)

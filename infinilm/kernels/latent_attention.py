@@ -1,8 +1,8 @@
-"""Latent attention with absorbed projections over a paged cache of latent vectors: `latent_kernels.py` says how.
+"""Latent attention with absorbed projections over a paged cache of latent vectors; see `latent_kernels.py`.
 
-In a cache `[blocks, block_size, 1, 1, rank + rope]` each token has a vector of `rank` numbers, key and value of all
-heads, and a rotated key of `rope`. A head's query has both parts: `query` `[T, heads, rank]`, contiguous, and
-`turned` `[T, heads, rope]`, contiguous.
+In a cache `[blocks, block_size, 1, 1, rank + rope]` each token has a vector of `rank` numbers, which is key and value
+of all heads, and a rotated key of `rope` numbers. A head's query has both parts: `query` `[T, heads, rank]`,
+contiguous, and `turned` `[T, heads, rope]`, contiguous.
 """
 
 import math
@@ -26,7 +26,7 @@ from infinilm.kernels.norm import rms_norm_torch
 
 
 class Tile(NamedTuple):
-    """A program: keys at a time, and how it is run."""
+    """How many keys a program takes at a time, and how it is launched."""
 
     keys: int
     num_warps: int
@@ -35,9 +35,9 @@ class Tile(NamedTuple):
 
 _LEAST_CHUNK = 256
 TILES = {0: Tile(16, 4, 1), 16: Tile(32, 4, 2), 32: Tile(32, 8, 2)}
-"""By the rows of a tile, from so many on; 0 is for float32, which does not use tensor cores and needs registers.
+"""Tiles by their least number of rows. 0 is for float32, which does not use tensor cores and needs registers.
 
-The number of keys must be the same for all rows of a type, or results would depend on what computes them.
+The number of keys must be the same for all rows of a type, or results would depend on the kernel that computes them.
 """
 
 
@@ -158,8 +158,8 @@ def latent_decode(
 ) -> Tensor:
     """Attend one new token per row to the row's tokens in the cache: `[B, heads, rank]`.
 
-    `tables` `[B, max_blocks]` int32 names the blocks of each row, `context_lens` `[B]` int32 the tokens in them; a row
-    of 0 tokens gives zeros.
+    `tables` `[B, max_blocks]` int32 has the blocks of each row, `context_lens` `[B]` int32 the number of tokens in
+    them; a row of 0 tokens gives zeros.
     """
     rows, heads, rank = query.shape
     output = query.new_empty(query.shape)
@@ -219,8 +219,8 @@ def latent_prefill(
 ) -> Tensor:
     """Attend each request's new tokens to its tokens in the cache, causally, their own included: `[T, heads, rank]`.
 
-    `query_starts` `[N + 1]` and `context_lens` `[N]` int32 are as in `prefill_attention`: a request of context length 0
-    is left out, and its rows of `out` stay as they are, or zeros.
+    `query_starts` `[N + 1]` and `context_lens` `[N]` int32 are as in `prefill_attention`. A request of context length 0
+    is skipped: its rows of `out` keep their contents, or are zeros without `out`.
     """
     num_tokens, heads, _ = query.shape
     num_requests = len(context_lens)
@@ -252,10 +252,10 @@ def latent_prefill(
 
 
 def _options(query: Tensor, turned: Tensor, cache: Tensor, tile_rows: int) -> dict[str, Any]:
-    """The options of both kernels. None depends on the number of rows, because no row's result may.
+    """The options of both kernels. They must not depend on the number of rows, so that no row's result does.
 
-    An accumulator of 64 x 512, or two of 32 x 512 for a prompt's chunk and those before it, take 128 registers of each
-    of 256 threads.
+    One accumulator of 64 x 512, or two of 32 x 512 for a prompt's chunk and its previous chunks, take 128 registers in
+    each of 256 threads.
     """
     heads, rank = query.shape[1:]
     rope, block_size = turned.shape[2], cache.shape[1]
@@ -285,7 +285,7 @@ def latent_attention_torch(
     *,
     scale: float,
 ) -> Tensor:
-    """The reference of both, one request after another, in float32."""
+    """The reference of decode and prefill, one request after another, in float32."""
     rank = query.shape[2]
     out = torch.zeros_like(query)
     starts = query_starts.tolist()

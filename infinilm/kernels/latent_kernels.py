@@ -1,13 +1,13 @@
 """The Triton kernels of `latent_attention`.
 
-All query heads share one key, a latent vector of `RANK` numbers and a rotated part of `ROPE`; the vector is the value,
-too. So heads are the rows of a tile, and a tile of keys is read once for both products.
+All query heads share one key, a latent vector of `RANK` numbers and a rotated part of `ROPE` numbers. The vector is
+also the value. So heads are the rows of a tile, and a tile of keys is read once for both products.
 
-Keys are attended to in the order of `attention_order`. Decoding, each chunk of a row's context is attended to by a
-program of its own, and a second kernel merges them. Of a prompt, a program has some heads of a few tokens.
+Keys are processed in the order of `attention_order`. When decoding, a separate program computes each chunk of a row's
+context, and a second kernel merges the chunks. For prompts, a program computes some heads of a few tokens.
 
-Tokens that are not finite are NaN in the cache as a whole (`nonfinite.py`). A key that some rows of a tile don't see is
-0 as a value if it is NaN, so that only rows that see it become NaN.
+The cache holds only NaN for tokens that are not finite (`nonfinite.py`). If some rows of a tile don't see a key that is
+NaN, it is 0 as a value, so that only rows that see it become NaN.
 """
 
 import triton
@@ -24,7 +24,7 @@ from infinilm.kernels.store_kv import zero_if_finite
 def store_kernel(
     latents,  # at a token's vector
     weight,
-    query,  # at the part of a head to rotate
+    query,  # at the part of a head that is rotated
     positions,
     table,
     slots,
@@ -95,8 +95,8 @@ def _turned(first, second, cos, sin, DTYPE: tl.constexpr):
 
 @triton.jit
 def _no_keys(M: tl.constexpr, PAD_RANK: tl.constexpr):
-    """As `no_keys`, with more columns of sums than rows: the compiler divides all products among warps as it does
-    this one, and few rows must not all be computed by every warp."""
+    """Like `no_keys`, with more columns of sums than rows. The compiler divides all products among warps like this one,
+    and with fewer columns every warp would compute all rows."""
     COLUMNS: tl.constexpr = 2 * M
     output = tl.zeros([M, PAD_RANK], tl.float32)
     return output, tl.zeros([M, COLUMNS], tl.float32), tl.full([M], float("-inf"), tl.float32)
@@ -110,7 +110,7 @@ def _attend(
     cache,
     table,
     begin,  # a multiple of TILE_KEYS
-    middle,  # likewise; tiles before it are seen by all rows
+    middle,  # likewise; all rows see the tiles before it
     end,
     scale,  # log2(e) included: the exponentials are of base 2
     RANK: tl.constexpr,
@@ -118,7 +118,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """The state of a chunk, the tokens from `begin` to before `end`: see `attention_order`."""
+    """The state (see `attention_order`) after a chunk, the tokens from `begin` to before `end`."""
     output, total, largest = _no_keys(query.shape[0], query.shape[1])
     ranks, ropes = tl.arange(0, query.shape[1]), tl.arange(0, turned.shape[1])
     for first in range(begin, middle, TILE_KEYS):
@@ -231,7 +231,7 @@ def merge_kernel(
     num_tokens = tl.load(context_lens + row)
     num_used = tl.cdiv(num_tokens, 1 << chunk_shift(num_tokens, NO_WINDOW))
     chunks = ()
-    # All loads start before the first result is used: a single wait.
+    # All loads start before the first result is used, so there is a single wait.
     for index in tl.static_range(MAX_CHUNKS):
         is_used = index < num_used
         own = place * num_chunks + index
@@ -274,7 +274,7 @@ def prefill_kernel(
     TILE_HEADS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Program (tile, heads): `TILE_HEADS` heads of each of some tokens. The tiles with the most keys come first."""
+    """Program (tile, heads): `TILE_HEADS` heads of some tokens. The tiles with the most keys come first."""
     TOKENS: tl.constexpr = TILE_ROWS // TILE_HEADS
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     request = _find_request(query_starts, num_requests, tile, TOKENS)
@@ -345,7 +345,7 @@ def heads_kernel(
     BLOCK_OUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (head, outputs, rows). The tile is the same for any number of rows, and so is a row's result."""
+    """Program (head, outputs, rows). The tile, and so a row's result, does not depend on the number of rows."""
     head = tl.program_id(0)
     rows = (tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)

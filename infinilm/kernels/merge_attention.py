@@ -45,10 +45,10 @@ def _merge_kernel(
 def merge_attention(
     first: Tensor, first_log_sums: Tensor, second: Tensor, second_log_sums: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Weigh two results for the same queries by the sums of exponentials behind them.
+    """Merge two results for the same queries, weighted by their sums of exponentials.
 
-    `first` and `second` are `[T, heads, head_dim]`, contiguous, of any types; their log sums `[heads, T]` float32,
-    natural and finite. Returns the result in `dtype` and its log sums.
+    `first` and `second` are `[T, heads, head_dim]`, contiguous, of any types. Their log sums are `[heads, T]` float32,
+    natural logarithms and finite. Returns the result in `dtype` and its log sums.
     """
     num_tokens, heads, head_dim = first.shape
     target = torch.empty_like(first, dtype=dtype)

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 _NAME = "infinilm._native"
 _COLUMNS_STEP = 16
-"""The library's layers take matrices of floats with a multiple of so many inputs."""
+"""The library's layers take matrices of floats whose number of inputs is a multiple of this."""
 
 
 @cache
 def load() -> ModuleType | None:
-    """The native library, or None where it is not installed: torch does its work then, and a warning says so once.
+    """The native library, or None if it is not installed. Then torch does its work, and one warning says so.
 
-    `INFINILM_NATIVE=0` in the environment asks for torch; the path of a library asks for that build of it.
+    The environment variable `INFINILM_NATIVE` is 0 for torch alone, or the path of another build of the library.
     """
     choice = os.environ.get("INFINILM_NATIVE")
     if choice == "0":
@@ -65,13 +65,13 @@ def _load_build(path: str) -> ModuleType:
 
 
 def has_vectors() -> bool:
-    """Whether the library has instructions here, AVX2 at least, with which it multiplies floats as fast as torch."""
+    """Whether the library uses AVX2 or better on this machine. Then it multiplies floats as fast as torch."""
     library = load()
     return library is not None and library.instruction_set() != "generic"
 
 
 def load_library() -> Any:
-    """The native library, or an error where it is not installed."""
+    """The native library. Raises an error if it is not installed."""
     library = load()
     if library is None:
         raise EngineError("the native library, which computes with quantised weights, was not built with the package")
@@ -79,9 +79,10 @@ def load_library() -> Any:
 
 
 def arrays_of(*tensors: "Tensor | None") -> "list[npt.NDArray[Any] | None]":
-    """Tensors as arrays of the same memory, bfloat16 as uint16. The library gets those.
+    """Tensors as numpy arrays of the same memory, bfloat16 as uint16, to pass to the library.
 
-    Of a tensor it would call `__dlpack__`, which is Python code, and pass over any error in it: a Ctrl-C would be lost.
+    With a tensor the library would call `__dlpack__`, which is Python code, and ignore errors in it: a Ctrl-C would be
+    lost.
     """
     return [None if tensor is None else _array_of(tensor.detach()) for tensor in tensors]
 
@@ -93,7 +94,7 @@ def _array_of(tensor: "Tensor") -> "npt.NDArray[Any]":
 
 
 def float_matrix(weight: "Tensor", scales: "Tensor | None" = None) -> Any | None:
-    """A matrix of floats `[in, out]` for the library's layers, in the same memory; None if they can't take it."""
+    """A matrix of floats `[in, out]` for the library's layers, in the same memory; None if they don't support it."""
     if len(weight) % _COLUMNS_STEP or weight.stride(1) != 1:
         return None
     return load_library().float_matrix(*arrays_of(weight, scales))
@@ -112,7 +113,7 @@ def draw(logits: "Tensor", settings: "Tensor", rows: "Tensor", positions: "Tenso
 def draw_arrays(
     logits: "npt.NDArray[np.float32]", settings: "IntArray", rows: "IntArray", positions: "IntArray"
 ) -> "tuple[IntArray, npt.NDArray[np.bool_]]":
-    """The same for arrays."""
+    """The same as `draw`, for arrays."""
     import numpy as np
 
     token_ids, are_finite = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.bool_)
@@ -121,7 +122,7 @@ def draw_arrays(
 
 
 def keep_arrays(*arrays: "npt.NDArray[Any]") -> "tuple[npt.NDArray[Any], ...]":
-    """Arrays as the library takes them."""
+    """Contiguous arrays, as the library needs them."""
     import numpy as np
 
     return tuple(map(np.ascontiguousarray, arrays))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from infinilm.kernels.early_launch import launches_early, let_next_start, loaded_ahead, wait_for_inputs
 
-# Numbers per program at least: one load of 16 bytes, the widest, of each thread. Shorter rows share a program.
+# The least numbers per program: one load of 16 bytes, the widest, per thread. Shorter rows share a program.
 _MIN_TILE = 1024
 
 # A thread of a long row has several loads in flight.
@@ -18,7 +18,7 @@ Norm = tuple[Tensor, float]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centred: bool = False) -> Tensor:
-    """`x` `[T, n]` over its rows' root mean square, times `weight` `[n]`: `[T, n]`, contiguous.
+    """`x` `[T, n]` divided by its rows' root mean square, times `weight` `[n]`: `[T, n]`, contiguous.
 
     Computed in float32 and rounded to the input's type before it is multiplied by the weight. If the weight
     `is_zero_centred`, it is multiplied by 1 + weight and rounded once.

@@ -1,12 +1,12 @@
-"""Products of few rows with a matrix, whose bits are those of the libraries' products of more rows.
+"""Products of few rows with a matrix, with the same bits as the libraries' products of more rows.
 
-A product of bfloat16 matrices has the same bits for every shape of tile and every number of rows, if it is summed over
-the inputs in order by matrix instructions (on Hopper; `executor/guarantee.py` tries it). The libraries keep to that
-for more rows if they are kept from splitting the inputs (`keep_order`). For few rows they often have no fast way to;
-narrow tiles make up for it: a program computes a few outputs for all rows, and reads their lines of the matrix
-once. Its lines are fetched into the L2 cache before it waits for the previous kernel (`early_launch`).
+A product of bfloat16 matrices has the same bits for every shape of tile and every number of rows, if matrix
+instructions sum over the inputs in order (on Hopper; `executor/guarantee.py` tests it). For more rows the libraries do
+so if they are kept from splitting the inputs (`keep_order`). For few rows they often have no fast kernel that does.
+This kernel uses narrow tiles instead: a program computes a few outputs for all rows, and reads their lines of the
+matrix once. The lines are fetched into the L2 cache before the program waits for the previous kernel (`early_launch`).
 
-`gemv` is faster for one row, with other bits.
+`gemv` is faster for one row, but has other bits.
 """
 
 import sys
@@ -21,20 +21,20 @@ from infinilm.kernels.activation import add_bias, gated
 from infinilm.kernels.early_launch import launches_early, let_next_start, wait_for_inputs
 from infinilm.kernels.norm import Norm, rms_norm
 
-# Up to so many rows the libraries have no fast kernel that sums in order, …
+# Up to this many rows the libraries have no fast kernel that sums in order.
 MAX_ROWS = 31
-# … with a matrix of few lines sometimes none for more, …
+# With a matrix of few lines they sometimes have none up to this many rows.
 FEW_LINES, MAX_ROWS_OF_FEW = 2048, 127
-# … and with a large matrix of many lines only for a single row.
+# With a large matrix of many lines they lack one only for a single row.
 MANY_LINES, MANY_NUMBERS = 6144, 16 << 20
-# Inputs of a line that are fetched ahead: of large matrices the L2 cache could not hold all.
+# Inputs of a line that are fetched ahead. The L2 cache can't hold all inputs of large matrices.
 FETCHED = tl.constexpr(2048)
 # Columns of the smallest matrix instruction.
 FEW_ROWS = 8
 
 
 class Tile(NamedTuple):
-    """A program computes `outputs` of `rows` from `inputs` at a time."""
+    """A program computes `outputs` outputs of `rows` rows, from `inputs` inputs at a time."""
 
     outputs: int
     inputs: int
@@ -57,7 +57,7 @@ def ordered_product(
 
     If `is_gated`, `weight` is `[2 * out, in]`, the gate's rows first, and the result is
     `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each rounded.
-    `tile` is for measuring others than `choose_tile`'s.
+    Pass `tile` only to measure others than `choose_tile`'s.
     """
     num_rows, in_size = x.shape
     num_matrices = 2 if is_gated else 1
@@ -98,9 +98,9 @@ def ordered_product(
 
 
 def max_rows(num_lines: int, num_inputs: int, dtype: torch.dtype) -> int:
-    """Up to so many rows the product with a matrix of that shape is faster here than by a library in order.
+    """The most rows for which this kernel is faster, for a matrix of that shape, than a library that sums in order.
 
-    Of float32, such as some routers, no order of a library is known; there no number of rows is too large.
+    For float32, which some routers have, no library's order is known, so there is no limit.
     """
     if dtype == torch.float32 and num_lines <= FEW_LINES:
         return sys.maxsize
@@ -110,17 +110,17 @@ def max_rows(num_lines: int, num_inputs: int, dtype: torch.dtype) -> int:
 
 
 def keep_order() -> None:
-    """Keep torch's products, in this process, from splitting the inputs, which they do for some numbers of rows."""
+    """Keep torch's products in this process from splitting the inputs, as they do for some numbers of rows."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 def choose_tile(num_rows: int, num_lines: int, itemsize: int) -> Tile:
-    """The tile for a number of rows and a matrix of so many lines.
+    """The tile for a number of rows and of lines of a matrix.
 
-    Narrow, so that there are programs for most of the 132 multiprocessors of an H200, and with many bytes in flight.
-    Two programs of six stages fit on a multiprocessor, three with fewer bytes: all run at once.
+    Tiles are narrow, so that there are programs for most of the 132 multiprocessors of an H200, and have many bytes in
+    flight. Two programs of six stages fit on a multiprocessor, or three with fewer bytes, so that all run at once.
     """
     if num_lines > FEW_LINES and 1 < num_rows <= 16:  # wider tiles: all programs read all rows
         tile = Tile(32, 512, 2, 3, FEW_ROWS) if num_rows <= FEW_ROWS else Tile(64, 256, 4, 4, 16)
@@ -158,9 +158,9 @@ def _product_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (i, j): outputs i · `LINES` / `MATRICES` and on, of rows j · `ROWS` and on.
+    """Program (i, j): outputs from i · `LINES` / `MATRICES` on, of rows from j · `ROWS` on.
 
-    An output takes one line of the tile, or two next to each other, its gate's and its up's.
+    An output takes one line of the tile, or two adjacent lines, for its gate and its up.
     """
     let_next_start(EARLY)
     OUTPUTS: tl.constexpr = LINES // MATRICES
@@ -187,9 +187,9 @@ def _product_kernel(
         is_input, is_weight = places < IN, has_line[:, None]
         if IN % BLOCK_IN != 0:
             is_weight = is_weight & is_input[None, :]
-        # They are evicted first: a matrix is not read again soon.
+        # Weights are evicted first, because a matrix is not read again soon.
         tile = tl.load(weight + places[None, :], mask=is_weight, other=0.0, eviction_policy="evict_first")
-        if IS_ONE:  # all rows of the tile are the only one
+        if IS_ONE:  # all rows of the tile repeat the only row
             values = tl.load(x + places, mask=is_input, other=0.0)
             values = tl.broadcast_to(values[:, None], (BLOCK_IN, ROWS))
         else:
@@ -214,7 +214,7 @@ def _product_kernel(
 
 @triton.jit
 def _fetch_lines(lines, has_line, IN: tl.constexpr, LINES: tl.constexpr):
-    """Let the L2 cache fetch the `lines` `[LINES, 1]` of 16-bit numbers; each thread asks for a part of one."""
+    """Prefetch the `lines` `[LINES, 1]` of 16-bit numbers into the L2 cache; each thread requests a part of a line."""
     PARTS: tl.constexpr = 32 // LINES if LINES < 32 else 1
     PART: tl.constexpr = IN // PARTS
     parts = lines + tl.arange(0, PARTS)[None, :] * PART

@@ -1,20 +1,20 @@
-"""The native library's arithmetic with quantised weights, in torch: the reference that it is checked against."""
+"""The native library's arithmetic with quantised weights, in torch: the reference for its tests."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256  # columns of the activations that share a scale; the last block may have fewer
-GROUP = 32  # those of 8-bit activations
+GROUP = 32  # the same for 8-bit activations
 OUTLIER_SHARE = 0.4
 MAX_QUANT = 32512
-"""The largest quant of a block: 255 * 127 + 127, which is stored in two bytes of -127 to 127."""
+"""The quant of a block's largest number: 255 * 127 + 127. Quants are stored in two bytes of -127 to 127."""
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` `[T, columns]` float32 as int16 `[T, columns]` and, by blocks of 256 columns, scales float32 `[T, blocks]`.
+    """`x` `[T, columns]` float32 as int16 `[T, columns]` and scales float32 `[T, blocks]`, one per 256 columns.
 
-    Halves are rounded to even numbers. A block of zeros has the scale 0.
+    Ties are rounded to even. A block of zeros has the scale 0.
     """
     blocks = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1) / MAX_QUANT
@@ -24,9 +24,10 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_to_bytes(x: Tensor) -> Tensor:
-    """`x` `[T, columns]` float32 as `activation_bits=8` has it, float64: 127 steps each way of a scale for 32 columns.
+    """`x` `[T, columns]` float32 rounded as with `activation_bits=8`, in float64.
 
-    A group whose largest number has more than `OUTLIER_SHARE` of its block's sum of squares has steps of a 254th.
+    Each group of 32 columns has a scale and is rounded to -127 to 127 steps. If the square of a group's largest number
+    is more than `OUTLIER_SHARE` of its block's sum of squares, its steps are 1/254 as large.
     """
     groups = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK // GROUP, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
@@ -42,7 +43,7 @@ def round_to_bytes(x: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation_bits: int = 16) -> Tensor:
     """`x` `[T, columns]`, quantised, times the dequantised `weight` `[rows, columns]`: `[T, rows]` float32.
 
-    Sums are float64, so that another order of additions differs by its own rounding only.
+    Sums are float64, so that a result in another order of additions differs only by that result's own rounding.
     """
     if activation_bits == 8:
         rounded = round_to_bytes(x)

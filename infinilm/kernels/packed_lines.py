@@ -1,4 +1,4 @@
-"""Quantised matrices line by line, as the kernels of `experts` unpack them, and their torch twin."""
+"""Quantised matrices stored line by line, which the kernels of `experts` unpack, and the torch twin of unpacking."""
 
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ class PackedLines(NamedTuple):
     format: TileFormat
     inputs: int
     codes: Tensor
-    """uint8 `[lines, inputs * bits / 8]`; of two 4-bit codes the first is in the lower half."""
+    """uint8 `[lines, inputs * bits / 8]`; the first of two 4-bit codes is in the lower half."""
     scales: Tensor
-    """`[lines, groups]`: float32; int8, multiplied by factors; or uint8, exponents of 2 plus 127 of 4-bit floats.
+    """`[lines, groups]`: float32; int8, multiplied by factors; or, for 4-bit floats, uint8: exponents of 2, plus 127.
 
-    With a minimum behind each: int32, a pair of float16; or int16, a pair of uint8, multiplied by factors.
+    With minimums, each scale is followed by its minimum: int32, a pair of float16; or int16, a pair of uint8,
+    multiplied by factors.
     """
     zeros: Tensor | None
     """uint8 `[lines, groups]`."""
@@ -55,7 +56,7 @@ class PackedLines(NamedTuple):
         return self.codes.view(torch.float8_e4m3fn if is_fp8 else torch.int32)
 
     def options(self, block_in: int) -> dict[str, Any]:
-        """What kernels with blocks of so many inputs have to know when they are compiled."""
+        """The compile-time arguments of kernels with blocks of `block_in` inputs."""
         run = block_in if self.group == self.inputs else min(self.group & -self.group, block_in)
         sizes = {"IN": self.inputs, "BITS": self.format.bits, "GROUP": self.group, "RUN": run}
         return {**sizes, "MIDDLE": self.format.zero, "HAS_MINIMUMS": self.format.has_minimums}
@@ -88,7 +89,7 @@ def unpack_lines_torch(matrix: PackedLines, dtype: torch.dtype) -> Tensor:
 
 
 def _floats(stored: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and minimums as float32; without minimums the scales twice."""
+    """Scales and minimums as float32. Without minimums, returns the scales twice."""
     if stored.dtype not in (torch.int32, torch.int16):
         return stored.float(), stored.float()
     first, second = stored.view(kind).float().unflatten(1, (-1, 2)).unbind(2)

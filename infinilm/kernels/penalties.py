@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties of all rows that have any."""
+"""Repetition, frequency and presence penalties, for all rows that have any."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ IN_PROMPT = 1 << 30  # added to the count of a token that is in the prompt
 
 
 def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor, penalties: Tensor) -> None:
-    """Penalise rows `places` [k] of `logits` [n, vocab] float32, which have `slots` [k], in place.
+    """Penalise rows `places` [k] of `logits` [n, vocab] float32 in place. They have the penalties and counts of `slots`
+    [k].
 
-    `counts` [slots, vocab] int32 say how often each token is in the answer, plus `IN_PROMPT` if it is in the prompt;
+    `counts` [slots, vocab] int32 is how often each token is in the answer, plus `IN_PROMPT` if it is in the prompt;
     `penalties` [slots, 3] float32 are repetition (divides positive logits of tokens in prompt or answer, multiplies
     negative ones), frequency (subtracted per occurrence in the answer) and presence (subtracted once).
     """
@@ -39,6 +40,6 @@ def penalize_torch(logits: Tensor, places: Tensor, slots: Tensor, counts: Tensor
 def find_penalize(device: torch.device) -> Penalize:
     if not has_kernels(device):
         return penalize_torch
-    from infinilm.kernels.penalties_kernel import penalize  # which needs Triton
+    from infinilm.kernels.penalties_kernel import penalize  # needs Triton
 
     return penalize

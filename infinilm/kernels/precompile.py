@@ -4,9 +4,9 @@ Triton compiles a kernel when it is first launched, and the launch waits for it:
 two dozen kernels and variants. Five sixths of that are spent in compiler passes, in `ptxas` and in the C compiler that
 builds the launcher, all without the GIL. So threads share the work.
 
-The set of kernels is known only by launching them. So the model runs once with a Triton hook that sees each kernel
+The set of kernels is only known when they are launched. So the model runs once with a Triton hook that sees each kernel
 before it is compiled, submits it to a thread if it is not on disk, and skips the launch. From then on all launches are
-skipped, also of kernels that are there: they would take what a skipped kernel has not written for places in memory.
+skipped, even of compiled kernels: they might use memory that a skipped kernel has not written as addresses.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 def preparing_compiler() -> Thread:
     """The thread that does Triton's one-time work per process before the first kernel, mainly hashing its own 400 MB.
 
-    The first call starts it, beside other start-up work.
+    The first call starts the thread, in parallel to other start-up work.
     """
     thread = Thread(target=_prepare_compiler, name="prepare-compiler", daemon=True)
     thread.start()
@@ -42,7 +42,7 @@ def preparing_compiler() -> Thread:
 
 
 def _prepare_compiler() -> None:
-    """A failure is only logged: Triton tries again later."""
+    """Do Triton's one-time work. A failure is only logged: Triton tries again later."""
     try:
         from triton.runtime.cache import triton_key
 
@@ -56,13 +56,13 @@ def _prepare_compiler() -> None:
 def compile_together(work: Callable[[], object]) -> None:
     """Run `work`, which launches kernels, after compiling those that are not in Triton's cache on disk.
 
-    If there are any, `work` runs twice, the first time without them: it must not depend on the memory that they would
-    write. Errors of the first run are logged, and kernels are compiled when they are launched.
+    If there are any, `work` runs twice, the first time without these kernels. It must not depend on the memory that
+    they would write. Errors of the first run are logged, and kernels are then compiled when they are launched.
     """
     if knobs.runtime.jit_cache_hook is not None:  # another thread compiles, or another hook is set
         work()
         return
-    preparing_compiler().join()  # or this thread would do the same
+    preparing_compiler().join()  # otherwise this thread would do the same work
     start_time = perf_counter()
     is_done = False
     with ThreadPoolExecutor(thread_name_prefix="compile") as pool:
@@ -96,7 +96,7 @@ class _Compiler:
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Skip this thread's launches, once one was skipped because its kernel is being compiled."""
+        """Skip this thread's launches, from the first one that is skipped because its kernel is being compiled."""
         launch = JITFunction.run
 
         def run(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
@@ -139,7 +139,7 @@ class _Kernel:
         self._options = self._backend.parse_options(options)
 
     def is_on_disk(self) -> bool:
-        """Whether Triton's cache has it; looked up the way Triton does."""
+        """Whether Triton's cache has the kernel; looked up in the same way as Triton does."""
         # Internals of Triton: imported here, where a missing one is caught.
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import get_cache_key, get_cache_manager
@@ -150,6 +150,6 @@ class _Kernel:
         return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
     def compile(self) -> None:
-        """Compile it and its launcher, which needs a C compiler, into the cache."""
+        """Compile the kernel and its launcher, which needs a C compiler, into the cache."""
         compiled = triton.compile(self._source, target=self._target, options=vars(self._options))
         driver.active.launcher_cls(compiled.src, compiled.metadata)

@@ -1,13 +1,13 @@
 """Attention of several new tokens per request over a paged KV cache: prompts, chunks of prompts, and mixed steps.
 
 *Tiles.* The new tokens of all requests are concatenated. A program computes a tile of one request's tokens for one
-kv head; the query heads that share the kv head are rows of the tile next to each other, so that keys and values are
-read once for all of them and a short prompt still fills the tile. Programs find their tile's request themselves: the
-host sends only where the requests begin, and at most one program per request and kv head has nothing to do.
+kv head; the query heads that share the kv head are adjacent rows of the tile, so that keys and values are read once for
+all of them and a short prompt still fills the tile. Programs find their tile's request themselves: the host sends only
+the start of each request, and at most one program per request and kv head has nothing to do.
 
-*Keys.* They are attended to in the order of `attention_order`. Mostly all tokens of a tile have chunks of one size;
-where two sizes meet, the tile is computed once for each. Without a window only the last tiles of keys need a mask: all
-others are seen by the whole tile.
+*Keys.* They are processed in the order of `attention_order`. Usually all tokens of a tile have chunks of one size. If a
+tile has tokens with two sizes, it is computed once for each size. Without a window only the last tiles of keys need a
+mask: the whole tile sees all others.
 
 *Order.* The tiles with the most keys are launched first, so that the short ones fill the gaps at the end.
 """
@@ -46,11 +46,11 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(dtype: torch.dtype, head_dim: int, *, is_wide: bool = True) -> Tiles:
-    """A good choice for Hopper. If not `is_wide`, there are fewer registers for it.
+    """A good choice for Hopper. If not `is_wide`, fewer registers are available.
 
-    128 rows are two of its matrix instructions, one for each group of four warps, and reuse each key enough. An
-    accumulator of 128 x 64 takes 32 registers of every thread: scores, a chunk's output and that of the chunks before
-    it 160 of the 255, so nothing spills.
+    128 rows are two of Hopper's matrix instructions, one for each group of four warps, and reuse each key enough. An
+    accumulator of 128 x 64 takes 32 registers of every thread. Scores, a chunk's output and that of the previous chunks
+    take 160 of the 255, so nothing spills.
     """
     if dtype == torch.float32:  # exact products don't use tensor cores: small tiles, or registers run out
         return Tiles(rows=16, num_warps=4, num_stages=1)
@@ -60,7 +60,8 @@ def choose_tiles(dtype: torch.dtype, head_dim: int, *, is_wide: bool = True) -> 
 
 
 def can_gather(query: Tensor) -> bool:
-    """Whether `prefill_attention` takes gathered keys and values for these queries: Hopper's copy engine loads them."""
+    """Whether `prefill_attention` supports gathered keys and values for these queries. Hopper's copy engine loads
+    them."""
     is_hopper = query.device.type == "cpu" or torch.cuda.get_device_capability(query.device) >= (9, 0)
     head_dim = query.shape[2]
     return (
@@ -70,7 +71,7 @@ def can_gather(query: Tensor) -> bool:
 
 @triton.jit
 def _find_request(query_starts, num_requests, tile, TOKENS: tl.constexpr):
-    """The tile's request. Request i's tiles begin with number `query_starts[i] // TOKENS + i`, so that all fit."""
+    """The tile's request. Request i's tiles are numbered from `query_starts[i] // TOKENS + i`, so that all fit."""
     low = 0
     high = num_requests
     while high - low > 1:
@@ -95,11 +96,11 @@ def _load(pointers, inside, dims, IS_MASKED: tl.constexpr, HEAD_DIM: tl.constexp
 
 @triton.jit
 def _attend(
-    query,  # [rows, PAD_DIM], or with scales the even columns
+    query,  # [rows, PAD_DIM]; with scales the even columns
     odd_query,  # with scales the odd columns
     positions,  # [rows], the rows' places in the request
     cache,  # at the head's keys
-    scales,  # of codes in pairs, which the cache then has, see `fp8_kernels`; None: it has numbers
+    scales,  # the cache has codes in pairs, see `fp8_kernels`, with these scales; None: it has numbers
     gathered,  # None: they are read from the cache
     head,
     table,
@@ -179,7 +180,7 @@ def _attend_tiles(
     output,  # the state, see `attention_order`
     total,
     largest,
-    query,  # for this and the next four see `_attend`
+    query,  # this and the next four: see `_attend`
     odd_query,
     positions,
     cache,
@@ -263,7 +264,7 @@ def _prefill_kernel(
     sinks,  # None: there are none
     num_requests,
     scale,  # includes log2(e): the exponentials are of base 2
-    cap,  # includes it, too; None: scores are not capped
+    cap,  # includes log2(e), too; None: scores are not capped
     window,
     query_stride,
     block_stride,
@@ -396,21 +397,22 @@ def prefill_attention(
 ) -> Tensor:
     """Attend each request's new tokens to its tokens in the cache, causally, their own keys and values included.
 
-    `query` is `[T, heads, head_dim]`, strided by token only; `cache` `[blocks, block_size, 2, kv_heads, head_dim]`,
-    contiguous; `tables` `[N, max_blocks]` int32 the requests' blocks; `query_starts` `[N + 1]` int32 where each
-    request's tokens begin in the query, and where the last one's end; `context_lens` `[N]` int32 its tokens in the
-    cache, the new ones being the last of them. With a `window` a token sees the last `window` of its context.
-    With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32 are scores of a key without a value.
-    Returns `[T, heads, head_dim]`.
+    `query` is `[T, heads, head_dim]`; only the stride over tokens is free. `cache` `[blocks, block_size, 2, kv_heads,
+    head_dim]` is contiguous. `tables` `[N, max_blocks]` int32 has the requests' blocks. `query_starts` `[N + 1]` int32
+    has the first token of each request in the query, and the end of the last request. `context_lens` `[N]` int32 has
+    the requests' numbers of tokens in the cache, the last of which are the new tokens. With a `window` a token sees the
+    last `window` tokens of its context. With a `cap` scores are `cap * tanh(score / cap)`. `sinks` `[heads]` float32
+    are scores of a key without a value. Returns `[T, heads, head_dim]`.
 
     A cache of 8-bit floats has `scales` (`fp8_cache.py`), and is not gathered.
 
-    `gathered` `[n, 2, kv_heads, head_dim]` are the keys and values of the only request in order, and zeros up to a
-    multiple of `key_tile`. From there they are read faster; `can_gather` says for which heads.
+    `gathered` `[n, 2, kv_heads, head_dim]` are the keys and values of the only request in order, padded with zeros to a
+    multiple of `key_tile`. They are read faster than the cache; `can_gather` says for which heads.
 
-    If not `is_ordered`, all keys are one chunk, which is faster: a token has other bits than decoding gives it.
+    If not `is_ordered`, all keys are one chunk. That is faster, but a token's bits differ from those of decoding.
 
-    A request of context length 0 is left out: its rows of `out`, which is contiguous, stay as they are, or zeros.
+    A request of context length 0 is skipped: its rows of `out` keep their contents, or are zeros without `out`. `out`
+    is contiguous.
     """
     num_tokens, heads, head_dim = query.shape
     block_size, _, kv_heads, _ = cache.shape[1:]
@@ -419,7 +421,7 @@ def prefill_attention(
         out = query.new_zeros(query.shape)
     if num_tokens == 0 or num_requests == 0:
         return out
-    # 8-bit floats are unpacked in registers, and chunks merged in more of them.
+    # Unpacking 8-bit floats takes registers, and so does merging chunks.
     tiles = tiles or choose_tiles(query.dtype, head_dim, is_wide=scales is None or not is_ordered)
     keys = key_tile(query.dtype, head_dim)
     group = heads // kv_heads

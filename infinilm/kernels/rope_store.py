@@ -11,8 +11,9 @@ from infinilm.kernels.norm import inverse_rms, rms_norm_torch, scale_and_weigh
 from infinilm.kernels.store_kv import store_kv_torch, zero_if_finite
 
 # Numbers per program: with 4 warps, one load of 16 bytes per thread for each half of the heads. So one token's heads
-# are spread over a few programs, each large enough to be worth its start. (Half as many numbers and warps would take a
-# tenth less time. But the variants of `marks_nonfinite` would have different layouts, and norms might add differently.)
+# are divided among a few programs, each large enough to be worth its start. (Half as many numbers and warps would take
+# a tenth less time. But the variants of `marks_nonfinite` would have different layouts, and norms might add
+# differently.)
 _TILE = 2048
 _WARPS = 4
 
@@ -37,15 +38,16 @@ def rope_store(
 
     - `qkv` `[T, heads + 2 * kv_heads, head_dim]`: queries, keys, values of each token; only the stride over tokens
       is free.
-    - `positions` `[T]` int64: rows of `table` `[max_len, dim]` float32, cosines and then sines, half of `dim` each. Of
-      a head's first `dim` numbers, i is rotated with i + dim / 2, or with `is_interleaved` 2i with 2i + 1.
+    - `positions` `[T]` int64: rows of `table` `[max_len, dim]` float32, cosines and then sines, half of `dim` each.
+      In a head's first `dim` numbers, i is rotated with i + dim / 2; with `is_interleaved`, 2i with 2i + 1.
     - `slots` `[T]` int64: a token's place in `cache` `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, counted
       over all blocks; negative: its key and value are not stored.
     - `q_norm`, `k_norm` `[head_dim]`: weights of the norms, both or none, with `eps`.
-    - `scales`: a cache of 8-bit floats has them (`fp8_cache.py`).
+    - `scales`: those of a cache of 8-bit floats (`fp8_cache.py`).
 
-    Keys and values that are not finite are stored as `nonfinite.py` says, unless `marks_nonfinite` is False: if each
-    row has one new token, no other query is in the same product with its value, and the check would cost 0.3 us.
+    Keys and values that are not finite are stored as `nonfinite.py` describes, unless `marks_nonfinite` is False. The
+    check is not needed if each row has one new token, because then no other query is in the same product with its
+    value, and it would cost 0.3 us.
 
     Cosines, sines and the results of each norm, product and sum are rounded to the type of `qkv`.
     """
@@ -138,13 +140,13 @@ def _rope_store_kernel(
     MARKS_NONFINITE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Program (token, group): `HEADS` of a token's heads, each as pairs, of which the first `ROTATED` are rotated."""
+    """Program (token, group): `HEADS` of a token's heads, each as pairs. The first `ROTATED` pairs are rotated."""
     let_next_start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pairs = tl.arange(0, PAIRS)[None, :]
     HALF: tl.constexpr = HEAD_DIM // 2
-    # Where a pair's numbers are in a head: those of the pairs that are not rotated are the last.
+    # The places of a pair's numbers in a head. Pairs that are not rotated come last.
     lefts, rights = pairs, pairs + HALF
     if INTERLEAVED:
         lefts, rights = 2 * pairs, 2 * pairs + 1
@@ -163,7 +165,7 @@ def _rope_store_kernel(
     own = qkv + token * stride + heads * HEAD_DIM
     first = tl.load(own + lefts, mask=inside, other=0.0, volatile=True)
     second = tl.load(own + rights, mask=inside, other=0.0, volatile=True)
-    # A key's program reads the value, too: the key shows whether it is finite.
+    # A key's program reads the value, too, because the key marks whether the value is finite.
     if MARKS_NONFINITE:
         value = own + KV_HEADS * HEAD_DIM
         value_first = tl.load(value + lefts, mask=is_key & in_half, other=0.0, volatile=True)
@@ -187,14 +189,14 @@ def _rope_store_kernel(
     query = out + (token * Q_HEADS + heads) * HEAD_DIM
     tl.store(query + lefts, turned_first, mask=is_query & in_half)
     tl.store(query + rights, turned_second, mask=is_query & in_half)
-    # In the cache a token's keys are followed by its values, as they are here.
+    # In the cache, as here, a token's keys are followed by its values.
     KEPT: tl.constexpr = cache.dtype.element_ty
     kept = cache + (slot * 2 * KV_HEADS + heads - Q_HEADS) * HEAD_DIM
     is_kept = inside & (heads >= Q_HEADS) & (slot >= 0)
     if scales is not None:
         kept_first, kept_second = tl.where(is_value, first, turned_first), tl.where(is_value, second, turned_second)
         largest = tl.maximum(largest_bits(kept_first), largest_bits(kept_second))
-        # A value that is not finite is 0, and its key NaN; or without marks its own scale is.
+        # A value that is not finite becomes 0 and its key NaN. Without marks, its own scale becomes NaN.
         is_nan = largest >= INFINITE
         if MARKS_NONFINITE:
             own_value = tl.maximum(largest_bits(value_first), largest_bits(value_second))

@@ -1,7 +1,7 @@
-"""Products of rows, rounded to 8-bit floats, with matrices of 8-bit floats, by the libraries.
+"""Products of rows, rounded to 8-bit floats, with matrices of 8-bit floats, computed by libraries.
 
-They have twice the rate of 16-bit products. Scales of rows and lines are multiplied by the library for many rows. For
-fewer it is faster without them: its sums are scaled by a kernel that does what follows, too.
+They have twice the rate of 16-bit products. For many rows the library multiplies by the scales of rows and lines. For
+fewer rows it is faster without them: one kernel scales the sums and also does the operations that follow.
 """
 
 from functools import cache
@@ -19,8 +19,9 @@ LARGEST = tl.constexpr(448.0)
 """The largest 8-bit float (e4m3)."""
 LEAST_CAPABILITY = (8, 9)
 SIZE_STEP = 16
-"""Inputs and lines must be multiples of it."""
-# From so many rows on the library multiplies by the scales, if there are more outputs than inputs, or always.
+"""The numbers of inputs and lines must be multiples of it."""
+# The library multiplies by the scales from _SOME_ROWS on if there are more outputs than inputs, and above _MANY_ROWS
+# always.
 _SOME_ROWS, _MANY_ROWS = 64, 512
 _FINISH_BLOCK = 1024
 
@@ -37,7 +38,7 @@ def rounded_product(
 ) -> Tensor:
     """`x` `[M, in]`, normed and rounded, times 8-bit floats `codes` `[out, in]`, whose lines have `scales` `[out]`.
 
-    The result is `[M, out]`. The rest is as in `gemv`.
+    The result is `[M, out]`. The other arguments are as in `gemv`.
     """
     rounded, row_scales = round_rows(x, norm)
     is_large = len(x) > _MANY_ROWS or (len(x) >= _SOME_ROWS and len(codes) > codes.shape[1])
@@ -70,7 +71,7 @@ def rounded_product(
 
 
 def round_rows(x: Tensor, norm: Norm | None = None) -> tuple[Tensor, Tensor]:
-    """Rows `[M, in]`, normed, as 8-bit floats, and scales, float32 `[M]`: the largest number becomes `LARGEST`."""
+    """Rows `[M, in]`, normed, as 8-bit floats, and scales, float32 `[M]`. A row's largest number becomes `LARGEST`."""
     num_rows, size = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     rounded = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)

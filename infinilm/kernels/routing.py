@@ -1,4 +1,4 @@
-"""How experts are chosen, and what becomes of their gates. No torch here."""
+"""How experts are chosen, and their activations. This module does not import torch."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -8,18 +8,18 @@ class Routing(NamedTuple):
 
     num_experts: int
     top_k: int
-    """The experts of each token."""
+    """The number of experts per token."""
     renormalizes: bool
     """Whether the scores of the chosen experts are divided by their sum."""
     is_sigmoid: bool = False
     """Whether scores are the logits' sigmoids, each by itself, instead of their softmax."""
     num_groups: int = 1
-    """Experts come in groups of as many, next to each other."""
+    """Experts are divided into this many groups of equal size, in order."""
     top_groups: int = 1
-    """A token's experts are in so many groups: those whose `group_best` best, 1 or 2, have the largest sum."""
+    """A token's experts are from this many groups: those whose `group_best` best, 1 or 2, have the largest sum."""
     group_best: int = 2
     scale: float = 1.0
-    """What weights are multiplied by in the end."""
+    """The final factor of the weights."""
 
 
 class ClampedGate(NamedTuple):
@@ -31,11 +31,11 @@ class ClampedGate(NamedTuple):
 
 GELU: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
 Gate = ClampedGate | Literal["gelu_pytorch_tanh"] | None
-"""What becomes of gate and up. None: `silu(gate) * up`; with GELU the same, gates first."""
+"""How gate and up are combined. None: `silu(gate) * up`; GELU: the same with GELU. For both, gates come first."""
 
 
 def native_gate(gate: Gate) -> dict[str, Any]:
-    """The arguments of the native library's `Experts` for a gate. There gates come first, always."""
+    """The arguments of the native library's `Experts` for a gate. There gates always come first."""
     if isinstance(gate, ClampedGate):
         return {"activation": "clamped", **gate._asdict()}
     return {"activation": gate or "silu"}

@@ -1,11 +1,11 @@
 """Log-probabilities of one token and of the likeliest tokens of each row, in one pass over the logits.
 
-The first kernel reads the logits once, in spans: it sums, counts what is above the token asked for, and keeps the
-greatest logit of each small block. The second finds the likeliest tokens through these: a row's k greatest logits lie
-in the k blocks with the greatest maxima.
+The first kernel reads the logits once, in spans. It sums weights, counts the logits above that of the given token, and
+keeps the greatest logit of each small block. The second kernel uses these maxima to find the likeliest tokens: a row's
+k greatest logits are in the k blocks with the greatest maxima.
 
-Weights are added as integers. A sum of floats would have the order of the kernel's layout, which is another one for
-bfloat16 than for float32, and a row's logits are float32 only in some steps.
+Weights are added as integers. The order of a float sum would depend on the kernel's layout, which differs between
+bfloat16 and float32, and a row's logits are float32 only in some steps.
 """
 
 import torch
@@ -14,19 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_TOP = 32
-"""Likeliest tokens that the kernel can find."""
-_BLOCK = tl.constexpr(32)  # tokens whose greatest logit is kept
-_NUM_BLOCKS = tl.constexpr(64)  # of a tile
-_NUM_TILES = tl.constexpr(4)  # of a program
+"""The largest number of likeliest tokens that the kernel can find."""
+_BLOCK = tl.constexpr(32)  # tokens in a block, whose greatest logit is kept
+_NUM_BLOCKS = tl.constexpr(64)  # blocks per tile
+_NUM_TILES = tl.constexpr(4)  # tiles per program
 _SPAN = _BLOCK.value * _NUM_BLOCKS.value * _NUM_TILES.value
 _INF = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-(2**31))  # less than the key of any logit
-_UNITS = tl.constexpr(2.0**40)  # of the weight of a tile's greatest logit
+_UNITS = tl.constexpr(2.0**40)  # the integer weight of a tile's greatest logit
 
 
 @triton.jit
 def _sum_weights(weights):
-    """The sum, whose bits depend on no order. NaN if a weight is."""
+    """The sum of the weights. Its bits do not depend on the order. NaN if a weight is NaN."""
     is_nan = weights != weights  # noqa: PLR0124
     total = tl.sum(tl.where(is_nan, 0.0, weights * _UNITS).to(tl.int64)).to(tl.float32) / _UNITS
     return tl.where(tl.sum(is_nan.to(tl.int32)) > 0, float("nan"), total)
@@ -52,7 +52,7 @@ def _summarize_kernel(
         tl.store(maxima + row * num_blocks + blocks, block_maxima, mask=blocks < num_blocks)
         above += tl.sum((values > target).to(tl.int32))
         new_greatest = tl.maximum(greatest, tl.max(block_maxima))
-        # A span of -inf alone has the total 0, not NaN.
+        # A span that has only -inf gets the total 0, not NaN.
         origin = tl.where(new_greatest == -_INF, 0.0, new_greatest)
         total = tl.fma(total, tl.exp(greatest - origin), _sum_weights(tl.exp(values - origin)))
         greatest = new_greatest
@@ -88,7 +88,7 @@ def _finish_kernel(
     BLOCKS_WIDTH: tl.constexpr,
     SPANS_WIDTH: tl.constexpr,
 ):
-    """Program (row). The widths are powers of two, from the counts up."""
+    """Program (row). The widths are the counts, rounded up to powers of two."""
     row = tl.program_id(0)
     own = logits + row.to(tl.int64) * logits_stride
     ids_out += row * (2 + NUM_TOP)
@@ -119,7 +119,7 @@ def _finish_kernel(
         ids = chosen[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
         values = tl.load(own + ids, mask=ids < vocab_size, other=-_INF).to(tl.float32)
         keys = tl.where(ids < vocab_size, _keys_of(values), _LOWEST).to(tl.int64)
-        # Of equal logits the first is the greatest.
+        # Among equal logits the first has the greatest key.
         keys = tl.reshape((keys << 32) + (0x7FFFFFFF - ids), [TOP_WIDTH * _BLOCK])
         for i in tl.static_range(NUM_TOP):
             best = tl.max(keys, 0)
@@ -130,10 +130,11 @@ def _finish_kernel(
 
 
 def top_logprobs(logits: Tensor, target_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Logprobs` holds, of rows of `logits` [n, vocab], each with one token of `target_ids` [n] int64.
+    """The fields of `Logprobs` for the rows of `logits` [n, vocab], with one target token per row, `target_ids` [n]
+    int64.
 
-    Returns `ids` [n, 2 + num_top] int64, `values` [n, 1 + num_top] float32, and what was subtracted from the logits,
-    [n] float32. `num_top` is at most `MAX_TOP` and the vocabulary's size.
+    Returns `ids` [n, 2 + num_top] int64, `values` [n, 1 + num_top] float32, and the log totals [n] float32 that were
+    subtracted from the logits. `num_top` is at most `MAX_TOP` and the vocabulary's size.
     """
     num_rows, vocab_size = logits.shape
     num_blocks, num_spans = triton.cdiv(vocab_size, _BLOCK.value), triton.cdiv(vocab_size, _SPAN)

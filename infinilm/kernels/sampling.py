@@ -1,22 +1,22 @@
 """Draws tokens from logits in two kernels: a scan that reads all logits once, and one that settles each row.
 
 The rules are those of `infinilm.sampling`, whose torch code is the reference: the Gumbel argmax of `noise` over the
-tokens that the cut-off of `truncation` leaves. All settings are read on the device, so a captured graph serves any mix
-of rows.
+tokens that the cut-off of `truncation` leaves. All settings are read on the device, so a captured graph works for any
+mix of rows.
 
-*Scan.* A token's exact score needs the row's greatest logit and two logarithms, too slow for every token: only the
-integer hash can be computed at memory speed. But −log₂ of a number is at most its bits read as an integer, and an
-exponential variate −log(1 − v) is at least v. So an upper bound of the score is cheap, and the scan reduces each block
-of the vocabulary to two numbers: its greatest logit and the greatest bound of its scores.
+*Scan.* A token's exact score needs the row's greatest logit and two logarithms, which is too slow for every token: only
+the integer hash can be computed at memory speed. But a number's bits, read as an integer, bound its −log₂ from above,
+and an exponential variate −log(1 − v) is at least v. So an upper bound of the score is cheap, and the scan reduces each
+block of the vocabulary to two numbers: its greatest logit and the greatest bound of its scores.
 
 *Settle.* The block with the greatest bound is computed exactly. Another block can only win if its bound reaches the
-best score found. So one block is mostly enough, and the token is always the one that computing all scores would give.
+best score found. So usually one block is enough, and the token is always the same as if all scores were computed.
 
-*Truncation.* A cut-off is found by halving the range of logits that it can lie in. Each step reads only the blocks
-whose greatest logit is in or above the range, and moves an end of the range to an existing logit, so that a dozen steps
-suffice. Tokens more than `_REACH` temperatures below the greatest have no weight in truncation's units and no noise
-that could let them win, so the range is finite from the start. The bounds of the remaining blocks are then computed
-again, without the tokens cut off.
+*Truncation.* A cut-off is found by halving the range of logits that contains it. Each step reads only the blocks whose
+greatest logit is in or above the range, and moves an end of the range to an existing logit, so that a dozen steps
+suffice. Tokens more than `_REACH` temperatures below the greatest have no weight in truncation's units, and no noise
+can make them win, so the range is finite from the start. The bounds of the remaining blocks are then computed again,
+without the tokens that are cut off.
 """
 
 import torch
@@ -31,7 +31,7 @@ NUM_SETTINGS = 5  # columns of the settings that `draw` takes
 
 _COLUMNS = tl.constexpr(NUM_SETTINGS)
 _BLOCK = tl.constexpr(1024)  # tokens
-# A program of the scan: 4 warps, each with its own block, of which every thread holds 4 times 16 bytes of bfloat16.
+# A program of the scan has 4 warps, each with its own block. Every thread holds 4 times 16 bytes of bfloat16 of it.
 _SCAN_BLOCKS = tl.constexpr(4)
 _SCAN_WIDTH = tl.constexpr(256)
 # Blocks that the search reads together: 16 bytes of bfloat16 for each of 512 threads.
@@ -44,9 +44,9 @@ _WEIGHT_UNITS = tl.constexpr(2.0**40)
 _HASH_SCALE = tl.constexpr(2.0**-32 * (1 - 2.0**-24))
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ULP = tl.constexpr(2.0**-23)
-# A bound's zero: the exponent bias of float32, and the hash counted in units of 2⁻³².
+# The offset of bounds: the exponent bias of float32, and 32 because hashes are in units of 2⁻³².
 _BOUND_OFFSET = tl.constexpr(127.0 + 32.0)
-# Bounds and scores are rounded to 2⁻²⁴ of their terms a few times.
+# Bounds and scores are rounded a few times, each time by 2⁻²⁴ of their terms.
 _ROUNDING = tl.constexpr(2.0**-20)
 _LARGEST_TERM = tl.constexpr(512.0)
 _LOWEST = tl.constexpr(-3.4e38)
@@ -89,9 +89,9 @@ def _bound(logits, parts, upper, lower, rate):
 
 @triton.jit
 def _threshold(score, row_max, rate):
-    """The bound of a block if a token in it has at least this score.
+    """The least bound of a block that has a token with at least this score.
 
-    NaN, which no bound is below, if the logits over the temperature exceed float32.
+    If logits divided by the temperature exceed float32, it is NaN, and no bound is below it.
     """
     origin = row_max * rate
     return score * _LOG2_E + origin - _BOUND_OFFSET - _ROUNDING * (tl.abs(origin) + _LARGEST_TERM)
@@ -131,7 +131,7 @@ def _scan(
     blocks = tl.program_id(0) * _SCAN_BLOCKS + tl.arange(0, _SCAN_BLOCKS)
     first = blocks[:, None] * _BLOCK + tl.arange(0, _SCAN_WIDTH)[None, :]
     token_ids = (first, first + _SCAN_WIDTH, first + 2 * _SCAN_WIDTH, first + 3 * _SCAN_WIDTH)
-    # The same for all rows, so it is done once.
+    # The same for all rows, so it is computed once.
     parts = (_token_part(token_ids[0]), _token_part(token_ids[1]), _token_part(token_ids[2]), _token_part(token_ids[3]))
     wait_for_inputs(EARLY)
     for member in range(rows_each):
@@ -195,9 +195,10 @@ def _measure(own, vocab_size, order, count, pivot, row_max, temperature, BY_WEIG
 
 @triton.jit
 def _search(own, vocab_size, order, block_maxima, low, row_max, temperature, top_k, top_p, BY_WEIGHT: tl.constexpr):
-    """The greatest logit such that those from it on are `top_k`, or weigh `top_p` of those from `low` on.
+    """The greatest logit such that there are `top_k` logits of at least its value.
 
-    The least logit from `low` on if all are not enough.
+    With `BY_WEIGHT`: such that these weigh `top_p` of all logits of at least `low`. If all logits of at least `low` are
+    not enough, the least of them.
     """
     count = tl.sum((block_maxima >= low).to(tl.int32))
     total, low, _ = _measure(own, vocab_size, order, count, low, row_max, temperature, BY_WEIGHT)
@@ -210,7 +211,7 @@ def _search(own, vocab_size, order, block_maxima, low, row_max, temperature, top
         pivot = tl.where(middle > low, middle, high)
         count = tl.sum((block_maxima >= low).to(tl.int32))
         reached, least, greatest = _measure(own, vocab_size, order, count, pivot, row_max, temperature, BY_WEIGHT)
-        # Both ends are logits, and meet at the one searched for.
+        # Both ends are logits, and meet at the result.
         low = tl.where(reached >= goal, least, low)
         high = tl.where(reached > goal, high, tl.where(reached == goal, least, greatest))
     return low
@@ -234,7 +235,7 @@ def _sort_blocks(block_maxima, maxima, num_blocks, order):
 def _find_cutoff(
     own, vocab_size, block_maxima, maxima, num_blocks, order, row_max, temperature, top_k, top_p, log_min_p
 ):
-    """The cut-off of a row with limits; leaves the blocks sorted in `order`."""
+    """The cut-off of a row with limits. Writes the sorted blocks to `order`."""
     _sort_blocks(block_maxima, maxima, num_blocks, order)
     cutoff = row_max - _REACH * temperature
     if top_k < vocab_size:
@@ -311,7 +312,7 @@ def _settle(
         _bound_again(own, vocab_size, block_maxima, order, bounds, upper, lower, rate, cutoff)
         tl.store(cutoffs + index, cutoff)
 
-    # Finite for all blocks with a token that can be drawn, -inf for the others.
+    # Bounds are finite for all blocks with a token that can be drawn, and -inf for the others.
     bound = tl.load(bounds + blocks, mask=blocks < num_blocks, other=float("-inf"))
     has_tokens = (block_maxima >= cutoff) & (block_maxima > float("-inf"))
     bound = tl.where(has_tokens, tl.maximum(bound, _LOWEST), float("-inf"))
@@ -341,16 +342,16 @@ def _settle(
 def draw(
     logits: Tensor, settings: Tensor, rows: Tensor, positions: Tensor, cutoffs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of `logits` `[n, vocab]`: the token ids `[n]` int64, and whether each row's greatest logit
-    is finite `[n]` bool; where it is not, the token is 0.
+    """Draw one token per row of `logits` `[n, vocab]`. Returns the token ids `[n]` int64, and whether each row's
+    greatest logit is finite, `[n]` bool. If it is not, the token is 0.
 
-    `settings` `[max_rows, NUM_SETTINGS]` int64 hold, of each row: the scrambled seed; the temperature, 0 for greedy;
-    `top_k`, at least the vocabulary for no limit; `top_p`, 1 for none; the logarithm of `min_p`, -inf for none. All
-    but the first and the third are the bits of float64 numbers. `rows` `[n]` say whose settings apply; -1 is padding,
-    which draws nothing sensible. `positions` `[n]` say how many tokens come before each drawn one; both are of any
-    integer type. The rows' cut-offs are written to `cutoffs` `[n]` float32, if given: -inf where there is no limit.
+    `settings` `[max_rows, NUM_SETTINGS]` int64 has for each row: the scrambled seed; the temperature, 0 for greedy;
+    `top_k`, the vocabulary size or more for no limit; `top_p`, 1 for none; the logarithm of `min_p`, -inf for none. All
+    but the first and the third are the bits of float64 numbers. `rows` `[n]` has the rows of the settings; -1 is
+    padding, whose result is meaningless. `positions` `[n]` is the number of tokens before each drawn token; both are of
+    any integer type. The rows' cut-offs are written to `cutoffs` `[n]` float32, if given: -inf if there is no limit.
 
-    Nothing is waited for, and nothing but the shapes decides what is launched.
+    The call does not wait for the device, and the launches depend only on the shapes.
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1 or settings.shape[1:] != (NUM_SETTINGS,) or not settings.is_contiguous():

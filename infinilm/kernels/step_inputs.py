@@ -1,11 +1,11 @@
-"""The inputs of a step that is a CUDA graph: one small copy to the device, unpacked there into memory that stays.
+"""The inputs of a step that is a CUDA graph: one small copy to the device, unpacked there into fixed memory.
 
-Of a step in which every row computes the token it drew last (`DecodeInputs`), the copy holds
+In a step in which every row computes the token it drew last (`DecodeInputs`), the copy holds
 
     [num_columns, num_shared, rows × B, context_lens × B, tables × (B · num_columns)]
 
-and everything else follows from that. A step with prompts in it (`MixedInputs`) needs its tokens as well. Row -1 is
-padding. All numbers are int32.
+and everything else follows from that. A step with prompts (`MixedInputs`) needs its tokens as well. Row -1 is padding.
+All numbers are int32.
 """
 
 import numpy as np
@@ -19,11 +19,11 @@ Packed = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]
 
 _HEADER = 2
-_COLUMNS = 256  # of a table, copied at a time
+_COLUMNS = 256  # columns of a table that are copied at a time
 
 
 class DecodeInputs:
-    """What up to `size` decoding rows compute."""
+    """The inputs of up to `size` decoding rows."""
 
     def __init__(self, size: int, max_blocks: int, device: torch.device) -> None:
         self.size = size
@@ -38,11 +38,11 @@ class DecodeInputs:
 
     @staticmethod
     def num_values(size: int, max_blocks: int) -> int:
-        """How many numbers the packed inputs of `size` rows can be."""
+        """The most numbers in the packed inputs of `size` rows."""
         return _HEADER + (2 + max_blocks) * size
 
     def first(self, size: int) -> "DecodeInputs":
-        """The inputs of a smaller step, in the same memory."""
+        """The inputs of a smaller step, as a view of the same memory."""
         view = object.__new__(DecodeInputs)
         view.size, view.packed, view.num_shared = size, self.packed, self.num_shared
         view.ids, view.rows, view.positions = self.ids[:size], self.rows[:size], self.positions[:size]
@@ -56,7 +56,8 @@ class DecodeInputs:
         self.packed[_HEADER : _HEADER + self.size] = -1
 
     def pack(self, packed: Packed, rows: IntArray, context_lens: IntArray, tables: IntArray, num_shared: int) -> int:
-        """Fill `packed` with the inputs of n rows, `tables` being `[n, num_columns]`; returns how much is used."""
+        """Fill `packed` with the inputs of n rows. `tables` is `[n, num_columns]`. Returns how many numbers are
+        used."""
         num_rows, num_columns = tables.shape
         packed[:_HEADER] = num_columns, num_shared
         start = _HEADER + 2 * self.size
@@ -85,11 +86,10 @@ class DecodeInputs:
 
 
 class MixedInputs:
-    """What up to `num_rows` rows compute that bring up to `num_tokens` tokens, the decoding ones first.
+    """The inputs of up to `num_rows` rows with up to `num_tokens` tokens, the decoding rows first.
 
-    Up to `num_rows` tokens are drawn. After `unpack` there are, beside what is made at once, `ids`, `positions` and
-    `slots` `[T]`, and of each token to draw the row, -1 for padding, the place in the batch whose logits it is drawn
-    from, and its position, all `[N]` and int64.
+    Up to `num_rows` tokens are drawn. `unpack` sets `ids`, `positions` and `slots` `[T]`, and for each token to draw
+    its row, -1 for padding, and the place in the batch whose logits it is drawn from, `[N]`; all are int64.
     """
 
     ids: Tensor
@@ -102,7 +102,7 @@ class MixedInputs:
         self.num_tokens, self.num_rows = num_tokens, num_rows
         self.packed = torch.zeros(self.num_values(num_tokens, num_rows, max_blocks), dtype=torch.int32, device=device)
         self.tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        # In the order of the packed numbers; what kernels take as int32 needs no unpacking.
+        # In the order of the packed numbers. Fields that kernels take as int32 need no unpacking.
         fields = self.packed[_HEADER : self._tables_start].split([*[num_rows] * 5, num_rows + 1, *[num_tokens] * 4])
         self._sample_rows, self._sample_places, self.sample_positions, self.decode_lens, self.prefill_lens = fields[:5]
         self.query_starts = fields[5]  # [N + 1]
@@ -114,7 +114,7 @@ class MixedInputs:
 
     @staticmethod
     def num_values(num_tokens: int, num_rows: int, max_blocks: int) -> int:
-        """How many numbers the packed inputs can be."""
+        """The most numbers in the packed inputs."""
         return _HEADER + (6 + max_blocks) * num_rows + 1 + 4 * num_tokens
 
     def clear(self) -> None:
@@ -127,7 +127,7 @@ class MixedInputs:
         self,
         packed: Packed,
         *,
-        ids: IntArray,  # [t], -1: the one that the row drew last
+        ids: IntArray,  # [t], -1: the token that the row drew last
         token_rows: IntArray,  # [t]
         positions: IntArray,  # [t]
         slots: IntArray,  # [t]
@@ -139,7 +139,7 @@ class MixedInputs:
         tables: IntArray,  # [n, num_columns]
         num_decoding: int,
     ) -> int:
-        """Fill `packed`; returns how much of it is used."""
+        """Fill `packed`. Returns how many numbers are used."""
         num_rows, num_columns = tables.shape
         packed[:_HEADER] = num_columns, 0
         middle = _HEADER + 6 * self.num_rows + 1
@@ -185,7 +185,7 @@ def _spread(source, target, num_columns, COLUMNS: tl.constexpr):
         tl.store(target + columns, tl.load(source + columns, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size", "table_stride"])  # or every graph would compile one of its own
+@triton.jit(do_not_specialize=["size", "table_stride"])  # otherwise every graph would compile its own kernel
 def _unpack_decoding(
     packed,
     last_token,
@@ -223,7 +223,7 @@ def _unpack_decoding(
 
 @triton.jit(do_not_specialize=["start", "table_stride"])
 def _unpack_tables(packed, tables, table_stride, start, COLUMNS: tl.constexpr):
-    """Program i: the table of row i. Those of padding hold what was there before, and nobody reads them."""
+    """Program i: the table of row i. Tables of padding rows keep old contents, which are not read."""
     index = tl.program_id(0)
     num_columns = tl.load(packed)
     _spread(packed + start + index * num_columns, tables + index * table_stride, num_columns, COLUMNS)

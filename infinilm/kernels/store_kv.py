@@ -79,8 +79,8 @@ def store_kv(new: Tensor, cache: Tensor, slots: Tensor, scales: Tensor | None = 
     """Write tokens' keys and values into one layer's cache.
 
     `new` is `[T, 2, kv_heads, head_dim]`, its last two dimensions contiguous; `cache` `[blocks, block_size, 2,
-    kv_heads, head_dim]`, contiguous; `slots` `[T]` int32 or int64 is where each token goes, counted in tokens from
-    the start of the cache, or negative for nowhere. A cache of 8-bit floats has `scales` (`fp8_cache.py`).
+    kv_heads, head_dim]`, contiguous; `slots` `[T]` int32 or int64 is each token's place, counted in tokens from the
+    start of the cache; negative: it is not stored. A cache of 8-bit floats has `scales` (`fp8_cache.py`).
     """
     num_tokens, _, kv_heads, head_dim = new.shape
     if num_tokens == 0:
@@ -150,9 +150,10 @@ def gather_kv(
 ) -> Tensor:
     """One request's keys and values in the order of its tokens, `[num_tokens, 2, kv_heads, head_dim]`.
 
-    `cache` is `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, `table` `[max_blocks]` int32 or int64 names
-    the request's blocks. From token `context_len` on it is zeros: unused places of the cache may hold anything.
-    They have the `dtype`; None: the cache's. A cache of 8-bit floats has `scales` (`fp8_cache.py`).
+    `cache` is `[blocks, block_size, 2, kv_heads, head_dim]`, contiguous, `table` `[max_blocks]` int32 or int64 has the
+    request's blocks. From token `context_len` on the result is zeros, because unused places of the cache may hold
+    anything. The result has type `dtype`, or the cache's type if None. A cache of 8-bit floats has `scales`
+    (`fp8_cache.py`).
     """
     block_size, _, kv_heads, head_dim = cache.shape[1:]
     size = kv_heads * head_dim

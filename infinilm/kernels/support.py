@@ -48,7 +48,8 @@ def why_no_triton(device: "torch.device") -> str | None:
 
 @cache
 def capability_of(device: "torch.device") -> tuple[int, int]:
-    """The compute capability of a CUDA device. torch asks the driver each time, which takes as long as a launch."""
+    """The compute capability of a CUDA device, cached: torch asks the driver each time, which takes as long as a
+    launch."""
     import torch
 
     return torch.cuda.get_device_capability(device)

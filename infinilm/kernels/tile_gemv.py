@@ -1,12 +1,12 @@
 """The product of a single row with a quantised matrix in tiles, for decoding one stream.
 
-What `tile_product` computes, in another order. One row leaves matrix instructions mostly idle, and they wait for each
-other. Here codes become float32 and are multiplied and added on the CUDA cores, as in `gemv`. A program has all
-inputs of some lines. It loads the first codes while the kernel before it still runs (`early_launch`).
+It computes the same as `tile_product`, in another order. With one row, matrix instructions are mostly idle, and wait
+for each other. Here codes become float32 and are multiplied and added on the CUDA cores, as in `gemv`. A program
+computes all inputs of some lines. It loads the first codes while the previous kernel still runs (`early_launch`).
 
-A code is not converted: its bits are put into those of 2^23, two instructions at most. The sum of the inputs, which
-groups with a minimum need anyway, makes up for what that adds. Sums lose up to 9 of 24 bits by it; 16-bit outputs have
-8 or 11.
+A code is not converted: its bits are put into the bits of 2^23, which takes two instructions at most. The excess is
+subtracted with the sum of the inputs, which groups with a minimum need anyway. Sums lose up to 9 of 24 bits that way;
+16-bit outputs have 8 or 11.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from infinilm.kernels.tiles import TiledMatrix, TileFormat
 
 
 class Tile(NamedTuple):
-    """A program computes `lines` of each matrix, and loads `chunks` of them at a time."""
+    """A program computes `lines` lines of each matrix, and loads `chunks` chunks of inputs at a time."""
 
     lines: int
     chunks: int
@@ -31,12 +31,12 @@ class Tile(NamedTuple):
 
 
 def can_multiply_one(format: TileFormat, dtype: torch.dtype) -> bool:
-    """Whether the kernel reads a format and computes in a type."""
+    """Whether the kernel supports a format and a type."""
     return not format.is_float and format.group > 0 and dtype.itemsize == 2
 
 
 def choose_tile(num_chunks: int, num_matrices: int) -> Tile:
-    """The tile for a matrix, or two that are read side by side, of so many chunks of inputs."""
+    """The tile for a matrix, or two that are read together, with `num_chunks` chunks of inputs."""
     chunks, num_warps = (32, 16) if num_matrices == 1 else (8, 8)
     chunks = min(chunks, triton.next_power_of_2(num_chunks))
     return Tile(16, chunks, min(num_warps, chunks))
@@ -53,7 +53,7 @@ def tile_gemv(
     out: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """As `tile_product`, for `x` `[1, in]`."""
+    """The same as `tile_product`, for `x` `[1, in]`."""
     num_matrices = 2 if is_gated else 1
     out_size = matrix.lines // num_matrices
     if norm is not None:
@@ -103,7 +103,7 @@ def _gemv_kernel(
     out,
     out_size,
     num_lines,
-    large,  # bits of 2^23; a constant would take one more instruction for each code
+    large,  # the bits of 2^23; a constant would take one more instruction per code
     IN: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
@@ -114,9 +114,9 @@ def _gemv_kernel(
     CHUNKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program i: lines i · `LINES` and on.
+    """Program i: lines from i · `LINES` on.
 
-    Tensors are of all threads, some times over: chunk, then place, of `LINES` / 2, then lane. See `tiles`.
+    Tensors have one or more numbers per thread, in the order chunk, place (`LINES` / 2), lane. See `tiles`.
     """
     let_next_start(EARLY)
     CHUNK: tl.constexpr = 256 // BITS
@@ -133,7 +133,7 @@ def _gemv_kernel(
     low = tl.zeros([SIZE], tl.float32)
     high, up_low, up_high = low, low, low
     for chunk in range(0, TOTAL, CHUNKS):
-        # Software pipelining: the next chunks' loads are in flight while these are multiplied.
+        # Software pipelining: the next chunks' loads are in flight while the current chunks are multiplied.
         later = chunk + CHUNKS
         ahead = _load(tables, first, later, num_lines, GROUP, CHUNK, TOTAL, HAS_MINIMUMS, LINES, SIZE)
         up_ahead = ahead
@@ -157,10 +157,10 @@ def _load(
     tables, first, chunk, num_lines, GROUP: tl.constexpr, CHUNK: tl.constexpr, TOTAL: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr, LINES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What is stored of chunks `chunk` and on: a thread's four words; scales, zeros and factors of its two lines."""
+    """Load the chunks from `chunk` on: a thread's four words; scales, zeros and factors of its two lines."""
     codes, scales, zeros, factors = tables
-    # Bits instead of remainders: the compiler would give threads numbers that are next to each other, and then have
-    # to exchange them.
+    # Bit operations instead of remainders: with remainders the compiler would give threads adjacent numbers, and would
+    # have to exchange them.
     index = tl.arange(0, SIZE)
     own_chunk = index // (2 * LINES)
     there = _is_chunk(chunk, TOTAL, LINES, SIZE)
@@ -191,14 +191,14 @@ def _load(
 
 @triton.jit
 def _is_chunk(chunk, TOTAL: tl.constexpr, LINES: tl.constexpr, SIZE: tl.constexpr):
-    """Which threads have a chunk: of as many at a time as divide all, all or none."""
+    """Which threads have a chunk. If the chunks at a time divide all chunks, either all threads or none."""
     index = tl.arange(0, SIZE)
     return chunk + index // (2 * LINES) * (TOTAL % (SIZE // (2 * LINES)) != 0) < TOTAL
 
 
 @triton.jit
 def _of_lines(table, row, lines, num_lines, there):
-    """A row's numbers of `lines`, and of those 8 further."""
+    """A row's numbers of `lines`, and of the lines 8 further on."""
     places = table + (row * num_lines + lines)
     return tl.load(places, mask=there, other=0), tl.load(places + 8, mask=there, other=0)
 
@@ -207,7 +207,7 @@ def _of_lines(table, row, lines, num_lines, there):
 def _load_inputs(
     x, chunk, dtype: tl.constexpr, BITS: tl.constexpr, TOTAL: tl.constexpr, LINES: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The inputs of each word's codes: two, or four if it has the codes of inputs that are eight apart."""
+    """The inputs of each word's codes: two, or four if a word has the codes of inputs that are eight apart."""
     index = tl.arange(0, SIZE)
     there = _is_chunk(chunk, TOTAL, LINES, SIZE)
     CHUNK_PAIRS: tl.constexpr = 128 // BITS
@@ -224,7 +224,7 @@ def _load_inputs(
 
 @triton.jit
 def _pair(words, dtype: tl.constexpr):
-    """Two 16-bit floats of each word, in float32."""
+    """The two 16-bit floats in each word, as float32."""
     if dtype == tl.bfloat16:
         first = (words << 16).to(tl.float32, bitcast=True)
         second = (words & -65536).to(tl.float32, bitcast=True)
@@ -239,14 +239,14 @@ def _added(
     low, high, loaded, inputs, chunk, large, KIND: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     ZERO: tl.constexpr, HAS_MINIMUMS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The sums of both halves of lines, and the products of what was loaded."""
+    """The sums of both halves of lines, plus the products of the loaded codes."""
     CHUNK: tl.constexpr = 256 // BITS
-    WORDS: tl.constexpr = 4 * GROUP // CHUNK if GROUP < CHUNK else 4  # of a group
+    WORDS: tl.constexpr = 4 * GROUP // CHUNK if GROUP < CHUNK else 4  # words of a group
     words, tables = loaded
     for part in tl.static_range(4 // WORDS):
         own, own_high, total, excess = _multiply(words, inputs, large, part * WORDS, WORDS, BITS, ZERO)
         group = part
-        if KIND == "factors" and (2 if HAS_MINIMUMS else 4) > CHUNK // GROUP:  # groups whose scales are in a word
+        if KIND == "factors" and (2 if HAS_MINIMUMS else 4) > CHUNK // GROUP:  # groups per word of scales
             group += (chunk + tl.arange(0, low.shape[0]) // (2 * LINES)) * (CHUNK // GROUP)
         if KIND == "factors":
             scales, more = tables[0], tables[1]
@@ -268,7 +268,7 @@ def _added(
 def _multiply(
     words, inputs, large, FIRST: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr
 ):  # fmt: skip
-    """Of some words: the products of both halves of lines, the sum of inputs, and what is too much in the products.
+    """For some words: the products of both halves of lines, the sum of inputs, and the excess in the products.
 
     Codes become bits of a float32 between 2^23 and 2^24: with 4 bits, from bit 16 or 12 on, with 8 bits, from bit 8.
     """
@@ -305,13 +305,14 @@ def _multiply(
 
 @triton.jit
 def _bits(words, large, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """2^23 plus the bits from `PLACE` on, in their places: float32."""
+    """2^23 plus the bits from `PLACE` on, which keep their places: float32."""
     return (words & (((1 << BITS) - 1) << PLACE) | large).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scale(scale, more, group, large, KIND: tl.constexpr, HAS_MINIMUMS: tl.constexpr):
-    """The scales and minimums of groups; without minimums something else. `more` are zeros or factors."""
+    """The scales and minimums of groups. Without minimums, the second result is not used. `more` are zeros or
+    factors."""
     minimum = scale
     if KIND == "zeros":
         minimum = -scale * (more & 15).to(tl.float32)

@@ -1,9 +1,9 @@
-"""Products with quantised matrices, whose codes become numbers in the registers of matrix instructions.
+"""Products with quantised matrices, whose codes are unpacked in the registers of matrix instructions.
 
 Codes are whole numbers or 8-bit floats, which 16-bit floats hold exactly. A program multiplies 64 lines or more with
-some rows: it adds up the products with the codes of a group in order, and then, times the group's scale, the groups in
-order. Inputs may be split over several programs: the last one to end adds up their sums in order. So a row's bits
-depend on the number of splits alone, not on other rows.
+some rows. It adds up the products with the codes of a group in order, and then the groups' sums times their scales in
+order. Inputs may be split over several programs; the last one to end adds up their sums in order. So a row's bits
+depend only on the number of splits, not on other rows.
 """
 
 from functools import cache
@@ -22,21 +22,22 @@ from infinilm.kernels.tiles import TILE_LINES, TiledMatrix, TileFormat
 
 MAX_ROWS = 256
 """For more rows it is faster to unpack the matrix first."""
-# Programs that keep a device busy, by the rows of each; the most splits of the order that is kept; and the rows from
-# which on a program computes all of those, one after the other.
+# The number of programs that keep a device busy, by their rows; the most splits if `is_ordered`; and the number of rows
+# above which a program computes all splits, one after the other.
 _PROGRAMS, _ORDERED_SPLITS, _MANY_ROWS = {16: 500, 32: 300, 64: 200, 128: 180}, 8, 128
 _LARGEST = max(_PROGRAMS)
-# For more than 64 rows and 4-bit codes: rows and stages of a program, and how many such fit on an H200 at once.
+# For more than 64 rows and 4-bit codes: rows and stages of a program, and how many of these fit on an H200 at once.
 _FITTING = ((64, 4, 2 * 132), (64, 3, 3 * 132), (128, 3, 2 * 132))
-# The least share of them that there should be, and what will do.
+# The preferred least share of them that a launch should have, and the share that is still acceptable.
 _SHARES = 0.9, 0.7
 _UNPACKED_INPUTS = 128
-# What unpacking a word gives: bits of 16-bit floats.
+# The results of unpacking a word: bits of 16-bit floats.
 FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
 
 
 class Tile(NamedTuple):
-    """A program computes `lines` for `rows`, from `inputs` at a time, of one of the `splits` or of all in turn."""
+    """A program computes `lines` lines for `rows` rows, from `inputs` inputs at a time, for one split or all
+    `in_turn`."""
 
     rows: int
     lines: int
@@ -48,19 +49,19 @@ class Tile(NamedTuple):
 
 
 def can_multiply(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute in a type on a device."""
+    """Whether the kernels support a type on a device."""
     if device.type == "cpu":  # Triton's interpreter
         return True
     return dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordered: bool) -> Tile:
-    """The tile for so many rows, and lines of each matrix."""
-    # Minimums take as many registers again.
+    """The tile for `num_rows` rows and `num_lines` lines of each matrix."""
+    # Minimums double the registers.
     largest = 64 if is_ordered or matrix.format.has_minimums else 128
     rows = next((size for size in (16, 32, 64) if num_rows <= size), largest)
     inputs, unit = matrix.inputs, max(matrix.format.group, matrix.format.chunk, 128)
-    # Inputs of a split: powers of 2, with which memory is read fastest, or half or a quarter of them.
+    # Inputs of a split: powers of 2, with which memory is read fastest, or half or a quarter of all inputs.
     sizes = sorted(
         size for size in {512, 1024, 2048, 4096, inputs // 2, inputs // 4} if size < inputs and inputs % size == 0
     )
@@ -76,14 +77,14 @@ def choose_tile(num_rows: int, num_lines: int, matrix: TiledMatrix, *, is_ordere
 
 
 def _fill(num_rows: int, num_lines: int, splits: list[int]) -> Tile:
-    """A tile of which there are nearly as many as run at once; or, if there are more anyway, the largest.
+    """A tile for which the launch has nearly as many programs as run at once; if no tile fits, the largest.
 
-    For up to three times 64 rows small tiles are best; 128 rows unpack the matrix half as often.
+    For up to three times 64 rows small tiles are best. Tiles of 128 rows unpack the matrix half as often.
     """
     fitting = _FITTING if num_rows <= 3 * 64 else _FITTING[::-1]
     for share, (rows, stages, most) in product(_SHARES, fitting):
         programs = triton.cdiv(num_lines, TILE_LINES) * triton.cdiv(num_rows, rows)
-        for count in splits:  # the most come first
+        for count in splits:  # most splits first
             if share * most <= programs * count <= most:
                 return Tile(rows, TILE_LINES, 128, count, False, 4, stages)
     return Tile(128, TILE_LINES, 128, 1, False, 4, 3)
@@ -106,7 +107,7 @@ def tile_product(
     If `is_gated`, the matrix is `[2 * out, in]`, the gate's lines first, `out` a multiple of `TILE_LINES`, and the
     result is `silu_mul` of the product. The norm, the product with its bias, and the sum with the residual are each
     rounded. If `is_ordered`, bits are the same for all numbers of rows. `out` may be columns of a larger tensor.
-    `tile` is for measuring others than `choose_tile`'s.
+    Pass `tile` only to measure others than `choose_tile`'s.
     """
     num_rows = len(x)
     num_matrices = 2 if is_gated else 1
@@ -164,9 +165,9 @@ def tile_product(
 
 
 def _leaves_rest(num_rows: int, num_lines: int, matrix: TiledMatrix) -> bool:
-    """Whether rows beyond those of the largest tile are few enough for a launch of their own, with smaller tiles.
+    """Whether the rows beyond the largest tile are few enough for a separate launch with smaller tiles.
 
-    That takes longer if one launch does not occupy the device.
+    Two launches take longer if one launch does not occupy the device.
     """
     is_large = num_lines >= _PROGRAMS[_LARGEST] * TILE_LINES
     has_largest = matrix.format.bits == 4 and not matrix.format.has_minimums
@@ -193,7 +194,8 @@ def untile(matrix: TiledMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def _step(matrix: TiledMatrix, most: int, inputs: int) -> int:
-    """How many of so many inputs a program takes at a time: chunks that divide them, within a group or one chunk."""
+    """How many of `inputs` inputs a program takes at a time: one chunk, or several that divide the inputs and a
+    group."""
     chunk, group = matrix.format.chunk, matrix.format.group or matrix.inputs
     steps = [chunk << times for times in range(5)]
     return max(step for step in steps if step == chunk or (step <= most and inputs % step == 0 and group % step == 0))
@@ -201,12 +203,12 @@ def _step(matrix: TiledMatrix, most: int, inputs: int) -> int:
 
 @cache
 def _tickets(device: torch.device) -> Tensor:
-    """How many programs of a tile have ended. The last one sets its ticket to 0 again."""
+    """Counters of the programs of a tile that have ended. The last program sets its counter to 0 again."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 def _options(matrix: TiledMatrix, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernels have to know of a matrix when they are compiled."""
+    """The kernels' compile-time arguments for a matrix."""
     format = matrix.format
     is_cpu = matrix.codes.device.type == "cpu"
     return {
@@ -223,11 +225,11 @@ def _options(matrix: TiledMatrix, dtype: torch.dtype) -> dict[str, Any]:
 
 @cache
 def _unpacking(format: TileFormat, dtype: torch.dtype) -> str:
-    """Instructions that make 16-bit floats of a word of codes: see `_unpack`.
+    """Instructions that convert a word of codes to 16-bit floats: see `_unpack`.
 
-    4-bit codes become the lowest bits of 128 or 1024, two at a time, from which that and the zero are subtracted.
-    8-bit integers become the lowest bits of 2^23. The bits of 8-bit floats are moved to their places; a product makes
-    up for the other bias of the exponent. All of it is exact.
+    4-bit codes become the lowest bits of 128 or 1024, two at a time; then that number and the zero are subtracted.
+    8-bit integers become the lowest bits of 2^23. The bits of 8-bit floats are moved to their places, and a product
+    corrects the bias of the exponent. All operations are exact.
     """
     is_bfloat = dtype == torch.bfloat16
     kind = "bf16x2" if is_bfloat else "f16x2"
@@ -245,7 +247,7 @@ def _unpacking(format: TileFormat, dtype: torch.dtype) -> str:
     elif format.is_float:
         shift, mask, factor = (4, 0x07F0, 0x7B80) if is_bfloat else (1, 0x3F80, 0x5C00)
         lines = [".reg .b32 s, u, v, factor, zero;", f"mov.b32 factor, {factor * 0x10001};"]
-        lines.append(f"mov.b32 zero, {0x8000 * 0x10001};")  # -0, to which adding changes nothing
+        lines.append(f"mov.b32 zero, {0x8000 * 0x10001};")  # -0: adding it changes nothing
         for place in range(2):
             lines += ["shl.b32 s, $4, 8;"] if place == 0 else ["mov.b32 s, $4;"]
             lines += [f"shr.b32 u, s, {shift};", f"and.b32 u, u, {mask * 0x10001};"]
@@ -296,7 +298,7 @@ def _product_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (i, j, k): lines i · `LINES` and on, of rows j · `ROWS` and on, of the k-th split of the inputs."""
+    """Program (i, j, k): lines from i · `LINES` on, rows from j · `ROWS` on, and the k-th split of the inputs."""
     let_next_start(EARLY)
     first = tl.program_id(0) * LINES
     lines = first + tl.arange(0, LINES)
@@ -328,7 +330,7 @@ def _product_kernel(
         places = tl.arange(0, LINES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         partials += number.to(tl.int64) * (SPLITS * SIZE) + places
         mine = partials + tl.program_id(2) * SIZE
-        kept = is_row[None, :] | (ROWS > 16)  # of few rows, those that there are
+        kept = is_row[None, :] | (ROWS > 16)  # with few rows, only existing rows
         tl.store(mine, sums, mask=kept)
         if MATRICES == 2:
             tl.store(mine + LINES * ROWS, ups, mask=kept)
@@ -364,7 +366,7 @@ def _product_kernel(
 
 @triton.jit
 def _load_sums(places, kept):
-    # Past the L1 cache: another program wrote them.
+    # Bypasses the L1 cache, because another program wrote the sums.
     return tl.load(places, mask=kept, other=0.0, cache_modifier=".cg")
 
 
@@ -387,7 +389,7 @@ def _untile_kernel(
     OUTPUTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program (i, j): inputs j · `STEP` and on of a tile."""
+    """Program (i, j): inputs from j · `STEP` on of tile i."""
     LINES: tl.constexpr = 64
     CHUNK: tl.constexpr = 256 // BITS
     SIZE: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
@@ -422,7 +424,7 @@ def _added(
     HAS_MINIMUMS: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and the products with lines `first` and on, of inputs `start` to `start + STEP`."""
+    """`sums` plus the products with the lines from `first` on, for inputs `start` to `start + STEP`."""
     CHUNK: tl.constexpr = 256 // BITS
     SIZE: tl.constexpr = GROUP if GROUP < CHUNK else CHUNK
     PARTS: tl.constexpr = CHUNK // SIZE
@@ -460,7 +462,7 @@ def _added(
 
 @triton.jit
 def _scale(scales, factors, lines, group, num_lines, GROUP: tl.constexpr, HAS_MINIMUMS: tl.constexpr):
-    """The scales and minimums of a group, float32 `[LINES]`; without minimums the scales twice. See `TiledMatrix`."""
+    """The scales and minimums of a group, float32 `[LINES]`. Without minimums, the scales twice. See `TiledMatrix`."""
     if factors is None:
         word = tl.load(scales + group * num_lines + lines)
         if HAS_MINIMUMS:
@@ -483,7 +485,7 @@ def _scale(scales, factors, lines, group, num_lines, GROUP: tl.constexpr, HAS_MI
 
 @triton.jit
 def _two_halves(words):
-    """Two float16 of each int32."""
+    """The two float16 in each int32, as float32."""
     first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     second = (words >> 16 & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return first, second
@@ -496,7 +498,7 @@ def _load_words(codes, first, start, IN: tl.constexpr, BITS: tl.constexpr, LINES
     threads = tl.arange(0, 2 * LINES)
     tiles = (first // 64 + threads // 128).to(tl.int64)
     places = (tiles * (IN // CHUNK) + start // CHUNK) * 512 + threads % 128 * 4
-    # They are evicted first: a matrix is not read again soon.
+    # Codes are evicted first, because a matrix is not read again soon.
     return tl.load(codes + places[:, None] + tl.arange(0, 4)[None, :], eviction_policy="evict_first")
 
 
@@ -518,10 +520,10 @@ def _unpack(
     words, zeros, first, place, num_lines, dtype: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     IS_FLOAT: tl.constexpr, ZERO: tl.constexpr, UNPACK: tl.constexpr, OUTPUTS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Codes less their zeros, `[LINES, inputs]`, in a type that holds them exactly.
+    """Codes minus their zeros, `[LINES, inputs]`, in a type that holds them exactly.
 
     A word has the codes of two lines (half) and of 2 inputs (pair) in its bytes pair · 2 + half. With 4 bits a byte has
-    two codes, eight inputs apart (near, far); with 8 bits they are in two words.
+    the codes of two inputs that are eight apart (near, far); with 8 bits these are in two words.
     """
     STEPS: tl.constexpr = words.shape[1] if BITS == 4 else words.shape[1] // 2
     low, high = tl.zeros_like(words), tl.zeros_like(words)
@@ -541,7 +543,7 @@ def _unpack(
         elif zeros is None:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(UNPACK, OUTPUTS, [words], EIGHT, is_pure=True, pack=1)
         else:
-            # -128 or -1024 in both halves.
+            # -128 or -1024 in both halves of the word.
             LARGE: tl.constexpr = (0xC300C300 if dtype == tl.bfloat16 else 0xE400E400) - (1 << 32)
             both = [words, low + LARGE, high + LARGE]
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(UNPACK, OUTPUTS, both, EIGHT, is_pure=True, pack=1)

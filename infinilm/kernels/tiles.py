@@ -1,9 +1,9 @@
-"""Quantised matrices as the kernels of `tile_product` read them: codes in tiles, scales beside each other by line.
+"""Quantised matrices as the kernels of `tile_product` read them: codes in tiles, scales of adjacent lines side by side.
 
-A matrix instruction takes 64 lines of 16 inputs at a time, of which each of 128 threads has eight numbers in registers.
-Codes are stored in that order, 16 bytes of a thread after those of the one before, so that a thread loads what it
+A matrix instruction takes 64 lines of 16 inputs at a time; each of 128 threads has eight of these numbers in registers.
+Codes are stored in that order, 16 bytes per thread, thread after thread. So a thread loads the codes that it
 multiplies, and nothing is moved between threads. A chunk is what 128 threads load at once: 64 lines of 64 inputs with 4
-bits, or of 32 inputs with 8.
+bits, or of 32 inputs with 8 bits.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 
 TILE_LINES = 64
 CHUNK_BYTES = 2048
-# Bits of a code's line and input, from the highest: line = tile, warp 4, half 2, place 8; input = chunk, step, half 2,
-# lane 4, pair 2. In memory: tile, chunk, warp, place, lane, step, then in a word as below.
+# The digits of a code's line and input, highest first: line = tile, warp 4, half 2, place 8; input = chunk, step, half
+# 2, lane 4, pair 2. Their order in memory: tile, chunk, warp, place, lane, step, then within a word as in `load_codes`.
 _LANES = (4, 2, 8)
 
 
@@ -28,22 +28,22 @@ class TileFormat:
     group: int
     """Inputs that share a scale; 0: whole lines."""
     is_float: bool = False
-    """Whether codes are 8-bit floats (e4m3), or 4-bit ones (e2m1), which are not kept in tiles."""
+    """Whether codes are 8-bit floats (e4m3), or 4-bit floats (e2m1), which are not stored in tiles."""
     zero: int = 0
-    """Of all codes, if there are no zeros of groups."""
+    """The zero of all codes, if groups have no zeros of their own."""
     has_zeros: bool = False
     has_minimums: bool = False
     has_factors: bool = False
-    """Whether scales and minimums are small integers, with a factor for 256 inputs."""
+    """Whether scales and minimums are small integers, with one factor per 256 inputs."""
 
     @property
     def chunk(self) -> int:
-        """Inputs that are loaded at once; a line is whole chunks."""
+        """Inputs that are loaded at once. A line consists of whole chunks."""
         return 256 // self.bits
 
     @property
     def has_tiles(self) -> bool:
-        """Whether groups and chunks divide each other, as the kernels need it."""
+        """Whether the format can be stored in tiles: the kernels need groups that divide a chunk, or the reverse."""
         if self.is_float and self.bits == 4:
             return False
         return self.group == 0 or self.chunk % self.group == 0 or self.group % self.chunk == 0
@@ -61,10 +61,10 @@ class TiledMatrix(NamedTuple):
     lines: int
     inputs: int
     codes: Tensor
-    """int32, see above."""
+    """int32, in the order described above."""
     scales: Tensor
-    """`[groups, lines]`, or `[1, lines]`: float32. With minimums int32: two float16. With factors int32: bytes of two
-    groups' scales and minimums, or of four groups' scales, `[groups / 2 or 4, lines]`."""
+    """`[groups, lines]`, or `[1, lines]`: float32. With minimums int32: two float16. With factors int32
+    `[groups / 2 or 4, lines]`: bytes, the scales and minimums of two groups, or the scales of four groups."""
     zeros: Tensor | None
     """`[groups, lines]` int32: a 4-bit zero in each half."""
     factors: Tensor | None
@@ -94,7 +94,7 @@ class TiledMatrix(NamedTuple):
         return [each for each in self[3:] if each is not None]
 
     def load_codes(self, codes: Tensor, rows: Tensor) -> None:
-        """Put codes, uint8 `[n, inputs]`, into lines `rows` `[n]`."""
+        """Store codes, uint8 `[n, inputs]`, in lines `rows` `[n]`."""
         warp, half, place = _split(rows % TILE_LINES, _LANES)
         columns = codes.view(len(codes), self.inputs // self.format.chunk, -1, 2, 4, 2)  # chunk, step, half, lane, pair
         if self.format.bits == 4:  # byte pair · 2 + half of lines has both halves of inputs
@@ -105,7 +105,7 @@ class TiledMatrix(NamedTuple):
             self._bytes()[rows // TILE_LINES, :, warp, place, :, :, :, :, half] = found
 
     def all_codes(self) -> Tensor:
-        """uint8 `[lines, inputs]`."""
+        """All codes, uint8 `[lines, inputs]`."""
         stored = self._bytes()
         if self.format.bits == 4:
             stored = torch.stack((stored & 15, stored >> 4), dim=6)
@@ -113,7 +113,7 @@ class TiledMatrix(NamedTuple):
         return ordered.reshape(-1, self.inputs)[: self.lines]
 
     def _bytes(self) -> Tensor:
-        """Views of codes: tile, chunk, warp, place, lane, step, (half of inputs,) pair, half of lines."""
+        """A view of the codes: tile, chunk, warp, place, lane, step, (half of inputs,) pair, half of lines."""
         steps = (4,) if self.format.bits == 4 else (2, 2)
         chunks = self.inputs // self.format.chunk
         return self.codes.view(torch.uint8).view(-1, chunks, 4, 8, 4, *steps, 2, 2)
@@ -138,7 +138,7 @@ class TiledMatrix(NamedTuple):
 
 
 def _split(numbers: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Digits of numbers to these bases, the highest first."""
+    """The digits of numbers in these bases, highest first."""
     digits = []
     for size in reversed(sizes):
         digits.append(numbers % size)

@@ -1,15 +1,16 @@
-"""Unpacks some inputs of some lines of `PackedLines` in registers, for the kernels of experts."""
+"""Unpacks some inputs of some lines of `PackedLines` in registers, for the kernels of `experts`."""
 
 import triton
 import triton.language as tl
 
-# The upper bits of a float32 whose lowest bits count from 2^23 on, and that number. The bits are passed to kernels: if
-# the compiler knew them it would need two instructions where one will do.
+# The bits of the float32 2^23, and that number: its lowest bits count units. The bits are passed to kernels as an
+# argument, because with a constant the compiler would use two instructions instead of one.
 MAGIC_BITS = 0x4B000000
 MAGIC = tl.constexpr(8388608.0)
 # Columns that share a factor, in formats with factors.
 FACTOR_COLUMNS = tl.constexpr(256)
-# What the bits of a 4-bit float, as the lowest of its exponent and the highest of its mantissa, are too small by.
+# `_take_float` moves a 4-bit float's bits to the lowest of the exponent and the highest of the mantissa. This factor
+# corrects the exponent.
 FLOAT4_SCALE = tl.constexpr(2.0**126)
 HALF_EXPONENT = tl.constexpr(0x00400000)
 
@@ -33,9 +34,9 @@ def unpack_tile(
     LINES: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """Inputs `start` to `start + BLOCK_IN` of the lines of these `numbers` `[LINES]`, as float32; see `PackedLines`.
+    """Inputs `start` to `start + BLOCK_IN` of the lines `numbers` `[LINES]`, as float32; see `PackedLines`.
 
-    `BLOCK_IN` and every group are whole runs of `RUN`, unless a group is a whole line.
+    `BLOCK_IN` and every group consist of whole runs of `RUN` inputs, unless a group is a whole line.
     """
     IS_FP8: tl.constexpr = codes.dtype.element_ty == tl.float8e4nv
     IN_WORD: tl.constexpr = 1 if IS_FP8 else 32 // BITS
@@ -49,7 +50,7 @@ def unpack_tile(
         is_run = is_run & (inputs < IN)[None, :]
         is_word = is_word & (words < IN // IN_WORD)[None, :, :]
     lines = numbers.to(tl.int64)[:, None]
-    # They are evicted first: a matrix is not read again soon.
+    # Codes are evicted first, because a matrix is not read again soon.
     loaded = tl.load(
         codes + (lines * (IN // IN_WORD))[:, :, None] + words[None, :, :],
         mask=is_word,
@@ -71,7 +72,7 @@ def unpack_tile(
     else:
         IS_FLOAT: tl.constexpr = scales.dtype.element_ty == tl.uint8
         upper = loaded >> 16
-        # By the bits of a code's place in its word: the highest is the first dimension after the words'.
+        # Joined by the bits of a code's place in its word. The highest bit is the first dimension after the words.
         evens = _halves(loaded, upper, magic_bits, scale, minimum, middle, 0, BITS, HAS_MINIMUMS, IS_FLOAT)
         odds = _halves(loaded, upper, magic_bits, scale, minimum, middle, 1, BITS, HAS_MINIMUMS, IS_FLOAT)
         if BITS == 4:
@@ -85,7 +86,7 @@ def unpack_tile(
 
 @triton.jit
 def split_pair(stored, HAS_MINIMUMS: tl.constexpr):
-    """A scale and, in the upper half of a number if there is one, a minimum, as float32."""
+    """A scale and a minimum, as float32. If there are minimums, they are in the upper half of the stored number."""
     if HAS_MINIMUMS:
         if stored.dtype == tl.int16:
             scale, minimum = (stored & 255).to(tl.float32), ((stored >> 8) & 255).to(tl.float32)
@@ -115,7 +116,7 @@ def _halves(
     HAS_MINIMUMS: tl.constexpr,
     IS_FLOAT: tl.constexpr,
 ):
-    """The values of the codes at a place of the lower and of the upper half of words, `[…, 2]`."""
+    """The values of the codes at a place in the lower and in the upper half of words, `[…, 2]`."""
     if IS_FLOAT:
         lower = _take_float(loaded, PLACE) * scale
         higher = _take_float(upper, PLACE) * scale
@@ -129,10 +130,10 @@ def _halves(
 def _take(
     words, magic_bits, scale, minimum, middle, PLACE: tl.constexpr, BITS: tl.constexpr, HAS_MINIMUMS: tl.constexpr
 ):
-    """The values of the codes at a place of the lower half of int32s.
+    """The values of the codes at a place in the lower half of int32s.
 
-    A code is not moved: it becomes the lower bits of a float as it is, so many times as large, and the scale that much
-    smaller. All of it is exact but the last operation, as without the factor.
+    A code is not shifted. Its bits become the lower bits of a float where they are, so its value is `FACTOR` times as
+    large, and the scale is divided by `FACTOR`. Only the last operation rounds, as it would without the factor.
     """
     FACTOR: tl.constexpr = 1 << (BITS * PLACE)
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -146,7 +147,7 @@ def _take(
 
 @triton.jit
 def _take_float(words, PLACE: tl.constexpr):
-    """The 4-bit floats (E2M1) at a place of the lower half of int32s: sign, two bits of exponent, one of mantissa."""
+    """The 4-bit floats (E2M1) at a place in the lower half of int32s: sign, two bits of exponent, one of mantissa."""
     bits = words << (28 - 4 * PLACE)
     floats = (bits & -2147483648) | ((bits >> 6) & 0x01C00000)
     return floats.to(tl.float32, bitcast=True) * FLOAT4_SCALE
