@@ -1,4 +1,4 @@
-"""What is found in an answer while it is generated, and the sum of it."""
+"""The events of an answer while it is generated, and the whole answer that they add up to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

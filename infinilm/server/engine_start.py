@@ -1,4 +1,4 @@
-"""Starts the engine's process. Few imports, so that a command can do it first and import the rest meanwhile."""
+"""Starts the engine's process. It imports little, so a command can start the engine first and import the rest later."""
 
 from infinilm.processes import ChildProcess
 

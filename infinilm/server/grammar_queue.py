@@ -1,4 +1,4 @@
-"""Compiles grammars in threads. Tenants take turns, and a request that is aborted takes no more time."""
+"""Compiles grammars in threads. Tenants take turns, and aborting a request stops its compilation."""
 
 import logging
 import socket
@@ -19,7 +19,7 @@ QUICK_TRIAL_S = 0.3
 
 @dataclass(slots=True, eq=False)
 class GrammarJob:
-    """A request whose grammar is compiled or refused, or waits for it."""
+    """A request whose grammar is waiting, compiled or refused."""
 
     request: Submit
     params: SamplingParams

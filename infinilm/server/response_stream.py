@@ -59,7 +59,7 @@ class ResponseStream:
         self._is_closed = False
 
     async def begin(self, receive: Receive, *, timeout: float | None, max_timeout: float) -> None:
-        """Submit the requests and wait for the first output. Errors up to here are raised before anything is sent.
+        """Submit the requests and wait for the first output. Errors until then are raised before anything is sent.
 
         `timeout` is the client's, `max_timeout` the server's.
         """
@@ -175,7 +175,7 @@ class ResponseStream:
         }
 
     def timings(self) -> dict[str, Any]:
-        """Seconds since the request's arrival; the means over several prompts."""
+        """Times in seconds (means over the request's prompts), speed, and number of cached tokens."""
         per_request = [_timings(request) for request in self.requests]
         means = {name: _mean([each[name] for each in per_request]) for name in ("queue_s", "ttft_s", "itl_s")}
         last = max((request.last_time for request in self.requests if request.last_time is not None), default=None)
