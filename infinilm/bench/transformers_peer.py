@@ -117,7 +117,7 @@ class TransformersPeer:
 
 
 def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with the weights as we decode them: its own GGUF reader needs more packages."""
+    """Make transformers' model with the weights that we decode: its own GGUF reader needs more packages."""
     import transformers
 
     with closing(open_checkpoint(path)) as checkpoint:

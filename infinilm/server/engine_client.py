@@ -241,7 +241,7 @@ class EngineClient:
         self._submit_ready()
 
     def cancel(self, request: EngineRequest, answer: int | None = None) -> None:
-        """End a request, or one of its answers, early. If the engine has it, it ends when the engine reports its end."""
+        """End a request, or one of its answers, early. One that the engine has ends when the engine reports it."""
         if request.is_ended:
             return
         if request.submit_time is None:

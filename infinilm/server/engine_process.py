@@ -54,7 +54,7 @@ class Pace:
         self.num_tokens = min(FIRST_TOKENS, max_tokens)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Adapt to a step. A quick step with fewer tokens than allowed is ignored: it says nothing about larger ones."""
+        """Adapt to a step. Quick steps with fewer tokens than allowed are ignored: they say nothing of larger ones."""
         if num_tokens >= self.num_tokens or seconds > self.target_s:
             factor = min(max(self.target_s / max(seconds, 1e-6), 0.5), 2.0)
             # A slow step at most halves the limit, even if it had few tokens: it may have been slow for other reasons.
