@@ -50,7 +50,7 @@ class Workload:
         return min(self.concurrency or self.num_prompts, self.num_prompts)
 
     def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
-        """Pseudo-random token ids, the same on every machine. They differ in each repeat, so that none are cached yet."""
+        """Pseudo-random token ids, the same on every machine. They differ in each repeat, so that none is cached."""
         random = Random(f"{self.name}/{repeat}")
         prefix = random.choices(range(vocab_size), k=self.shared_prefix_len)
         own_len = self.input_len - self.shared_prefix_len
