@@ -20,7 +20,7 @@ from infinilm.server.protocol import SamplingFields
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """How rows become requests."""
+    """Settings for turning rows into requests."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the request for rows that do not set them."""

@@ -49,7 +49,7 @@ class Manifest:
         unfinished.replace(self.path)
 
     def check(self, facts: Facts, output: Path) -> None:
-        """Refuse facts that differ from those that the job was begun with."""
+        """Refuse facts that differ from those at the job's beginning."""
         facts = json.loads(json.dumps(facts))
         for name in {**self.facts, **facts}:
             before, now = self.facts.get(name), facts.get(name)

@@ -180,7 +180,7 @@ def load_peer(engine: "LLM") -> "TransformersPeer":
 
 
 def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workload", repeat: int) -> Result:
-    """Warm up, then run both engines in turns, so that other load on the machine affects both alike."""
+    """Warm up, then run both engines in turns, so that other load on the machine affects both equally."""
     from infinilm.bench.measure import run_engine
 
     result = Result(workload)

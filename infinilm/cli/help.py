@@ -85,7 +85,7 @@ def _process(parameter: Any, process: Callable[[Any, Any], Any], context: Any, v
 
 
 def _write_parameters(parameters: Sequence[Any], formatter: Any) -> None:
-    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}  # a command's own come first
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}  # a command's own options are first
     for parameter in parameters:
         kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
         title = getattr(parameter, "rich_help_panel", None) or kind

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from infinilm.models import ModelConfig
     from infinilm.text.tokenizer import Tokenizer
 
-DTYPES = ("float32", "bfloat16")  # types whose memory needs are compared …
-QUANTIZED = "quantised"  # … with those of weights kept as they are stored
-HALVES = "16-bit weights"  # … with those of dense weights kept so on a CPU, which computes in float32
+# The memory table compares the needs of these types.
+DTYPES = ("float32", "bfloat16")
+QUANTIZED = "quantised"  # weights as they are stored
+HALVES = "16-bit weights"  # dense weights kept in 16 bits on a CPU, which computes in float32
 
 
 def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def _collect(
 
 
 def _check_torch(checkpoint: "Checkpoint", config: "ModelConfig") -> None:
-    """Refuse a model that needs torch where that is not installed."""
+    """Refuse a model that needs torch if torch is not installed."""
     if not has_torch() and (reason := _why_torch(checkpoint, config)) is not None:
         with require_torch(reason):
             import_module("torch")
@@ -203,7 +204,7 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
 
 
 def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_parameters: int) -> dict[str, Any]:
-    """By type: bytes of the weights, of one token and of a full context in the cache, and how many tokens fit here."""
+    """By type: the bytes of the weights, of one cached token and of a full context, and how many tokens fit here."""
     from infinilm.distributed import DistConfig
     from infinilm.executor.loader import select_devices
     from infinilm.executor.memory import context_bytes, free_memory_bytes
@@ -267,7 +268,7 @@ def _weigh_quantized(config: "ModelConfig", formats: Any, dtype: str, device: An
 
 
 def _rank_needs(config: "ModelConfig", tp_size: int, num_stages: int) -> list[dict[str, Any]]:
-    """By pipeline stage: its layers, and by type the bytes of weights and of one token in the cache on each rank."""
+    """By pipeline stage: its layers, and by type the bytes of the weights and of one cached token on each rank."""
     with require_torch("a model on several ranks"):
         import torch
     from infinilm.executor.memory import token_bytes

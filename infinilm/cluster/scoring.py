@@ -114,7 +114,7 @@ class Scoreboard:
         view = self.views[choice.replica_id]
         view.sent_tokens += num_tokens - choice.cached_tokens
         for each in hashes:
-            view.expected.pop(each, None)  # to the end, where the newest are
+            view.expected.pop(each, None)  # moves it to the end, where the newest are
             view.expected[each] = time + EXPECTED_S
         while view.expected and view.expected[oldest := next(iter(view.expected))] < time:
             del view.expected[oldest]

@@ -35,18 +35,18 @@ class Admission:
         """Whether there can be more than one tenant."""
         self._max_num_seqs = self._max_step_tokens = 1
         self._queues: dict[Lane, deque[EngineRequest]] = {}
-        """The waiting requests of each lane; the lane whose turn it is comes first."""
+        """The waiting requests of each lane. The first lane is the next one in turn."""
         self.num_requests = 0
         self.num_tokens = 0
         self.num_waiting = 0
         self._num_rows: Counter[str] = Counter()
-        """By tenant: answers that the engine computes or will compute."""
+        """The answers in the engine, by tenant."""
         self._num_ahead: Counter[Lane] = Counter()
-        """By lane: prompt tokens (of a long lane: requests) in the engine before their first token."""
+        """By lane: the prompt tokens (in a long lane: the requests) in the engine that wait for a first token."""
         self._mean_seconds = 1.0
 
     def set_capacity(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Set what the engine can compute in one step."""
+        """Set the engine's limits of rows and of tokens in a step."""
         self._max_num_seqs, self._max_step_tokens = max_num_seqs, max_num_batched_tokens
 
     def enter(self, requests: list[EngineRequest]) -> None:
@@ -82,7 +82,7 @@ class Admission:
         queue = self._queues.pop(lane)
         request = queue.popleft()
         if queue:
-            self._queues[lane] = queue  # at the end: the other lanes come first
+            self._queues[lane] = queue  # at the end: the other lanes are next
         self.num_waiting -= 1
         self._num_rows[request.tenant] += request.params.n
         self._num_ahead[lane] += self._size(request)

@@ -37,7 +37,7 @@ Event: TypeAlias = ReasoningDelta | ContentDelta | ToolCallStart | ArgumentsDelt
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; `arguments` is the model's text."""
+    """One call; `arguments` is the text as the model wrote it."""
 
     id: str
     name: str

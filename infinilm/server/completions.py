@@ -100,7 +100,7 @@ class CompletionReply(Reply):
         return "length" if self._drops_text else answer.finish_reason
 
     def _ready(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Hold back chunks until the log-probabilities of their prompt, which come first, are known."""
+        """Hold back chunks until their prompt's log-probabilities, which must be sent first, are known."""
         if not (self._is_echo and self._wants_logprobs):
             return chunks
         chunks = self._held + chunks

@@ -7,5 +7,5 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 
 def start_engine_process() -> ChildProcess:
-    """Start a process that imports what an engine needs and waits for `Start`."""
+    """Start a process that imports the engine's modules and waits for `Start`."""
     return ChildProcess("infinilm.server.engine_process", output="echo", socket_buffer_bytes=SOCKET_BUFFER_BYTES)

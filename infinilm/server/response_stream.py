@@ -23,7 +23,7 @@ OUTCOMES = {CLIENT_GONE: "disconnected", 408: "timeout", 504: "timeout", 400: "i
 
 @dataclass(slots=True)
 class Chunk:
-    """What one delta adds to an answer."""
+    """One delta's addition to an answer."""
 
     answer: Answer
     text: str
@@ -34,7 +34,7 @@ class Chunk:
 
 
 class ResponseStream:
-    """Reads the output of the engine requests of one HTTP request. `close` cancels those that have not ended."""
+    """Reads the output of one HTTP request's engine requests. `close` cancels requests that have not ended."""
 
     def __init__(
         self,

@@ -226,7 +226,7 @@ def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
 
 
 def _describe(body: ResponsesRequest, stream: ResponseStream, model: str) -> dict[str, Any]:
-    """The response before it has output: what was asked for, with the defaults that were filled in."""
+    """The response before it has output: the request's settings, with defaults filled in."""
     params = stream.requests[0].params
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     choice = body.tool_choice

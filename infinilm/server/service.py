@@ -269,6 +269,6 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _name_of(model: str | Path | None, path: Path) -> str:
-    """The name of a model in requests: the name that was given, or that of its file."""
+    """The name of a model in requests: the given name, or its file's name if that is a path."""
     name = DEFAULT_MODEL if model is None else str(model)
     return path.name if Path(name).exists() else name

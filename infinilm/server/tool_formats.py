@@ -78,7 +78,7 @@ LLAMA = ToolFormat(
 PYTHONIC = ToolFormat(
     "pythonic", "<|python_start|>", "<|python_end|>", ("[", ", ", "]"), PythonCall(), may_be_bare=True
 )
-"""Llama 4 and Llama 3.2 where they are asked for Python: the answer is a list of calls."""
+"""Llama 4 and Llama 3.2, if the template asks for Python: the answer is a list of calls."""
 
 LFM = _list("lfm", "<|tool_call_start|>", "<|tool_call_end|>", PythonCall())
 """LFM2: a list of calls in Python."""
@@ -198,7 +198,7 @@ FUNCTOOLS = _list("functools", "functools", "")
 FUNCTIONARY = ToolFormat(
     "functionary", "<function=", "", ("<function=", "<function=", ""), NamedCall("", ">", "</function>")
 )
-"""Functionary 3.1, and Llama 3.1 where it is asked for such tags."""
+"""Functionary 3.1, and Llama 3.1 if the template asks for such tags."""
 
 HARMONY = ToolFormat(
     "harmony",

@@ -11,7 +11,7 @@ from infinilm.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, eq=False)
 class ReasoningGrammar:
-    """The grammar for the answers of one request: reasoning, then what `structure` allows. See `Grammar`."""
+    """The grammar for the answers of one request: reasoning, then text that `structure` allows. See `Grammar`."""
 
     reasoning: Reasoning
     structure: Grammar | None
@@ -129,7 +129,7 @@ class ReasoningMatcher:
             self._fill_answer(mask)
 
     def _fill_answer(self, mask: Mask) -> None:
-        """Allow what continues the opening, the header or the structured part."""
+        """Allow the tokens that continue the opening, the header or the structured part."""
         if self._matcher is not None:
             self._matcher.fill(mask)
         else:

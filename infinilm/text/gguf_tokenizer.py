@@ -379,7 +379,7 @@ def _adds_token(metadata: Mapping[str, Any], name: str, token_ids: Mapping[str, 
 
 
 def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A scalar of the metadata, or None where it is absent."""
+    """A scalar of the metadata, or None if it is absent."""
     value = metadata.get(key)
     if value is not None and type(value) is not kind:
         raise CheckpointError(f"GGUF metadata {key} has type {type(value).__name__}; expected {kind.__name__}")
@@ -387,7 +387,7 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _list(metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None) -> Any:
-    """A list of the metadata, or an array, with items of `kind`, or None where it is absent."""
+    """A list or an array of the metadata with items of `kind`, or None if it is absent."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if values is None:

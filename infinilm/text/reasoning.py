@@ -105,7 +105,7 @@ class ReasoningTracker:
 
     @property
     def closing_left(self) -> str:
-        """What would complete the closing marker."""
+        """The rest of the closing marker, which would complete it."""
         rest = self._closing[self._num_matched :]
         try:
             return rest.decode()
