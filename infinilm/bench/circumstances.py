@@ -98,7 +98,7 @@ def _sharing(session: Session) -> Answers:
 
 
 def _preempted(session: Session) -> Answers | str:
-    """Run with memory for half of the prompts, which is soon too little for their answers."""
+    """Run with memory for half of the prompts. The running requests soon need more for their answers."""
     work, block_size = session.work, session.config.kvcache_block_size
     texts = zip(work.prompts, work.params, strict=True)
     longest = max(-(-(len(prompt) + params.max_tokens) // block_size) for prompt, params in texts)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 class QueuedTokens:
     """An autoscaling policy for Ray Serve: enough replicas that each has about `target` prompt tokens waiting.
 
-    A replica is removed only if the others then have less than half of the target: a queue is empty most of the time.
+    A replica is removed only if the others then have less than half of the target: queues are empty most of the time.
     """
 
     def __init__(self, target: int) -> None:

@@ -28,7 +28,7 @@ BACKLOG = 2048
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server. On the first signal it refuses new requests and lets open ones finish; the second one ends it.
+    """A uvicorn server. A first signal makes it refuse new requests and finish the open ones; a second one ends it.
 
     SIGHUP never counts as the second signal, because a closing terminal may send several. Under nohup it stays ignored.
     """
@@ -95,7 +95,7 @@ async def serve(service: Service, on_ready: Callable[[Ready, str], None]) -> Non
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s): they must not use one as it is closed.
+        # Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s), which may use one just as it is closed.
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
         backlog=BACKLOG,

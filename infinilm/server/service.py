@@ -41,7 +41,7 @@ MAX_INLINE_CHARS = 4096
 
 
 class PromptEncoder:
-    """Renders chat templates and encodes texts. Long work runs in threads with a time limit: the event loop goes on."""
+    """Renders chat templates and encodes texts. Long work has threads and a time limit, so the event loop goes on."""
 
     def __init__(
         self,

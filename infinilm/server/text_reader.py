@@ -104,7 +104,7 @@ class TextReader:
         return "".join(pieces)
 
     def _read_until(self, end: str, max_chars: int | None = None) -> Generator[None, None, str | None]:
-        """Read up to and including `end`. Returns the text before it; None if it exceeds `max_chars` or never ends."""
+        """Read up to and including `end`. Returns the text before it; None if over `max_chars`, or without an `end`."""
         source = self._source
         pieces: list[str] = []
         num_chars = 0
