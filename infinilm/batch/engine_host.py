@@ -1,4 +1,4 @@
-"""An engine in this process, with an event loop in a thread of its own: for actors, whose calls come in any thread."""
+"""An engine for Ray actors. Its event loop has its own thread, because Ray calls an actor in any thread."""
 
 import asyncio
 import os
@@ -18,8 +18,8 @@ EXIT_CODE = 1
 class EngineHost:
     """Loads a model and answers rows.
 
-    The engine's own process is started again if it dies. If that fails, this process ends, and Ray replaces the actor.
-    After an error Ray would call the same actor again.
+    The engine's own process is restarted if it dies. If that fails, this process ends, so that Ray replaces the actor.
+    After a mere error, Ray would call the same actor again.
     """
 
     def __init__(self, open_service: Callable[[], DirectService], options: RowOptions) -> None:
@@ -34,7 +34,7 @@ class EngineHost:
         asyncio.run_coroutine_threadsafe(start(), self._loop).result()
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the engine's loop, from any other."""
+        """Run a coroutine in the engine's loop. Can be called from any other loop."""
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         except WorkerDiedError as error:

@@ -1,4 +1,4 @@
-"""A batch job: its files, what it was begun with, and how it runs on this machine."""
+"""A batch job: its files, the check of its manifest, and running it on this machine."""
 
 import asyncio
 import shutil
@@ -28,7 +28,7 @@ NO_ERROR = b'"error":null}\n'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSummary:
-    """What a job has done."""
+    """The result of a job."""
 
     num_rows: int
     num_errors: int
@@ -38,12 +38,12 @@ class BatchSummary:
     num_tokens: int
     """Tokens that this run generated."""
     seconds: float
-    """Of this run, without loading."""
+    """The time of this run, without loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job as it was asked for. It can be sent to other machines."""
+    """A job's arguments. They can be sent to other machines."""
 
     config: Config
     source: Path
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def progress(self) -> Path:
-        """The folder for what is not finished. It is removed at the end."""
+        """The folder for unfinished work. It is removed at the end."""
         return self.output.with_name(f"{self.output.name}.progress")
 
     @property
@@ -71,7 +71,7 @@ class Job:
         return DirectService(self.config, model_name=self.model_name, tool_call_parser=self.tool_call_parser)
 
     def check(self) -> None:
-        """Refuse what can be refused before anything is read."""
+        """Make the checks that need no file to be read."""
         Source(self.source)
         check_sampling(self.sampling)
         if self.output.suffix.lower() == ".parquet":
@@ -116,7 +116,7 @@ class Progress:
 
 
 def run_job(job: Job, *, restart: bool, show_progress: bool, parts: "RunParts | None" = None) -> BatchSummary:
-    """Run a job, or go on with it. `parts` runs it elsewhere, with a folder of parts as output."""
+    """Run a job, or resume it. `parts` runs it elsewhere, with a folder of parts as output."""
     job.check()
     with ExitStack() as stack:
         _hold(job, stack)
@@ -124,7 +124,7 @@ def run_job(job: Job, *, restart: bool, show_progress: bool, parts: "RunParts | 
             _remove_output(job)
         manifest = Manifest(job.manifest)
         if not manifest.exists:
-            _clear(job.progress)  # of answers of which nothing says what they belong to
+            _clear(job.progress)  # without a manifest it is not known what these answers belong to
             if job.output.exists():
                 raise InvalidValueError(
                     f"OUTPUT {job.output} exists, and has no {job.manifest.name} beside it; remove it, or use another "
@@ -153,14 +153,14 @@ class RunParts(Protocol):
     """Runs a job in parts, elsewhere: `ray_job.RayParts`."""
 
     def choose_rows(self, num_rows: int) -> int:
-        """Rows of a part."""
+        """The number of rows in a part."""
 
     def run(self, job: Job, manifest: Manifest, scan: Scan, show_progress: bool) -> Progress | None:
-        """Make the parts that are missing; None if none is."""
+        """Make the parts that are missing; None if none is missing."""
 
 
 def _hold(job: Job, stack: ExitStack) -> None:
-    """Let no other process work on the job meanwhile."""
+    """Lock the job against other processes."""
     job.progress.mkdir(exist_ok=True)
     path = job.progress / "lock"
     lock(stack.enter_context(path.open("ab")), path)
@@ -174,7 +174,7 @@ def _remove_if_empty(progress: Path) -> None:
 
 
 def _remove_output(job: Job) -> None:
-    """Remove what an earlier run has made. A file or folder that has no manifest is not ours."""
+    """Remove the output of an earlier run. Output without a manifest is not ours and stays."""
     if job.manifest.exists():
         if job.output.is_dir():
             for part in job.output.glob("part-*.jsonl"):
@@ -193,7 +193,7 @@ def _clear(progress: Path) -> None:
 
 
 def _check_manifest(job: Job, manifest: Manifest, service: DirectService, scan: Scan, part_rows: int | None) -> None:
-    """Refuse a job that differs from the one that was begun, or write down this one."""
+    """Refuse a job that differs from the one that was begun; write the manifest of a new one."""
     own = {
         "input": scan.digest,
         "input format": Source(job.source).format,
@@ -240,7 +240,7 @@ async def _answer(job: Job, service: DirectService, scan: Scan, log: AnswerLog, 
 
 
 def keep_in(log: AnswerLog, note: Callable[[int, int], None]) -> Callable[[Answer], None]:
-    """Keeps answers in a log; then `note` gets their number and that of their tokens."""
+    """A function that keeps answers in a log, and then passes the numbers of rows and of tokens to `note`."""
 
     def keep(answer: Answer) -> None:
         log.append(answer.row, answer.line)

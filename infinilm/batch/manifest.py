@@ -1,4 +1,4 @@
-"""What a job was begun with, in a file beside its output. What differs when it is resumed is refused by name."""
+"""The facts that a job was begun with, in a file beside its output. A resumed job with other facts is refused."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from infinilm.errors import InvalidValueError
 from infinilm.server.service import Service
 
 ENGINE_SETTINGS = ("dtype", "quantization", "activation_bits", "kv_cache_dtype", "max_model_len", "seed")
-"""Those that change answers. The others may change when a job is resumed."""
+"""The settings that change answers. The others may differ when a job is resumed."""
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 OTHER_FILES = (".json", ".jinja", ".model", ".txt")
 
@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 
 class Manifest:
-    """The file. `facts` are compared when a job is resumed; the rest is for readers and for speed."""
+    """The manifest file. `facts` are compared when a job is resumed; the rest is for readers and for speed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class Manifest:
         self.part_rows: int | None = None
         """Rows of a part, if the output is a folder of parts."""
         self.files: dict[str, list[Any]] = {}
-        """By name: size, time of the last change, digest. A file that has the first two as before is not read again."""
+        """By name: size, modification time, digest. A file is not read again if the first two are unchanged."""
         self.exists = path.exists()
         if self.exists:
             try:
@@ -49,7 +49,7 @@ class Manifest:
         unfinished.replace(self.path)
 
     def check(self, facts: Facts, output: Path) -> None:
-        """Refuse facts that differ from those that the job was begun with."""
+        """Refuse facts that differ from those at the job's beginning."""
         facts = json.loads(json.dumps(facts))
         for name in {**self.facts, **facts}:
             before, now = self.facts.get(name), facts.get(name)
@@ -97,7 +97,7 @@ def _short(value: Any) -> str:
 
 
 def collect_facts(manifest: Manifest, config: Config, model: Path, service: Service, job: Facts) -> Facts:
-    """What answers depend on. `job` has the input and the sampling."""
+    """Everything that answers depend on. `job` has the input and the sampling."""
     weights, others = manifest.digest_files(model)
     tokenizer = service.tokenizer
     return {

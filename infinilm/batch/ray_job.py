@@ -1,8 +1,8 @@
 """A batch job on Ray: Ray Data gives parts of the input to engines, each of which is an actor.
 
-Only the places of parts pass through Ray. An engine reads the rows of a part from the input, keeps their answers in a
-log, and writes the part when it is whole. A part's file appears at once and never changes. So a job that was killed
-goes on with the parts that are missing, and within them with the rows that are missing.
+Only the places of parts in the input pass through Ray. An engine reads a part's rows from the input, keeps their
+answers in a log, and writes the part when it is complete. A part's file appears atomically and never changes. So a
+resumed job computes only the missing parts, and of a part only the rows that its log does not have.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from infinilm.errors import EngineError, InvalidValueError
 
 MAX_PART_ROWS = 1000
 PARTS_PER_ENGINE = 8
-"""At least, so that engines end at about the same time."""
+"""The least number of parts per engine, so that engines end at about the same time."""
 MAX_PARTS_AT_WORK = 32
-"""Of one engine."""
+"""The most parts that one engine computes at a time."""
 CONNECT_S = 5.0
 
 
@@ -70,7 +70,7 @@ class RayParts:
     def _answers(
         self, job: Job, parts: list[dict[str, Any]], part_rows: int, needs: dict[str, float]
     ) -> Iterator[dict[str, int]]:
-        """Make parts, and yield what each was."""
+        """Make parts, and yield the counts of each."""
         data = self._ray.data
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
@@ -96,7 +96,7 @@ class RayParts:
 
     @contextmanager
     def _connected(self, job: Job) -> Iterator[dict[str, float]]:
-        """Connect to `RAY_ADDRESS`, or start a cluster of this machine for the time being. Yields an engine's needs."""
+        """Connect to `RAY_ADDRESS`, or run a cluster on this machine in the block. Yields the needs of an engine."""
         ray = self._ray
         is_own = not ray.is_initialized()
         if is_own:
@@ -106,7 +106,7 @@ class RayParts:
                 num_cpus = max(os.cpu_count() or 1, self._num_engines)
                 options |= {"num_cpus": num_cpus, "include_dashboard": False}
             try:
-                if address and ":" in address:  # Ray itself tries for minutes
+                if address and ":" in address:  # Ray itself would retry for minutes
                     host, _, port = address.removeprefix("ray://").rpartition(":")
                     socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
                 ray.init(address=address or "local", **options)
@@ -120,7 +120,7 @@ class RayParts:
                 ray.shutdown()
 
     def _check_resources(self, job: Job) -> dict[str, float]:
-        """What each engine needs. Refuses more engines than fit."""
+        """The resources that each engine needs. Refuses more engines than fit."""
         ray, config = self._ray, job.config
         dist = config.distributed or DistConfig(config.tensor_parallel_size, pp_size=config.pipeline_parallel_size)
         ranks = dist.tp_size * dist.pp_size
@@ -181,7 +181,7 @@ class PartEngine:
         number, first, num = int(part["part"]), int(part["first"]), int(part["num"])
         path = part_path(self._job, number)
         done = {"num_rows": 0, "num_tokens": 0, "num_earlier": num}
-        if path.exists():  # Ray calls again when it has lost a result
+        if path.exists():  # Ray repeats a call whose result it has lost
             return done
 
         def note(num_rows: int, num_tokens: int) -> None:
@@ -189,7 +189,7 @@ class PartEngine:
             done["num_tokens"] += num_tokens
 
         log_path = self._job.progress / f"part-{number:06d}.log"
-        # After a kill of the driver, an engine of the killed job may hold the log for some seconds.
+        # After the driver was killed, an engine of that job may hold the log for some seconds.
         with await asyncio.to_thread(AnswerLog, log_path, first, num, wait_s=LOCK_WAIT_S) as log:
             if path.exists():
                 return done

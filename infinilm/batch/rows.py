@@ -1,6 +1,6 @@
-"""The rows of a batch: how they are read from a file, and what requests they are.
+"""The rows of a batch: reads them from a file, and parses them as requests.
 
-A file is text (`.txt`, one prompt per line), JSON lines (`.jsonl`, `.ndjson`) or Parquet. Blank lines are no rows.
+A file is text (`.txt`, one prompt per line), JSON lines (`.jsonl`, `.ndjson`) or Parquet. Blank lines are skipped.
 """
 
 import json
@@ -24,7 +24,7 @@ LINE_KEYS = ("custom_id", "method", "url", "body")
 FORMATS = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 _BOM = b"\xef\xbb\xbf"
 _NUM_PARQUET_ROWS = 256
-"""Read at a time."""
+"""The rows that are read at a time."""
 
 
 class BadRowError(Exception):
@@ -39,23 +39,23 @@ class BadRowError(Exception):
 class Row:
     index: int
     line: int
-    """In the file; of a Parquet file: the row. The first is 1."""
+    """The line number in the file, or the row number in a Parquet file. The first is 1."""
     data: bytes | dict[str, Any]
     """The line, or a Parquet row."""
 
 
 @dataclass(slots=True)
 class Scan:
-    """What one pass over the input finds."""
+    """The result of one pass over the input."""
 
     digest: str
     num_rows: int
     duplicates: dict[int, int]
-    """By the index of a row whose `custom_id` came before: the line that had it."""
+    """By the index of a row whose `custom_id` is a repetition: the line that had it first."""
     starts: "array[int]" = field(repr=False)
-    """By row: its place in the file, in bytes. Empty for Parquet."""
+    """By row: its byte offset in the file. Empty for Parquet."""
     lines: "array[int]" = field(repr=False)
-    """By row: its line. Empty for Parquet."""
+    """By row: its line number. Empty for Parquet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -79,7 +79,7 @@ class Source:
             raise InvalidValueError(f"INPUT {path} is not a file")
 
     def scan(self) -> Scan:
-        """Read the file once: its digest, its rows, and which `custom_id`s come twice. Takes 24 bytes per row."""
+        """Read the file once: its digest, its rows, and repeated `custom_id`s. Takes 24 bytes per row."""
         hashes, starts, lines = array("Q"), array("q"), array("q")
         digest = xxh3_128()
         if self.format == "parquet":
@@ -100,7 +100,7 @@ class Source:
         return Scan(digest.hexdigest(), len(hashes), duplicates, starts, lines)
 
     def read(self, first: int = 0, num: int | None = None, *, start: int = 0, line: int = 1) -> Iterator[Row]:
-        """The rows from index `first`. `start` and `line` are the place of that row in a text file."""
+        """The rows from index `first` on. `start` and `line` are that row's place in a text file."""
         if self.format == "parquet":
             yield from self._read_parquet(first, num)
             return
@@ -175,7 +175,7 @@ def line_id(line: int) -> str:
 
 
 def find_id(row: Row) -> str:
-    """A row's `custom_id`, also if the rest of the row is wrong."""
+    """A row's `custom_id`, even if the rest of the row is invalid."""
     value: Any = row.data
     if isinstance(value, bytes):
         try:
@@ -190,7 +190,7 @@ def find_id(row: Row) -> str:
 
 
 def parse(row: Row, *, is_text: bool = False, as_chat: bool = False) -> Call:
-    """The request that a row is. `as_chat`: a prompt is a user's message. Raises `BadRowError`."""
+    """Parse a row as a request. `as_chat`: a prompt is a user's message. Raises `BadRowError`."""
     value = _read_value(row, is_text)
     value = {name: item for name, item in value.items() if item is not None}
     custom_id = value.pop("custom_id", line_id(row.line))
@@ -232,7 +232,7 @@ def _parse_line(custom_id: str, value: Mapping[str, Any]) -> Call:
         raise BadRowError(f"method is {method!r}; use POST")
     if url not in URLS:
         raise BadRowError(f"url is {url!r}; use one of {', '.join(URLS)}", "invalid_url")
-    if isinstance(body, str):  # Parquet has no type for any object
+    if isinstance(body, str):  # Parquet has no type for an arbitrary object
         try:
             body = json.loads(body)
         except (ValueError, RecursionError) as error:

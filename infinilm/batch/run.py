@@ -26,12 +26,12 @@ def run(
     show_progress: bool = True,
     **settings: Any,
 ) -> BatchSummary:
-    """Answer the rows of a file; a job that was killed goes on where it was.
+    """Answer the rows of a file. A job that was killed is resumed.
 
     `input` is a `.txt`, `.jsonl` or `.parquet` file. `output` is a file of JSON lines in the order of the input, in the
-    form of OpenAI's batch output. `sampling` has fields of requests, for rows that do not have them. With `chat`,
-    prompts are messages of a user. With `cluster` the job runs on Ray with that many `engines`, and `output` is a
-    folder of parts. `model` and `settings` are those of `LLM`.
+    form of OpenAI's batch output. `sampling` has request fields for rows that do not set them. With `chat`, prompts are
+    messages of a user. With `cluster`, the job runs on Ray with that many `engines`, and `output` is a folder of parts.
+    `model` and `settings` are those of `LLM`.
     """
     try:
         asyncio.get_running_loop()

@@ -23,7 +23,7 @@ NUM_REPLAYED = 4
 
 
 def all_circumstances(session: Session, *, num_others: int) -> list[Circumstance]:
-    """Those that there are on the device of the session's engine."""
+    """The circumstances that are possible on the device of the session's engine."""
     executor = session.engine().executor
     is_gpu = executor.info.device.startswith("cuda")
     found = [
@@ -98,7 +98,7 @@ def _sharing(session: Session) -> Answers:
 
 
 def _preempted(session: Session) -> Answers | str:
-    """With memory for half of the prompts. Those computed soon need more for their answers."""
+    """Run with memory for half of the prompts. The running requests soon need more for their answers."""
     work, block_size = session.work, session.config.kvcache_block_size
     texts = zip(work.prompts, work.params, strict=True)
     longest = max(-(-(len(prompt) + params.max_tokens) // block_size) for prompt, params in texts)
@@ -124,7 +124,7 @@ def _asynchronous(session: Session) -> Answers:
 
 
 def _low_level(session: Session) -> Answers | str:
-    """Greedy requests token by token; then each text as a whole, whose hidden states must be the same."""
+    """Compute greedy requests token by token, then each text as a whole. The hidden states must be equal."""
     from infinilm.cache import PagedKVCacheConfig
     from infinilm.distributed import DistConfig
     from infinilm.lowlevel.infer_engine import InferEngine
@@ -175,7 +175,7 @@ def _forward(engine: "InferEngine", new_ids: list[int], num_computed: int) -> "t
 
 
 def _served(session: Session) -> Answers | str:
-    """Through the routes of the service and its engine process, without HTTP."""
+    """Run through the service's routes and its engine process, without HTTP."""
     if missing := [name for name in SERVER_PACKAGES if find_spec(name) is None]:
         return f"{missing[0]} is not installed"
     tokenizer = session.engine().tokenizer
@@ -188,7 +188,7 @@ def _served(session: Session) -> Answers | str:
 
     async def ask(service: DirectService, index: int) -> Answer:
         params = session.work.params[index]
-        settings = params_to_wire(params) | params.model_defaults()  # or the checkpoint's own would be used
+        settings = params_to_wire(params) | params.model_defaults()  # else the checkpoint's own would be used
         settings.pop("prompt_logprobs", None)
         body = {"prompt": session.work.prompts[index], **settings}
         reply = await service.post("/v1/completions", json.dumps(body).encode())
@@ -209,7 +209,7 @@ def _served(session: Session) -> Answers | str:
 
 
 def _read_reply(found: dict[str, Any], expected: Answer, names: "Callable[[int], str]") -> Answer:
-    """A reply has the texts of tokens, not their ids; the expected ids are taken where the texts are theirs."""
+    """Read a reply. It has the texts of tokens, not their ids: if all texts are as expected, so are the ids."""
     same = [names(token_id) for token_id in expected.token_ids] == found["tokens"]
     num_prompt = len(expected.logprobs) - len(expected.token_ids)
     entries: list[Entry | None] = [

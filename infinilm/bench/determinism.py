@@ -1,7 +1,7 @@
-"""Does an answer depend on its circumstances? Requests alone are compared with the same elsewhere, bit for bit.
+"""Checks whether answers depend on their circumstances: compares requests with the same ones alone, bit for bit.
 
-`check` computes them in one circumstance after the other: with others, in chunks, on a warm cache, after preemption,
-through other interfaces. Tokens and log-probabilities must be equal. Where they are not, hooks find the layer.
+`check` computes the requests in one circumstance after the other: with others, in chunks, on a warm cache, after
+preemption, through other interfaces. Tokens and log-probabilities must be equal. If they are not, hooks find the layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ from infinilm.outputs import RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
 LENGTHS = (5, 17, 63, 64, 65, 130, 255, 256, 257, 511, 513, 1025, 2047, 2049, 4095, 4097, 8193, 16000)
-"""Of prompts: around the sizes of blocks, tiles and chunks, as far as they are asked for."""
+"""Prompt lengths, around the sizes of blocks, tiles and chunks. Those above the requested maximum are left out."""
 HEAD_LEN = 300
-"""Tokens that every third prompt begins with, as far as the length permits."""
+"""The length of the common beginning of every third prompt, as far as the prompt's length permits."""
 NUM_SHARING = 16
-"""Requests that all begin alike. A GPU reads the beginning of so many once."""
+"""The number of requests with the same beginning. With this many, a GPU reads the beginning only once."""
 CHUNKS = (16, 50, 250)
 NUM_WATCHED = 6
 """Requests whose hidden states are compared."""
@@ -32,11 +32,11 @@ Entry = tuple[int, float, tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is compared of a request. Numbers are compared as they are: every bit counts."""
+    """The results of a request that are compared. Numbers are not rounded: every bit counts."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[Entry | None, ...] = ()
-    """Of the prompt, where asked for, then of the answer."""
+    """The prompt's entries, if requested, then the answer's."""
 
     @classmethod
     def of(cls, output: RequestOutput) -> "Answer":
@@ -60,7 +60,7 @@ def make_entry(entry: TokenLogprobs) -> Entry:
 
 
 Answers = dict[int, Answer]
-"""By the request's index."""
+"""Answers by the request's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Workload:
     params: list[SamplingParams]
     others: list[list[int]]
     sharing: range
-    """Those of the requests, the last, that all begin alike."""
+    """The indices of the requests with the same beginning. They are the last ones."""
 
     @classmethod
     def make(
@@ -85,7 +85,7 @@ class Workload:
         num_sharing: int = NUM_SHARING,
         seed: int = 0,
     ) -> "Workload":
-        """Random prompts. A third of the requests is greedy, the others are sampled with a seed each."""
+        """Make random prompts. A third of the requests is greedy; the others are sampled, each with its own seed."""
         random = Random(seed)
 
         def text(length: int) -> list[int]:
@@ -106,7 +106,7 @@ class Workload:
         params = []
         for index in range(len(prompts)):
             common = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=index, logprobs=2)
-            # Such prompts do not use the prefix cache, so only some ask for it.
+            # Prompts with log-probabilities do not use the prefix cache, so only some requests ask for them.
             prompt_logprobs = 0 if index % 4 == 3 and index < num_requests else None
             params.append(replace(common, **kinds[index % 3], prompt_logprobs=prompt_logprobs))
         others = [text(min(random.choice((3, 20, 70, 150)), max_prompt_len)) for _ in range(num_others)]
@@ -117,7 +117,7 @@ NOTHING = Workload([], [], [], range(0))
 
 
 class Session:
-    """A model, of which at most one engine is open at a time."""
+    """A model with at most one open engine at a time."""
 
     def __init__(self, config: Config, work: Workload = NOTHING) -> None:
         self.config, self.work = config, work
@@ -146,7 +146,7 @@ class Session:
         self._engine = None
 
     def run(self, llm: LLM, indices: Iterable[int], others: Sequence[list[int]] = ()) -> Answers:
-        """Compute some of the requests in this order, in the middle of others."""
+        """Compute the requests `indices`, in this order and in the middle of `others`."""
         work, indices = self.work, list(indices)
         half = len(others) // 2
         plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -173,7 +173,7 @@ class Session:
 
 @contextmanager
 def changed(target: object, **values: Any) -> Iterator[None]:
-    """Set attributes for a while."""
+    """Change attributes within the block."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -186,16 +186,16 @@ def changed(target: object, **values: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Circumstance:
-    """A way to compute the requests, or some of them, and what it is called."""
+    """A way to compute the requests, or some of them, with its name."""
 
     name: str
     run: Callable[[Session], Answers | str]
-    """Returns the answers, or why there are none here."""
+    """Returns the answers, or the reason why there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of a circumstance."""
+    """The result of a circumstance."""
 
     name: str
     num_equal: int = 0
@@ -211,7 +211,7 @@ class Finding:
 
 
 def check(session: Session, circumstances: Sequence[Circumstance]) -> Iterator[Finding]:
-    """Compare every circumstance with the requests computed alone, which comes first."""
+    """Compute the requests alone, then compare every circumstance with that."""
     expected = session.expected = session.run_alone(session.engine())
     for circumstance in circumstances:
         found = circumstance.run(session)
@@ -235,7 +235,7 @@ def is_same(expected: Answer, found: Answer) -> bool:
 
 
 def _locate(session: Session, circumstance: Circumstance, index: int) -> str:
-    """Where in the model the difference begins: both runs are repeated with hooks."""
+    """Find where in the model the difference begins, by repeating both runs with hooks."""
     if session.open_engine is None:
         return "the layer can't be found through this interface"
     engine = session.open_engine
@@ -250,7 +250,7 @@ def _locate(session: Session, circumstance: Circumstance, index: int) -> str:
 
 
 def check_hidden_states(session: Session) -> Finding:
-    """Compare the activations of some requests alone, together and in chunks, all of them with hooks."""
+    """Compare the activations of some requests alone, together and in chunks, all recorded by hooks."""
     engine = session.engine()
     indices = [index for index in session.all if len(session.work.prompts[index]) <= HEAD_LEN][:NUM_WATCHED]
     different: dict[int, Difference] = {}
@@ -271,6 +271,6 @@ def check_hidden_states(session: Session) -> Finding:
 
 @contextmanager
 def in_chunks(llm: LLM, num_tokens: int) -> Iterator[None]:
-    """Compute at most so many prompt tokens in a step."""
+    """Compute at most `num_tokens` prompt tokens in a step."""
     with changed(llm.scheduler, max_prefill_tokens=num_tokens, max_mixed_tokens=num_tokens):
         yield

@@ -1,4 +1,4 @@
-"""Records a model's activations by request and position, by hooks, and finds where two records part."""
+"""Records a model's activations with hooks, by request and position, and finds the first difference of two records."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from infinilm.engine.llm_engine import LLM
 POINTS = ("embed_tokens", "layer*_after_attention_residual", "layer*_output", "final_norm", "logits")
 
 Rows = dict[int, dict[str, int]]
-"""Of one request: by position, hashes by the name of the point, in the order in which points are passed."""
+"""The record of one request: by position, the hash at each point, in the order of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first activation of a text that differs, and how many were compared."""
+    """The first activation of a text that differs."""
 
     point: str
     position: int
@@ -57,7 +57,7 @@ def recording(llm: LLM) -> Iterator[dict[str, Rows]]:
 
 
 def first_difference(ours: Rows, theirs: Rows) -> Difference | None:
-    """Where two records of a text part: at the first position that differs, the first point. None: nowhere."""
+    """The first point that differs, at the first position that differs. None if the records are equal."""
     for position in sorted(ours.keys() & theirs.keys()):
         for point, value in ours[position].items():
             if theirs[position].get(point, value) != value:

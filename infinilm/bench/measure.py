@@ -1,6 +1,6 @@
-"""Workloads, and how long this engine takes for them.
+"""Workloads, and the measurement of this engine on them.
 
-It imports no torch: a peer's process counts in the same way without our libraries in its memory.
+This module does not import torch, so that a peer's process can use it without our libraries in its memory.
 """
 
 import sys
@@ -50,7 +50,7 @@ class Workload:
         return min(self.concurrency or self.num_prompts, self.num_prompts)
 
     def prompts(self, vocab_size: int, repeat: int) -> list[list[int]]:
-        """Pseudo-random token ids, the same on every machine, different in each repeat: the prefix cache never hits."""
+        """Pseudo-random token ids, the same on every machine. They differ in each repeat, so that none is cached."""
         random = Random(f"{self.name}/{repeat}")
         prefix = random.choices(range(vocab_size), k=self.shared_prefix_len)
         own_len = self.input_len - self.shared_prefix_len
@@ -86,7 +86,7 @@ class Run:
     num_decode_tokens: int = 0
     decode_seconds: float = 0.0  # of all other steps
     ttfts: list[float] = field(default_factory=list)  # from `add_request` to the first token
-    gaps: list[float] = field(default_factory=list)  # between two tokens of a request; of several at a time, the mean
+    gaps: list[float] = field(default_factory=list)  # between two tokens of a request; the mean if a step drew several
     token_ids: list[list[int]] = field(default_factory=list)  # the answer to each prompt, in order
 
     def add_step(self, seconds: float, num_prefill_tokens: int, num_drawn: int) -> None:
@@ -135,7 +135,7 @@ def _median_rate(counts: Sequence[tuple[int, float]]) -> float | None:
 def run_engine(engine: "LLMEngine", workload: Workload, prompts: Sequence[Sequence[int]]) -> Run:
     """Time this engine: greedy, every answer of full length, `workload.batch_size` requests at a time.
 
-    Nothing is collected meanwhile, as in `LLM.generate` and in the service.
+    Garbage collection is paused meanwhile, as in `LLM.generate` and in the service.
     """
     params = SamplingParams(temperature=0.0, max_tokens=workload.output_len, ignore_eos=True)
     run = Run(token_ids=[[] for _ in prompts])
@@ -177,7 +177,7 @@ def describe_machine() -> dict[str, Any]:
 
     from infinilm.platforms import count_cores, may_have_gpu
 
-    torch: Any = sys.modules.get("torch")  # which a quantised model on a CPU does without
+    torch: Any = sys.modules.get("torch")  # a quantised model on a CPU does not need it
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -20,7 +20,7 @@ from infinilm.loading.weights import load_weights
 from infinilm.outputs import RequestOutput, TokenLogprobs
 from infinilm.sampling_params import SamplingParams
 
-NUM_TOP = 20  # most likely tokens compared at each position, besides the actual one
+NUM_TOP = 20  # the most likely tokens that are compared at each position, besides the actual one
 MAX_EXAMPLES = 5
 
 PROMPTS = (
@@ -117,7 +117,7 @@ class TransformersPeer:
 
 
 def _fill_from_gguf(path: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with the weights as we decode them: its own GGUF reader needs more packages."""
+    """Make transformers' model with the weights that we decode: its own GGUF reader needs more packages."""
     import transformers
 
     with closing(open_checkpoint(path)) as checkpoint:
@@ -145,7 +145,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Agreement:
-    tie_width: float  # tokens whose log-probabilities differ by no more than this may come out in either order
+    tie_width: float  # tokens whose log-probabilities differ by no more than this may swap
     num_prompts: int = 0
     num_tokens: int = 0  # greedy tokens compared
     num_equal: int = 0
@@ -158,7 +158,7 @@ class Agreement:
 
 
 def compare(engine: LLMEngine, peer: TransformersPeer, *, max_tokens: int, tie_width: float) -> Agreement:
-    """Generate greedily, then compare our tokens and log-probabilities with those the peer computes for the same text.
+    """Generate greedily, then compare tokens and log-probabilities with the peer's for the same text.
 
     Given the same tokens so far, the peer's most likely token must be ours. So a text that agrees at every position is
     also the text that the peer would have generated.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 LOCAL_FLAGS = 3
-"""Their index in a terminal's attributes."""
+"""The index of the local flags in a terminal's attributes."""
 
 
 def open_engine(config: Config) -> "LLM":
@@ -40,9 +40,9 @@ def require_extra(extra: str, what: str, *modules: str) -> None:
 
 
 class CtrlC:
-    """Inside it the first Ctrl-C only sets `was_pressed`, so that no step is interrupted; a second one raises.
+    """Inside the block, the first Ctrl-C only sets `was_pressed`, so that no step is interrupted; a second one raises.
 
-    A terminal does not show it as `^C`, which would stand in the middle of the answer.
+    The terminal does not show `^C`, which would appear in the middle of the answer.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def stream_answer(engine: "LLM", prompt: str | Sequence[int], sampling: Sampling
 
 
 class AnswerSplitter:
-    """Splits an answer into its reasoning, marked as the model's chat template does it, and the rest."""
+    """Splits an answer into its reasoning, by the markers of the model's chat template, and the rest."""
 
     def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int], sampling: SamplingParams) -> None:
         from infinilm.server.harmony import make_parser

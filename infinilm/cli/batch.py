@@ -1,4 +1,4 @@
-"""`infinilm batch`: the rows of a file to answers in a file."""
+"""`infinilm batch`: answers the rows of a file, into another file."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -102,7 +102,7 @@ def bench(
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported, if it is
     if peer is not None and config.quantization is None:
-        config = config.replace(quantization="none")  # as transformers has them
+        config = config.replace(quantization="none")  # like the weights in transformers
     with open_engine(config) as engine:
         other = load_peer(engine) if peer else None
         results = [_measure(engine, other, workload, repeat) for workload in chosen]
@@ -139,7 +139,7 @@ def _write(report: dict[str, Any], json_file: str | None, tables: Sequence["Rend
 
 
 def _refuse_options(context: typer.Context) -> None:
-    """Options before a subcommand would be ignored."""
+    """Refuse options before a subcommand: they would be ignored."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
@@ -158,7 +158,7 @@ class Result:
         return {engine: Summary.of(runs) for engine, runs in self.runs.items()}
 
     def num_equal(self) -> tuple[int, int]:
-        """The number of answers that both engines gave alike, and the number of answers."""
+        """The number of answers that are equal in both engines, and the number of all answers."""
         first, second = ([ids for run in runs for ids in run.token_ids] for runs in self.runs.values())
         return sum(a == b for a, b in zip(first, second, strict=True)), len(first)
 
@@ -180,7 +180,7 @@ def load_peer(engine: "LLM") -> "TransformersPeer":
 
 
 def _measure(engine: "LLM", other: "TransformersPeer | None", workload: "Workload", repeat: int) -> Result:
-    """Warm up, then run both engines in turns, so that other load on the machine affects both alike."""
+    """Warm up, then run both engines in turns, so that other load on the machine affects both equally."""
     from infinilm.bench.measure import run_engine
 
     result = Result(workload)
@@ -260,7 +260,7 @@ def _show(result: Result) -> list["RenderableType"]:
         rates = [format_rate(getattr(summary, name)) for name in RATES]
         table.add_row(engine, *rates, *(format_seconds(getattr(summary, name)) for name in TIMES))
     if has_peer:
-        # How many times as fast we are: rates as ours over theirs, times as theirs over ours.
+        # The speedup of this engine: rates as ours over theirs, times as theirs over ours.
         ours, theirs = summaries.values()
         pairs = [(getattr(ours, name), getattr(theirs, name)) for name in RATES]
         pairs += [(getattr(theirs, name), getattr(ours, name)) for name in TIMES]

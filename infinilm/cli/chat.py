@@ -35,7 +35,7 @@ ROLES = ("system", "user", "assistant")
 
 LEAVING_WORDS = ("quit", "exit")
 FENCE = '"""'
-# Small steps: Ctrl-C, which waits for a step's end, acts soon even during a long prefill.
+# Ctrl-C waits for a step's end. With small steps it acts soon, even during a long prefill.
 MAX_STEP_TOKENS = 512
 
 

@@ -44,7 +44,7 @@ _SERVICE_OPTIONS = {
     for name, parameter in inspect.signature(inspect.unwrap(serve)).parameters.items()
     if name not in ("model", "config")
 }
-"""The options of `infinilm serve`, but the engine's."""
+"""The options of `infinilm serve`, without the engine's."""
 
 
 @takes_config(without=("model",), has_short_tp=True)
@@ -182,7 +182,7 @@ def _write_config(options: "ClusterOptions", path: Path) -> None:
     from infinilm.cluster.deployment import to_yaml
 
     try:
-        path.touch(mode=0o600)  # it has the secret, and the API keys
+        path.touch(mode=0o600)  # it holds the secret and the API keys
         path.write_text(to_yaml(options), encoding="utf-8")
     except OSError as error:
         raise InvalidValueError(f"--write-config {path}: can't be written: {error.strerror or error}") from error

@@ -25,7 +25,7 @@ def console(*, err: bool = False) -> "Console":
 
 def note(message: str) -> None:
     if not sys.stderr.isatty():
-        print(message, file=sys.stderr)  # without the time that the console's import takes
+        print(message, file=sys.stderr)  # saves the time of importing the console
         return
     console(err=True).print(message, style="dim", soft_wrap=True)
 
@@ -58,9 +58,9 @@ def make_facts(facts: dict[str, str]) -> "Table":
 
 
 class AnswerWriter:
-    """Writes a streamed answer: unchanged, or on a terminal with lines that end between words.
+    """Writes a streamed answer: on a terminal wrapped at words, elsewhere unchanged.
 
-    There, a word is written when it is complete, and control characters are replaced.
+    On a terminal, a word is written when it is complete, and control characters are replaced.
     """
 
     def __init__(self, stream: IO[str] | None = None, width: int | None = None) -> None:
@@ -82,7 +82,7 @@ class AnswerWriter:
         self._stream.flush()
 
     def _add(self, character: str) -> str:
-        """Take in a character; returns what can be written now."""
+        """Add a character. Returns the text that can be written now."""
         if character == "\n":
             text = self._end_word() + "\n"
             self._column, self._spaces = 0, ""
@@ -131,7 +131,7 @@ class ReasoningWriter:
             self._writer.write(text)
 
     def end(self) -> None:
-        """The reasoning is over."""
+        """End the reasoning."""
         if self._writer is not None:
             self._writer.end()
             self._style("\033[0m\n")

@@ -38,7 +38,7 @@ class HelpGroup(_PlainParameters, TyperGroup):
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """An app whose help is as above. Its commands need `cls=HelpCommand`."""
+    """An app with this kind of help. Its commands need `cls=HelpCommand`."""
     return typer.Typer(
         cls=HelpGroup,
         add_completion=False,
@@ -56,7 +56,7 @@ def help_of(command: Callable[..., None]) -> str:
 
 
 def option(panel: str, kind: Any, help: str, *names: str, show_default: bool = False) -> Any:
-    """The annotation of an option of a group. Its type decides what its value is called."""
+    """The annotation of an option in a group. The name of its value follows from its type."""
     values = {"float": "X", "int": "N", "Path": "FILE", "str": "TEXT", "bool": None}
     metavar = next(name for part, name in values.items() if part in str(kind))
     return Annotated[
@@ -66,7 +66,7 @@ def option(panel: str, kind: Any, help: str, *names: str, show_default: bool = F
 
 def _process(parameter: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
     """The value of a parameter, as `process` would convert and check it."""
-    described = getattr(parameter, "type_descriptor", None)  # older versions have none, and do without that library
+    described = getattr(parameter, "type_descriptor", None)  # older versions have none, and don't need that library
     if described is None or parameter.required:
         return process(context, value)
     kind, about = described.annotation, described.parameter_info
@@ -85,7 +85,7 @@ def _process(parameter: Any, process: Callable[[Any, Any], Any], context: Any, v
 
 
 def _write_parameters(parameters: Sequence[Any], formatter: Any) -> None:
-    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}  # a command's own come first
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}  # a command's own options are first
     for parameter in parameters:
         kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
         title = getattr(parameter, "rich_help_panel", None) or kind
@@ -96,7 +96,7 @@ def _write_parameters(parameters: Sequence[Any], formatter: Any) -> None:
 
 
 def _names(parameter: Any) -> str:
-    """Such as `-n, --max-tokens N`; a flag has no value."""
+    """A parameter's names and value, such as `-n, --max-tokens N`; a flag has no value."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar)
     names = ", ".join([*sorted(parameter.opts, key=len), *parameter.secondary_opts])

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from infinilm.models import ModelConfig
     from infinilm.text.tokenizer import Tokenizer
 
-DTYPES = ("float32", "bfloat16")  # types whose memory needs are compared …
-QUANTIZED = "quantised"  # … with those of weights kept as they are stored
-HALVES = "16-bit weights"  # … with those of dense weights kept so on a CPU, which computes in float32
+# The memory table compares the needs of these types.
+DTYPES = ("float32", "bfloat16")
+QUANTIZED = "quantised"  # weights as they are stored
+HALVES = "16-bit weights"  # dense weights kept in 16 bits on a CPU, which computes in float32
 
 
 def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str, Any]:
     """Everything that `infinilm info` prints, as plain values. Reads no weights.
 
-    Of a model that the engine can't run, those that its headers tell, and why it can't.
+    For a model that the engine can't run: the facts in its headers, and why it can't be run.
     """
     from infinilm.loading.checkpoint import open_checkpoint
     from infinilm.models import ModelConfig
@@ -49,7 +50,7 @@ def collect_facts(path: Path, tp_size: int = 1, num_stages: int = 1) -> dict[str
 
 
 def _describe_refused(path: Path, error: CheckpointError) -> dict[str, Any]:
-    """What headers tell of a model that can't be run. If they can't be read either, the error is raised."""
+    """The facts in the headers of a model that can't be run. If they can't be read either, the error is raised."""
     from infinilm.loading.gguf import GGUFFile
     from infinilm.loading.safetensors_checkpoint import count_stored
     from infinilm.text.hf_tokenizer import read_json
@@ -128,7 +129,7 @@ def _collect(
 
 
 def _check_torch(checkpoint: "Checkpoint", config: "ModelConfig") -> None:
-    """Refuse a model that needs torch where that is not installed."""
+    """Refuse a model that needs torch if torch is not installed."""
     if not has_torch() and (reason := _why_torch(checkpoint, config)) is not None:
         with require_torch(reason):
             import_module("torch")
@@ -162,7 +163,7 @@ def _describe_guarantee(
 
 
 def _is_ordered(checkpoint: "Checkpoint", config: "ModelConfig", device: str, tp_size: int) -> bool:
-    """Whether sums have one order by default, if the native library attends on a CPU."""
+    """Whether sums have one order by default, if the native library computes attention on a CPU."""
     if device == "cpu":
         from infinilm.models.quantization import has_native_floats
 
@@ -203,7 +204,7 @@ def _describe_tokenizer(tokenizer: "Tokenizer") -> dict[str, Any]:
 
 
 def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_parameters: int) -> dict[str, Any]:
-    """By type: bytes of the weights, of one token and of a full context in the cache, and how many tokens fit here."""
+    """By type: the bytes of the weights, of one cached token and of a full context, and how many tokens fit here."""
     from infinilm.distributed import DistConfig
     from infinilm.executor.loader import select_devices
     from infinilm.executor.memory import context_bytes, free_memory_bytes
@@ -236,9 +237,9 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
             "kv_bytes_of_max_context": context_bytes(model_config, max_len, kv_dtype),
             "num_tokens_that_fit": max(left // token_bytes, 0),
         }
-        if not has_torch():  # which such a cache needs
+        if not has_torch():  # such a cache needs it
             continue
-        with suppress(InvalidValueError):  # of models and devices that have no such cache
+        with suppress(InvalidValueError):  # some models and devices have no such cache
             check_fp8_cache("kv_cache_dtype", model_config, device)
             float8 = import_module("torch").float8_e4m3fn
             sizes = [context_bytes(model_config, count, float8) for count in (1, 2)]
@@ -247,7 +248,7 @@ def _memory_needs(checkpoint: "Checkpoint", model_config: "ModelConfig", num_par
 
 
 def _find_dtype(name: str, device: Any) -> Any:
-    """Something of the type's size. On a CPU only that matters, and NumPy has no bfloat16."""
+    """An object with the type's size. On a CPU only the size matters, and NumPy has no bfloat16."""
     if device.type == "cpu":
         from numpy import dtype
 
@@ -261,13 +262,13 @@ def _weigh_quantized(config: "ModelConfig", formats: Any, dtype: str, device: An
 
     if device.type == "cpu" and why_not_alone(config, formats) is None:
         return NativeModel(cast(Any, config), formats, 1, is_outline=True).num_bytes()
-    if not has_torch():  # it can't run here, which is said elsewhere
+    if not has_torch():  # the model can't run here, which is reported elsewhere
         return 0
     return outline_model(config, getattr(import_module("torch"), dtype), formats=formats).num_bytes()
 
 
 def _rank_needs(config: "ModelConfig", tp_size: int, num_stages: int) -> list[dict[str, Any]]:
-    """By pipeline stage: its layers, and by type the bytes of weights and of one token in the cache on each rank."""
+    """By pipeline stage: its layers, and by type the bytes of the weights and of one cached token on each rank."""
     with require_torch("a model on several ranks"):
         import torch
     from infinilm.executor.memory import token_bytes
@@ -376,7 +377,7 @@ def _describe_model(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _own_sampling(sampling: dict[str, float]) -> dict[str, float]:
-    """The temperature, and the other parameters that do something."""
+    """The temperature, and the other parameters that differ from their defaults."""
     usual = SamplingParams().model_defaults()
     return {name: value for name, value in sampling.items() if name == "temperature" or value != usual[name]}
 

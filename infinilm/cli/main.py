@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
-# Modules of the commands, in the order of the help page. Only that of the command that runs is imported.
+# The modules of the commands, in the order of the help page. Only the module of the command that runs is imported.
 _COMMANDS = {
     "generate": "generate",
     "chat": "chat",

@@ -123,7 +123,7 @@ def takes_config(*, without: tuple[str, ...] = (), has_short_tp: bool = False) -
 def takes_sampling(*, without: tuple[str, ...] = (), **defaults: Any) -> Callable[[Command], Command]:
     """Replace a command's parameter `sampling` by the sampling options, except `without`.
 
-    The command gets a dict of those given, to be merged with the model's defaults, which need the model.
+    The command gets a dict of the given ones. It merges them with the model's defaults once the model is loaded.
     """
     options = {name: (kind, defaults.get(name)) for name, kind in _SAMPLING_OPTIONS.items() if name not in without}
     return expand("sampling", options, _check_sampling)

@@ -131,7 +131,7 @@ def _run(config: Config, settings: "ServerSettings", tool_call_parser: str | Non
     from infinilm.loading.sources import resolve
     from infinilm.server.engine_start import start_engine_process
 
-    resolve(config.model)  # which may download it; what can't be found is reported without an engine
+    resolve(config.model)  # may download it; a missing model is reported before an engine is started
     process = start_engine_process()  # it imports while this process imports the server and reads the tokenizer
     try:
         from infinilm.server.run import run

@@ -1,4 +1,4 @@
-"""The replicas as a front's service sees them: `EngineClient` with many engines instead of one."""
+"""The client that a front's service uses: an `EngineClient` with many replicas instead of one engine."""
 
 import asyncio
 import logging
@@ -28,12 +28,12 @@ DISCOVERY_S = 1.0
 POLL_S = 0.05
 WATCH_S = 0.25
 SILENCE_S = 2.0
-"""A replica that says nothing for so long is taken for dead. It speaks twice a second."""
+"""A replica that sends no report for this long is taken for dead. It sends at least two per second."""
 RETRY_S = 2.0
-"""For so long a request whose replica died before its first token waits for another replica."""
+"""How long a request waits for another replica if its own died before the first token."""
 CLIENT_GONE = 499
 GONE_STATUSES = (500, 503)
-"""Refusals that mean: this replica can't, another may. 429 is one too; if all say so, the client is told."""
+"""Refusals after which another replica is tried, as after a 429. If all replicas refuse, the client is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ReplicaAddress:
 
 @dataclass(slots=True)
 class Ticket:
-    """A question for `ReplicaLister`: it shows the replicas that run to `note`."""
+    """A question for `ReplicaLister`, which passes the running replicas to `note`."""
 
     note: Callable[[Sequence[ReplicaAddress]], None]
 
@@ -68,7 +68,7 @@ class ReplicaLink:
         self.greeting: wire.Greeting | None = None
         self.load: wire.Load | None = None
         self.token_rate = 0.0
-        """Tokens per second, over the last reports."""
+        """Tokens per second, averaged over the last reports."""
         self._load_time = 0.0
         self._client = client
         self._writer: asyncio.StreamWriter | None = None
@@ -89,7 +89,7 @@ class ReplicaLink:
             self._writer.write(frame(messages.encode_message(command)))
 
     async def _run(self) -> None:
-        """Connect and take reports until the replica is gone."""
+        """Connect and receive reports until the replica is gone."""
         cause = "it has closed the connection"
         watch = None
         try:
@@ -153,18 +153,18 @@ class ReplicaLink:
 
 @dataclass(slots=True)
 class Placement:
-    """Where a request has been, and what was said there."""
+    """The replicas that a request was sent to, and their refusals."""
 
     hashes: Sequence[int]
     refused_by: set[str] = field(default_factory=set)
     refusal: ApiError | None = None
     link: ReplicaLink | None = None
     deadline: float | None = None
-    """Until when it waits for a replica, after one has died."""
+    """Until when it waits for a replica: after one died, or while Ray Serve names none that is connected."""
 
 
 class ClusterClient(EngineClient):
-    """Sends each request to the replica that suits it best, and to another if that dies in time."""
+    """Sends each request to the best replica, and to another one if that dies before its first token."""
 
     def __init__(
         self, config: Config, limits: Limits, admission: Admission, make_handle: Callable[[], Handle], secret: bytes
@@ -180,7 +180,7 @@ class ClusterClient(EngineClient):
         self._tasks: set[asyncio.Task[None]] = set()
         self._opened = asyncio.Event()
         self._named: set[str] = set()
-        """The replicas that Ray Serve takes to be running. One that it stops is not named, though still connected."""
+        """The replicas that Ray Serve names as running. One that it is stopping is not named, but still connected."""
 
     async def start(self) -> messages.Ready:
         """Wait for the first replica."""
@@ -201,13 +201,13 @@ class ClusterClient(EngineClient):
     # --- replicas ---------------------------------------------------------------------------------------
 
     async def _discover(self) -> None:
-        """Connect to the replicas that Ray Serve's router names, again and again: no request waits for Ray."""
+        """Ask Ray Serve's router for replicas at intervals, and connect to new ones: no request waits for Ray."""
         assert self._handle_of_engines is not None
         while True:
             try:
                 async with self._handle_of_engines.choose_replica(Ticket(self._note_named), _reserve=False):
                     pass
-            except Exception:  # the next try may find Ray Serve again; connected replicas go on
+            except Exception:  # the next try may succeed; connected replicas continue
                 logger.exception("Ray Serve names no replicas")
             await asyncio.sleep(DISCOVERY_S)
 
@@ -233,7 +233,7 @@ class ClusterClient(EngineClient):
         self._note_state(load.cause)
 
     def lose(self, link: ReplicaLink, cause: str) -> None:
-        """Forget a replica that is gone. Requests without output are sent elsewhere; the others end."""
+        """Forget a replica that is gone. Requests without output are sent elsewhere; the others fail."""
         if self.links.get(link.address.replica_id) is link:
             del self.links[link.address.replica_id]
             self.scoreboard.drop(link.address.replica_id)
@@ -301,7 +301,7 @@ class ClusterClient(EngineClient):
         if allowed := sorted(candidates & self._named):
             self._send(request, placement, allowed)
             return True
-        if candidates and placement.deadline is None:  # Ray Serve does not name the replicas that are connected
+        if candidates and placement.deadline is None:  # Ray Serve names none of the connected replicas
             placement.deadline = now() + RETRY_S
         if (open_ids and not candidates) or placement.deadline is None or now() >= placement.deadline:
             stopped = unavailable("Ray Serve stops the replicas that are connected; try again shortly", retry_after=5)
@@ -343,7 +343,7 @@ class ClusterClient(EngineClient):
             self._move(request, link, refusal.to_error())
 
     def _move(self, request: EngineRequest, link: ReplicaLink, error: ApiError) -> None:
-        """Send a request elsewhere, if another replica may do better and the client has seen nothing yet."""
+        """Send a request to another replica if that may answer it and the client has no output yet; else end it."""
         del link.requests[request.request_id]
         placement = self._placements[request.request_id]
         placement.link = None
@@ -386,7 +386,7 @@ def _cut(error: ApiError, request: EngineRequest, link: ReplicaLink) -> ApiError
 
 
 def _better(first: ApiError | None, second: ApiError) -> ApiError:
-    """Of two refusals the one that a client can do more about: a full replica, and of those the sooner one."""
+    """The more useful of two refusals for the client: a full replica's, and of those the one with the shorter wait."""
     if first is None or (first.status != 429 and second.status == 429):
         return second
     wait = "Retry-After"

@@ -1,4 +1,4 @@
-"""The application for Ray Serve: fronts and engine replicas, from options that JSON can hold."""
+"""The application for Ray Serve: fronts and engine replicas, built from options that JSON can hold."""
 
 import hashlib
 import json
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
 HEALTH_PERIOD_S = 5.0
 SHUTDOWN_MARGIN_S = 15.0
-"""Beyond `drain_timeout`, for the engine's process to end."""
+"""Time beyond `drain_timeout` for the engine's process to end."""
 PATH = "infinilm.cluster.deployment:build"
 
 
 @dataclass(kw_only=True)
 class ClusterOptions:
-    """All that a deployment needs. `asdict` of it is the `args` of `serve deploy`'s YAML."""
+    """The options of a deployment. Their `asdict` is the `args` of `serve deploy`'s YAML."""
 
     config: dict[str, Any]
     """The engine's settings, by `config_to_wire`."""
     settings: dict[str, Any]
     """The fields of `ServerSettings`."""
     secret: str
-    """With which fronts and replicas know each other, in hexadecimal digits."""
+    """Fronts and replicas authenticate each other with it. In hexadecimal digits."""
     app_name: str
     tool_call_parser: str | None = None
     min_replicas: int = 1
     max_replicas: int = 1
     num_fronts: int = 1
     num_bundles: int = 1
-    """Parts that a replica's resources come in: one, or one for each rank, which may be on several nodes."""
+    """The parts of a replica's resources: one, or one for each rank, if ranks may be on several nodes."""
     num_cpus: float = 1.0
-    """Of each part."""
+    """The CPUs of each part; `num_gpus` likewise."""
     num_gpus: float = 0.0
     queued_tokens: int = 4096
-    """Autoscaling aims at so many waiting prompt tokens per replica."""
+    """Autoscaling aims at this many waiting prompt tokens per replica."""
     resources: dict[str, float] = field(default_factory=dict)
 
     def divide(self) -> None:
-        """Make a part of each rank, if they may be on several nodes."""
+        """Make each rank a part, if ranks may be on several nodes."""
         if self.config["executor"] in STRATEGIES:
             self.num_bundles = self.config["tensor_parallel_size"] * self.config["pipeline_parallel_size"]
 
@@ -60,7 +60,7 @@ def build(args: dict[str, Any]) -> "Application":
 
 
 def build_application(options: ClusterOptions, keeper: "ActorHandle[Any] | None" = None) -> "Application":
-    """The application. With a `keeper` it ends when that actor does."""
+    """The application. With a `keeper`, it ends when that actor ends."""
     from ray import serve
 
     limits = options.settings["limits"]
@@ -113,7 +113,7 @@ def build_application(options: ClusterOptions, keeper: "ActorHandle[Any] | None"
 
 
 def _version(arguments: dict[str, Any]) -> str:
-    """Equal for equal arguments: a deployment whose arguments have not changed is not restarted."""
+    """A version that is equal for equal arguments: a deployment with unchanged arguments is not restarted."""
     from infinilm import __version__
 
     text = json.dumps([__version__, arguments], sort_keys=True, default=str)
@@ -121,7 +121,7 @@ def _version(arguments: dict[str, Any]) -> str:
 
 
 def _placement(options: ClusterOptions) -> dict[str, Any]:
-    """A replica whose ranks are actors has a placement group, and itself the first part of it."""
+    """A replica whose ranks are actors has a placement group, and is itself in its first part."""
     if options.num_bundles == 1:
         return {}
     bundle = {name: amount for name, amount in options.bundle.items() if amount}

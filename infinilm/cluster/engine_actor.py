@@ -1,4 +1,4 @@
-"""An engine for people's own Ray Data pipelines."""
+"""An engine for users' own Ray Data pipelines."""
 
 import asyncio
 import json
@@ -26,9 +26,9 @@ def engine_actor(
 ) -> type:
     """A class for `ray.data.Dataset.map_batches` that answers each row of a batch.
 
-    `fields` are the columns that make the request, those that a dataset has; other columns pass through. A row is what
-    it is in `infinilm batch`; `sampling`, `chat`, `model` and `settings` are those of `infinilm.batch.run`. New columns
-    are `answer` (the text of the first choice), `response` (the reply in JSON) and `error` (why there is no
+    `fields` are the columns that make the request, as far as the dataset has them; other columns pass through. Rows are
+    those of `infinilm batch`; `sampling`, `chat`, `model` and `settings` are those of `infinilm.batch.run`. The new
+    columns are `answer` (the text of the first choice), `response` (the reply in JSON) and `error` (why there is no
     answer). If the engine dies and can't be started again, the actor's process ends, and Ray replaces it.
     """
     import_ray()
@@ -71,7 +71,7 @@ class EngineActor:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a NumPy batch as JSON has it."""
+    """A value of a NumPy batch as JSON data."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -33,7 +33,7 @@ UNBOUNDED = 1 << 60
 
 
 class ClusterService(Service):
-    """The service of `infinilm serve`, with replicas for its engine. They queue and refuse; a front does neither."""
+    """The service of `infinilm serve` with replicas instead of one engine. Replicas queue and refuse, fronts do not."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ClusterService(Service):
         self.client: ClusterClient = ClusterClient(config, settings.limits, self.admission, make_handle, secret)
         self.metrics.registry.register(ReplicaCollector(self.client))
         tag = secrets.token_hex(4)
-        self._ids = (f"{tag}-{number}" for number in itertools.count())  # ids of several fronts meet in a replica
+        self._ids = (f"{tag}-{number}" for number in itertools.count())  # a replica has requests of several fronts
 
 
 class ReplicaCollector(Collector):
@@ -132,7 +132,7 @@ class Front:
 
         def make_handle() -> Handle:
             self._listens.set()  # the service has bound its socket
-            engines._init(_run_router_in_separate_loop=False)  # the choice is made in the service's own loop
+            engines._init(_run_router_in_separate_loop=False)  # the router runs in the service's own loop
             handle: Handle = engines
             return handle
 

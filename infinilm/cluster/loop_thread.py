@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, uvloop's if it is installed."""
+"""An event loop in its own thread."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Ray Serve calls a deployment's methods in loops of its own choice; tokens pass through this one."""
+    """A loop in its own thread. Ray Serve calls a deployment's methods in other loops; tokens pass through this one."""
 
     def __init__(self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
         self._loop = (loop_factory or asyncio.new_event_loop)()
@@ -21,5 +21,5 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run in the thread's loop and wait in the caller's."""
+        """Run a coroutine in the thread's loop, and wait for it in the caller's loop."""
         return await asyncio.wrap_future(self.start(work))

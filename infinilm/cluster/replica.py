@@ -1,4 +1,4 @@
-"""The engine replica: an engine in a process of its own, and the connections of the fronts that send it requests."""
+"""The engine replica: an engine in its own process, and the connections of the fronts that send it requests."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ from infinilm.server.settings import Limits
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-"""How often the cache's changes and the load are told to fronts."""
+"""The interval at which the load is checked. Fronts are told when it has changed."""
 IDLE_TICKS = 5
-"""An unchanged load is repeated so often: fronts take silence for death."""
+"""An unchanged load is sent again after this many ticks, because fronts take a silent replica for dead."""
 
 
 class EngineServer:
-    """The engine, and its fronts. All of it runs in one event loop."""
+    """The engine and its fronts. Everything runs in one event loop."""
 
     def __init__(self, config: dict[str, Any], limits: Limits, *, has_tenants: bool, secret: bytes) -> None:
         self.secret = secret
@@ -44,7 +44,7 @@ class EngineServer:
         self.client.cache_listener = self._note_cache
         self.links: set[FrontLink] = set()
         self.open: dict[EngineRequest, int] = {}
-        """Requests of all fronts, and how many tokens of each prompt are to be computed."""
+        """The requests of all fronts, each with the number of prompt tokens to compute."""
         self.port = 0
         self._cached: dict[bytes, None] = {}
         self._server: asyncio.Server | None = None
@@ -74,7 +74,7 @@ class EngineServer:
         await self.client.stop()
 
     async def prove_health(self) -> None:
-        """Raise if the engine can't generate. Tokens since the last call are proof; otherwise one is generated."""
+        """Raise if the engine can't generate. If it drew no token since the last call, a test request draws one."""
         client = self.client
         if client.state is State.FAILED:
             raise EngineError(f"the engine can't be started again: {client.cause}")
@@ -93,7 +93,7 @@ class EngineServer:
         try:
             client.enter([probe])
         except ApiError as error:
-            if error.status == 429:  # full is healthy
+            if error.status == 429:  # a full engine is healthy
                 return
             raise EngineError(str(error)) from error
         with suppress(TimeoutError):
@@ -103,7 +103,7 @@ class EngineServer:
             raise EngineError(f"the engine generated no token within step_timeout={self.limits.step_timeout:g} s")
 
     def queued_tokens(self) -> int:
-        """Tokens to compute of prompts that have no first token yet."""
+        """The tokens to compute of prompts without a first token."""
         return sum(num_tokens for request, num_tokens in self.open.items() if request.first_time is None)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -139,7 +139,7 @@ class EngineServer:
         self._tell(report)
 
     async def _tick(self) -> None:
-        """Tell fronts the load when it has changed, and now and then when it has not."""
+        """Send fronts the load when it has changed, and every `IDLE_TICKS` ticks when it has not."""
         last, num_silent, num_restarts = b"", 0, self.client.num_restarts
         while True:
             await asyncio.sleep(TICK_S)
@@ -175,14 +175,14 @@ class FrontLink(DeltaQueue):
             self._writer.write(frame(messages.encode_message(report)))
 
     async def follow(self) -> None:
-        """Take requests until the front hangs up."""
+        """Receive requests until the front closes the connection."""
         while True:
             command = messages.decode_command(await read_frame(self._reader))
             if isinstance(command, messages.Submit):
                 self._submit(command)
             elif isinstance(command, messages.Abort) and (request := self._requests.get(command.request_id)):
                 self._server.client.cancel(request, command.answer)
-                if request.is_ended:  # it waited, so the engine will not say that it has ended
+                if request.is_ended:  # it was still waiting, so the engine will not report its end
                     self._refuse(request, ApiError(499, "the request was cancelled"))
 
     def put(self, request: EngineRequest, delta: AnswerDelta | None) -> None:
@@ -269,7 +269,7 @@ class EngineReplica:
         return self._server
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Where fronts connect. Ray Serve passes it to their router."""
+        """The address for fronts. Ray Serve passes it to their router."""
         return {"host": self._host, "port": self.server.port, "node_id": self._node_id}
 
     def record_autoscaling_stats(self) -> dict[str, float]:

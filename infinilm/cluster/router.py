@@ -1,4 +1,4 @@
-"""The part of the router that Ray Serve runs: it shows a front the replicas that are running."""
+"""The part of the router that Ray Serve runs: it tells a front which replicas are running."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from infinilm.cluster.client import ReplicaAddress, Ticket
 
 
 class ReplicaLister(RequestRouter):  # type: ignore[misc]
-    """Shows its candidates to the ticket of a front.
+    """Passes its candidates to the ticket of a front.
 
-    Ray Serve knows which replicas run, stop and have died. What their caches hold is known to the front, whose
-    connections bring it (`infinilm.cluster.client`), so the front chooses for each request, without a call of Ray.
+    Ray Serve knows which replicas run, are stopping or have died. The front knows the contents of their caches from its
+    own connections (`infinilm.cluster.client`). So the front chooses a replica for each request, without calling Ray.
     """
 
     async def choose_replicas(

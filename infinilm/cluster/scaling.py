@@ -1,4 +1,4 @@
-"""How many replicas there should be."""
+"""The autoscaling policy: how many replicas there should be."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,9 @@ if TYPE_CHECKING:
 
 
 class QueuedTokens:
-    """An autoscaling policy of Ray Serve: so many replicas that each has about `target` prompt tokens waiting.
+    """An autoscaling policy for Ray Serve: enough replicas that each has about `target` prompt tokens waiting.
 
-    A replica is given up only if the others have less than half of the target: a queue is empty most of the time.
+    A replica is removed only if the others then have less than half of the target: queues are empty most of the time.
     """
 
     def __init__(self, target: int) -> None:

@@ -1,6 +1,6 @@
-"""Which replica answers a request: what each one's prefix cache holds, against what waits before it.
+"""Chooses the replica that answers a request, by the contents of its prefix cache and by its load.
 
-Nothing here knows Ray: the simulation in `benchmarks/cluster_router.py` runs this code with thousands of replicas.
+This code does not use Ray: the simulation in `benchmarks/cluster_router.py` runs it with thousands of replicas.
 """
 
 import random
@@ -11,11 +11,11 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 RUNNING_TOKENS = 128
-"""What an answer in progress counts, in prompt tokens that wait."""
+"""The load of an answer in progress, in waiting prompt tokens."""
 SESSION_TOKENS = 4096
-"""A session leaves its replica when that has so many tokens more to compute than another."""
+"""A session moves to another replica if its own has this many tokens more to compute."""
 EXPECTED_S = 10.0
-"""For so long a prompt that was sent to a replica is taken to be in its cache, until the replica says so itself."""
+"""How long a prompt that was sent to a replica counts as cached there, unless the replica reports its blocks before."""
 
 
 class Choice(NamedTuple):
@@ -27,26 +27,26 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class ReplicaView:
-    """What a front knows of one replica."""
+    """A front's knowledge of one replica."""
 
     queued_tokens: int = 0
-    """Prompt tokens that wait there, of all fronts, by its last report."""
+    """Prompt tokens that wait there, from all fronts, by its last report."""
     num_running: int = 0
     sent_tokens: int = 0
     """Tokens sent to it since that report."""
     cached: set[int] = field(default_factory=set)
     """Hashes of the blocks in its prefix cache."""
     expected: dict[int, float] = field(default_factory=dict)
-    """Hashes of blocks that it will have soon, and until when that is believed; the oldest first."""
+    """Hashes of blocks that it should have soon, each with the time until which this is assumed; the oldest first."""
 
     @property
     def load(self) -> int:
         return self.queued_tokens + self.sent_tokens + RUNNING_TOKENS * self.num_running
 
     def count_cached(self, hashes: Sequence[int]) -> int:
-        """How many blocks it holds of a prompt's beginning.
+        """How many blocks of a prompt's beginning it holds.
 
-        Its cache gives up the last block of a text first, so a bisection finds the end of the beginning.
+        A cache drops the last block of a text first, so a bisection finds the end of the cached beginning.
         """
         cached, expected = self.cached, self.expected
         low, high = 0, len(hashes)
@@ -62,7 +62,7 @@ class ReplicaView:
 
 
 class Scoreboard:
-    """The views of all replicas. Hashes are chained from the tenant's salt, so tenants share nothing here either."""
+    """The views of all replicas. Hashes are chained from the tenant's salt, so tenants share no prefixes here."""
 
     def __init__(self, block_size: int = 1) -> None:
         self.block_size = block_size
@@ -73,7 +73,7 @@ class Scoreboard:
         self.views.pop(replica_id, None)
 
     def change_cache(self, replica_id: str, added: Iterable[int], removed: Iterable[int]) -> None:
-        """Note what a replica's cache has gained and lost. A replica becomes known this way."""
+        """Note the blocks that a replica's cache has gained and lost. This also adds a new replica."""
         view = self.views.setdefault(replica_id, ReplicaView())
         for each in removed:
             view.cached.discard(each)
@@ -89,7 +89,7 @@ class Scoreboard:
     def choose(self, hashes: Sequence[int], num_tokens: int, allowed: Sequence[str], session: str = "") -> Choice:
         """The replica of `allowed` with the fewest tokens to compute before this prompt's first token.
 
-        Those that hold some of the prompt are compared, the session's, and two drawn at random.
+        The candidates are the replicas that hold some of the prompt, the session's replica, and two drawn at random.
         """
         block_size, views = self.block_size, self.views
         num_cached = {
@@ -114,7 +114,7 @@ class Scoreboard:
         view = self.views[choice.replica_id]
         view.sent_tokens += num_tokens - choice.cached_tokens
         for each in hashes:
-            view.expected.pop(each, None)  # to the end, where the newest are
+            view.expected.pop(each, None)  # moves it to the end, where the newest are
             view.expected[each] = time + EXPECTED_S
         while view.expected and view.expected[oldest := next(iter(view.expected))] < time:
             del view.expected[oldest]

@@ -1,4 +1,4 @@
-"""Deploying the service, asking it how it is, and ending it: what `infinilm cluster` does."""
+"""Deploys the service on Ray, asks for its status, and ends it, for `infinilm cluster`."""
 
 import os
 import secrets
@@ -16,14 +16,14 @@ NAME_PREFIX = "infinilm"
 
 
 class Keeper:
-    """An actor that lives as long as the driver. Fronts end the application when it is gone."""
+    """An actor that lives as long as the driver. When it is gone, fronts end the application."""
 
     def wait(self) -> None:
         Event().wait()
 
 
 def shared_secret(app_name: str) -> str:
-    """The secret of an application, the same for all its deployments: an update leaves fronts running."""
+    """An application's secret, the same for all its deployments, because an update leaves fronts running."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key = f"{NAME_PREFIX}:{app_name}:secret".encode()
@@ -34,7 +34,7 @@ def shared_secret(app_name: str) -> str:
 
 
 def choose_resources(nodes: list[ray_cluster.Node], device: str, num_ranks: int, num_parts: int) -> tuple[float, float]:
-    """CPUs and GPUs of a part, by default: a GPU per rank if there are any, or an equal share of a node's CPUs.
+    """The default CPUs and GPUs of a part: a GPU per rank if there are any, else an equal share of a node's CPUs.
 
     A part is a replica, or one of its ranks.
     """
@@ -51,9 +51,9 @@ def _uses_gpus(nodes: list[ray_cluster.Node], device: str) -> bool:
 
 
 def fit(options: ClusterOptions, nodes: list[ray_cluster.Node], *, cpus: float | None, gpus: float | None) -> None:
-    """Choose what replicas ask for, and refuse more of it than there is.
+    """Choose the resources of replicas, and refuse more than there are.
 
-    A replica's ranks are processes of its node, if one has enough GPUs for all of them, and otherwise actors.
+    A replica's ranks are processes on its node if a node has enough GPUs for all of them, otherwise actors.
     """
     config = options.config
     device = str(config["device"])
@@ -71,7 +71,7 @@ def fit(options: ClusterOptions, nodes: list[ray_cluster.Node], *, cpus: float |
 
 
 def deploy(options: ClusterOptions, *, is_detached: bool) -> list[dict[str, Any]]:
-    """Deploy or update the application. Returns what its fronts say once all of them serve requests."""
+    """Deploy or update the application. Returns the status of its fronts once all of them serve requests."""
     import ray
     from ray import serve
 
@@ -89,7 +89,7 @@ def deploy(options: ClusterOptions, *, is_detached: bool) -> list[dict[str, Any]
 
 
 def explain_failure(app_name: str) -> str:
-    """What Ray Serve says of deployments that are not healthy: the last line of each message."""
+    """Ray Serve's messages about deployments that are not healthy, the last line of each."""
     from ray import serve
 
     application = serve.status().applications.get(app_name)
@@ -109,7 +109,7 @@ def wait_ready(app_name: str) -> list[dict[str, Any]]:
 
 
 def ask_fronts(app_name: str) -> list[dict[str, Any]]:
-    """What each front says of itself and of the replicas."""
+    """The status of each front, with the replicas that it sees."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
@@ -136,7 +136,7 @@ def stop(app_name: str) -> None:
 
 
 def prepare(options: ClusterOptions, address: str | None, *, cpus: float | None, gpus: float | None) -> None:
-    """Connect, check the cluster, and complete the options by what was found there."""
+    """Connect, check the cluster, and complete the options from its nodes."""
     ray_cluster.connect(address, may_start=True)
     nodes = ray_cluster.live_nodes()
     ray_cluster.check_authentication(nodes, dict(os.environ))

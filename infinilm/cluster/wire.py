@@ -1,8 +1,8 @@
-"""What fronts and engine replicas say to each other, over a TCP connection that both have authenticated.
+"""The messages between fronts and engine replicas, over a TCP connection that both ends have authenticated.
 
-A front opens one connection to each replica and sends `Submit` and `Abort`. The replica greets it with the state of its
-cache, and then sends deltas as the engine's steps make them, and changes of its cache and load. Messages are frames of
-msgpack, as between the HTTP process and the engine's process: no pickle, and nothing of a client goes through Ray.
+A front opens one connection to each replica and sends `Submit` and `Abort`. The replica first sends the state of its
+cache, then the deltas of each step, and changes of its cache and load. Messages are msgpack frames, as between the HTTP
+process and the engine's process: there is no pickle, and no client data goes through Ray.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ HANDSHAKE_TIMEOUT_S = 2.0
 
 
 class Greeting(msgspec.Struct, tag="greeting", array_like=True):
-    """The replica's first message, and the first after its engine has restarted. It replaces what was known."""
+    """The replica's first message, and the first after its engine has restarted. It replaces earlier reports."""
 
     ready: Ready
     cache: bytes
@@ -75,7 +75,7 @@ def split_hashes(joined: bytes) -> "array[int]":
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, is_front: bool) -> None:
-    """Prove to the other end that this one knows the secret, and check the same of it."""
+    """Prove to the other end that this one knows the secret, and check that the other end knows it."""
     own, other = (b"front", b"replica") if is_front else (b"replica", b"front")
     nonce = secrets.token_bytes(NONCE_BYTES)
     writer.write(nonce)

@@ -1,8 +1,8 @@
 """Admission control: which requests are accepted, and in which order the engine gets them.
 
-The engine is given only requests that it can begin soon. The others wait here in lanes, one for the short and one for
-the long prompts of each tenant (API key). Lanes take turns, and a lane's requests in the engine delay no other lane:
-the engine's scheduler computes long prompts beside short ones, and shares its steps among tenants.
+The engine gets only requests that it can begin soon. The others wait here in lanes: each tenant (API key) has one lane
+for short and one for long prompts. Lanes take turns. A lane's requests in the engine do not delay other lanes: the
+engine's scheduler computes long prompts beside short ones, and shares its steps among tenants.
 """
 
 from collections import Counter, deque
@@ -14,7 +14,7 @@ from infinilm.server.settings import Limits
 NUM_STEPS_AHEAD = 3
 """A lane of short prompts may have the prompt tokens of this many steps in the engine before their first token."""
 NUM_LONG_AHEAD = 8
-"""A lane of long prompts (more than one step each) may have this many of them there."""
+"""A lane of long prompts (more than one step each) may have this many in the engine before their first token."""
 SHARED_PART = 8
 """A tenant with more than its share of the engine's rows leaves 1/8 of them to others."""
 MAX_RETRY_AFTER_S = 60.0
@@ -32,21 +32,21 @@ class Admission:
     def __init__(self, limits: Limits, *, has_tenants: bool = False) -> None:
         self._limits = limits
         self._has_tenants = has_tenants
-        """Whether there can be more than one."""
+        """Whether there can be more than one tenant."""
         self._max_num_seqs = self._max_step_tokens = 1
         self._queues: dict[Lane, deque[EngineRequest]] = {}
-        """The waiting requests of each lane; the lane whose turn it is comes first."""
+        """The waiting requests of each lane. The first lane is the next one in turn."""
         self.num_requests = 0
         self.num_tokens = 0
         self.num_waiting = 0
         self._num_rows: Counter[str] = Counter()
-        """By tenant: answers that the engine computes or will compute."""
+        """The answers in the engine, by tenant."""
         self._num_ahead: Counter[Lane] = Counter()
-        """By lane: prompt tokens (of a long lane: requests) in the engine before their first token."""
+        """By lane: the prompt tokens (in a long lane: the requests) in the engine that wait for a first token."""
         self._mean_seconds = 1.0
 
     def set_capacity(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        """Set what the engine can compute in one step."""
+        """Set the engine's limits of rows and of tokens in a step."""
         self._max_num_seqs, self._max_step_tokens = max_num_seqs, max_num_batched_tokens
 
     def enter(self, requests: list[EngineRequest]) -> None:
@@ -82,7 +82,7 @@ class Admission:
         queue = self._queues.pop(lane)
         request = queue.popleft()
         if queue:
-            self._queues[lane] = queue  # at the end: the other lanes come first
+            self._queues[lane] = queue  # at the end: the other lanes are next
         self.num_waiting -= 1
         self._num_rows[request.tenant] += request.params.n
         self._num_ahead[lane] += self._size(request)
@@ -99,14 +99,14 @@ class Admission:
                 return lane
             num_after = num_rows + queue[0].params.n
             if num_after > max_rows:
-                return None  # a request with fewer answers must not pass this one: it would wait for ever
+                return None  # requests with fewer answers must not overtake this one, or it could wait for ever
             max_ahead = NUM_LONG_AHEAD if lane[1] else NUM_STEPS_AHEAD * self._max_step_tokens
             if self._num_ahead[lane] < max_ahead and num_after <= self._max_rows_with(lane[0], max_rows):
                 return lane
         return None
 
     def _max_rows_with(self, tenant: str, max_rows: int) -> int:
-        """Rows that may be in use with a tenant's next request. A tenant that has its share leaves some to others."""
+        """The most rows in use after a tenant's next request. A tenant that has its share leaves some to others."""
         num_seqs = self._max_num_seqs
         has_share = self._num_rows[tenant] * (len(self._num_rows) + 1) >= num_seqs
         return num_seqs - num_seqs // SHARED_PART if self._has_tenants and has_share else max_rows
@@ -115,11 +115,11 @@ class Admission:
         return request.tenant, len(request.prompt_token_ids) > self._max_step_tokens
 
     def _size(self, request: EngineRequest) -> int:
-        """What a request counts in its lane."""
+        """How much a request counts in `_num_ahead`."""
         return 1 if self._lane(request)[1] else len(request.prompt_token_ids)
 
     def note_first_token(self, request: EngineRequest) -> None:
-        """Count a prompt as computed, or as not to be computed."""
+        """Stop counting a prompt as ahead: it is computed, or will not be."""
         self._num_ahead[self._lane(request)] -= self._size(request)
 
     def note_end(self, request: EngineRequest) -> None:

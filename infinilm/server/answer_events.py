@@ -1,4 +1,4 @@
-"""What is found in an answer while it is generated, and the sum of it."""
+"""The events of an answer while it is generated, and the whole answer that they add up to."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Event: TypeAlias = ReasoningDelta | ContentDelta | ToolCallStart | ArgumentsDelt
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call; `arguments` is the model's text."""
+    """One call; `arguments` is the text as the model wrote it."""
 
     id: str
     name: str

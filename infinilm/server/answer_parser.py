@@ -5,11 +5,11 @@ The result does not depend on how the answer is cut into pieces. The rules:
 - Reasoning comes first: from its opening marker, or from the beginning if the prompt has opened it, to its closing
   marker or the end of the answer. White space around it is layout.
 - A call begins where an opening marker is followed by an object (or a list of objects) with a known function's name and
-  an object of arguments. Until all of that is read the text is held back; if it does not follow, the text is content.
-  Calls with tags begin when their first argument is complete, calls in Python and Gemma's when they are complete.
+  an object of arguments. The text is held back until all of that is read; if it is not a call, the text is content.
+  A call with tags begins when its first argument is complete, a call in Python or Gemma's form when it is complete.
 - A call that has begun stays a call. Its arguments are passed on exactly as written, as long as they are JSON. Where
-  they break off (the answer was cut short, or the text is wrong) the call ends, and the text after it is read as after
-  any other call.
+  they break off (the answer was cut short, or the text is wrong), the call ends, and the text after it is read as
+  after any other call.
 - White space before a call, and at the end of an answer with calls, is layout: neither call nor content.
 - All other text is content, unchanged, including markers that introduce no call.
 """
@@ -108,7 +108,7 @@ class AnswerParser(TextReader):
         events, self._events = self._events, []
         return events
 
-    # The readers consume text of the source, and pause (`yield`) when there is none yet.
+    # The readers consume the source's text, and pause (`yield`) when there is none yet.
 
     def _read_all(self) -> Generator[None, None, None]:
         if self._reasoning_format is not None:
@@ -160,7 +160,7 @@ class AnswerParser(TextReader):
         return (yield from self._accept_all(self._format.opening))
 
     def _read_calls(self) -> Generator[None, None, bool]:
-        """Read the calls behind an opening marker, and the closing one; False if there is no call."""
+        """Read the calls after an opening marker, and the closing marker; False if there is no call."""
         source = self._source
         num_before = self.num_calls
         yield from self._skip_space()
@@ -185,7 +185,7 @@ class AnswerParser(TextReader):
         return True
 
     def _read_call(self) -> Generator[None, None, bool]:
-        """Read a call, and move the mark behind it; False if there is none."""
+        """Read a call, and move the mark to its end; False if there is none."""
         yield from self._skip_space()
         if not (yield from self._accept_all(self._format.syntax.head)):
             return False
@@ -200,7 +200,7 @@ class AnswerParser(TextReader):
                 return (yield from self._read_whole_call(whole))
 
     def _read_json_call(self) -> Generator[None, None, bool]:
-        """Read an object behind its brace."""
+        """Read an object whose opening brace is already read."""
         head = yield from self._read_head()
         if head is None:
             return False

@@ -19,7 +19,7 @@ _TYPES = {
 }
 _FIRST_SERVER_STATUS = 500
 _MAX_ERRORS = 50
-"""Of those in one field, the number that are looked at."""
+"""How many errors of one field are looked at."""
 _TYPE_NAMES = ("body", "str", "int", "float", "bool")
 
 
@@ -131,7 +131,7 @@ def describe(errors: Any) -> ApiError:
     field = wrong[0]["loc"][:2]
     wrong = [error for error in wrong if error["loc"][:2] == field][:_MAX_ERRORS]
     paths = [_path(error["loc"]) for error in wrong]
-    # Of a union's members, those that the value came closest to say what is wrong with it.
+    # For a union, keep the deepest errors: they are of the members that the value came closest to.
     wrong = [error for error, own in zip(wrong, paths, strict=True) if not any(p.startswith(f"{own}.") for p in paths)]
     reasons = list(dict.fromkeys(map(_reason, wrong)))
     return bad_request("; or ".join(reasons[:4]), _path(field) or None, "invalid_value")

@@ -33,7 +33,7 @@ class NamedCall:
     after_name: str
     tail: str = ""
     filler: str = ""
-    """What is written between the name and `after_name`, where any short text is accepted."""
+    """Text to write between the name and `after_name`. When a call is read, any short text is accepted there."""
 
     def write(self, name: str, arguments: str) -> str:
         return f"{self.head}{name}{self.filler}{self.after_name}{arguments}{self.tail}"
@@ -46,7 +46,7 @@ class TaggedCall:
     head: str
     after_name: str
     parameter: str
-    """The text before a key; `after_key` comes before its value, `after_value` behind that."""
+    """The text before a key; `after_key` is the text before its value, `after_value` the text after that."""
     after_key: str
     after_value: str
     tail: str
@@ -72,7 +72,7 @@ class PythonCall:
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(arguments).items())})"
 
     def read_arguments(self, text: str) -> str | None:
-        """The arguments between the parentheses as JSON; None if they are none."""
+        """The text between the parentheses as JSON; None if it does not consist of arguments."""
         return _pairs_in_json(text, _PYTHON_TOKENS, "=")
 
 
@@ -99,7 +99,7 @@ class GemmaCall:
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
     def read_arguments(self, text: str) -> str | None:
-        """The arguments between the braces as JSON; None if they are none."""
+        """The text between the braces as JSON; None if it does not consist of arguments."""
         quote = re.escape(self.quote)
         tokens = re.compile(rf"{quote}(?P<text>(?s:.*?)){quote}|[{{}}\[\]:,]|(?:(?!{quote})[^{{}}\[\]:,])+")
         return _pairs_in_json(text, tokens, ":", bare_is_text=True)
@@ -167,7 +167,7 @@ def _guessed(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """JSON that can be sent: half a surrogate pair stays an escape."""
+    """JSON that can be sent as UTF-8: half a surrogate pair stays an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -192,10 +192,10 @@ def _pairs_in_json(text: str, tokens: re.Pattern[str], separator: str, *, bare_i
 
 
 class _Literals:
-    """Reads literals of Python, or of a language like it. Raises `ValueError` or `IndexError` where it can't."""
+    """Reads literals of Python or a similar language. Raises `ValueError` or `IndexError` if the text is not one."""
 
     def __init__(self, text: str, tokens: re.Pattern[str], *, bare_is_text: bool = False) -> None:
-        """`tokens` matches brackets, separators, words, and quoted texts. Unknown words are texts, or errors."""
+        """`tokens` matches brackets, separators, words and quoted texts. `bare_is_text`: unknown words are texts."""
         found = list(tokens.finditer(text))
         if "".join(match[0] for match in found) != text:
             raise ValueError("a quote is open")

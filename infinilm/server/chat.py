@@ -31,7 +31,7 @@ _OWN_NAMES = {
     *("self", "messages", "tools", "add_generation_prompt", "special_tokens"),
     *("parse_special_tokens", "check_text", "is_marked"),
 }
-"""Arguments of `Tokenizer.encode_chat` and what it calls. `chat_template_kwargs` can't set them."""
+"""Arguments of `Tokenizer.encode_chat` and the functions that it calls. `chat_template_kwargs` can't set them."""
 
 
 async def chat(service: Service, body: protocol.ChatRequest, request: Request) -> Response:
@@ -84,7 +84,7 @@ def _check(service: Service, body: protocol.ChatRequest) -> None:
 
 
 def _template_variables(service: Service, body: protocol.ChatRequest) -> dict[str, Any]:
-    """`chat_template_kwargs`, and the effort if the template takes it. Models without reasoning need none."""
+    """`chat_template_kwargs`, and `reasoning_effort` if the template reads it. Models without reasoning ignore it."""
     given = body.chat_template_kwargs or {}
     if body.reasoning_effort is None:
         return given
@@ -121,7 +121,7 @@ def _plain(message: protocol.Message) -> dict[str, Any]:
 
 
 class AnswerPlan:
-    """What a request's tools, and the model's reasoning, mean for its prompt, its grammar and its answers."""
+    """How a request's tools and the model's reasoning affect its prompt, its grammar and the parsing of its answers."""
 
     def __init__(self, service: Service, body: protocol.ChatRequest | None = None) -> None:
         self._service = service
@@ -160,7 +160,7 @@ class AnswerPlan:
             self._prompt_end = end_of_prompt(self._service.tokenizer, token_ids, self._service.reasoning)
 
     def reasoning_of(self, structured: StructuredOutput | None) -> Reasoning | None:
-        """What the engine must know about the reasoning, if it limits it or has a grammar begin behind it."""
+        """The reasoning's settings for the engine, if it must limit the reasoning or start a grammar after it."""
         found, budget = self._service.reasoning, self._reasoning_budget
         if found is None or self._prompt_end == "closed" or (structured is None and budget is None):
             return None
@@ -224,7 +224,7 @@ class ChatReply(Reply):
         self._found: list[list[Event]] = [[] for _ in stream.answers]
 
     def _parse(self, chunk: Chunk) -> list[Event]:
-        """Split new text into reasoning, content and calls. After a call that must be the only one, the answer ends."""
+        """Split new text into reasoning, content and calls. A call that must be the only one ends the answer."""
         parser, tracker = self._parsers[chunk.answer.index], self._trackers[chunk.answer.index]
         if tracker is not None:
             for token_id in chunk.delta.token_ids:
@@ -254,7 +254,7 @@ class ChatReply(Reply):
         return "tool_calls" if has_calls and answer.finish_reason == "stop" else answer.finish_reason
 
     def _new_logprobs(self, chunk: Chunk) -> dict[str, Any] | None:
-        """Of the chunk's tokens, without one that ended the answer: it is not part of the text."""
+        """The log-probabilities of the chunk's tokens, without a token that ended the answer: it is not in the text."""
         if not self._wants_logprobs:
             return None
         positions = chunk.delta.logprobs or []

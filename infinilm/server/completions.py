@@ -13,7 +13,7 @@ from infinilm.server.response_stream import Chunk, ResponseStream
 from infinilm.server.service import Service
 from infinilm.text.answer import Answer
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -72,7 +72,7 @@ class CompletionReply(Reply):
     def __init__(self, service: Service, body: CompletionRequest, stream: ResponseStream) -> None:
         super().__init__(service, body, stream, prefix="cmpl", kind="text_completion", text_key='"text":')
         self._requests = [request for request in stream.requests for _ in range(request.params.n)]
-        """Of each answer."""
+        """The engine request of each answer."""
         self._wants_logprobs = body.logprobs is not None
         self._is_echo = bool(body.echo)
         self._drops_text = body.max_tokens == 0
@@ -100,7 +100,7 @@ class CompletionReply(Reply):
         return "length" if self._drops_text else answer.finish_reason
 
     def _ready(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Hold back chunks until the log-probabilities of their prompt, which come first, are known."""
+        """Hold back chunks until their prompt's log-probabilities, which must be sent first, are known."""
         if not (self._is_echo and self._wants_logprobs):
             return chunks
         chunks = self._held + chunks
@@ -108,7 +108,7 @@ class CompletionReply(Reply):
         return [each for each in chunks if self._requests[each.answer.index].prompt_logprobs is not None]
 
     def _new_logprobs(self, chunk: Chunk, *, is_first: bool) -> dict[str, Any]:
-        """Of the chunk's tokens, and before the first of the prompt's if it is echoed."""
+        """The log-probabilities of the chunk's tokens; before those of the first chunk, the echoed prompt's."""
         lists, request = self._lists[chunk.answer.index], self._requests[chunk.answer.index]
         parts = []
         if is_first and request.prompt_logprobs:

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with limits on size, number and time, and a close that lets the client read."""
+"""uvicorn's connection, with limits on size, number and time, and a close that lets the client read the response."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,11 +19,11 @@ LIVE_PATH = b"/health/live"
 MAX_PIPELINED = 16
 """Requests that may wait on a connection for the response to an earlier one."""
 CHUNK_OVERHEAD_BYTES = 16
-"""For the framing of one chunk: its size in hexadecimal, two line ends, and a few bytes more."""
+"""Allowed for the framing of one chunk: its size in hexadecimal, two line ends, and a few bytes more."""
 MAX_LINGER_BYTES = 64 << 20
 """How much of a refused request is read and discarded, so that the client gets to read the response."""
 NUM_RESERVED = 32
-"""Connections beyond `max_connections`, for when all of those are busy. Only `/health/live` is answered on them."""
+"""Connections that are accepted when `max_connections` are busy. On these, only `/health/live` is answered."""
 
 
 class RefusedError(Exception):
@@ -44,7 +44,7 @@ class LimitedConnection(HttpToolsProtocol):
     """Refuses requests that are too large, too slow or too many.
 
     All bytes are bounded: the headers and the body by their limits; trailers, chunk sizes and chunk extensions together
-    by `max_header_bytes`, give or take one read from the socket. So is the time: `read_timeout` for the headers,
+    by `max_header_bytes`, give or take one read from the socket. Time is bounded too: `read_timeout` for the headers,
     and again for the whole body.
     """
 
@@ -150,7 +150,7 @@ class LimitedConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # No other protocol is offered, and this parser skips the body. So the request is parsed again without it.
+            # Upgrades are not supported, and this parser skips the body. So parse again without the upgrade headers.
             method, version = self.parser.get_method(), self.parser.get_http_version().encode()
             if method == b"CONNECT":
                 raise httptools.HttpParserInvalidMethodError from None
@@ -230,7 +230,10 @@ class LimitedConnection(HttpToolsProtocol):
             self._pool.note_idle(self)
 
     def _hold(self, num_bytes: int) -> None:
-        """Count bytes of a body, which are kept until the response is complete. One connection alone may go on."""
+        """Count bytes of a body, which are held until the response is complete.
+
+        The limit does not apply to a connection that alone holds bytes.
+        """
         self._num_held_bytes += num_bytes
         self._pool.num_body_bytes += num_bytes
         if self._num_held_bytes < self._pool.num_body_bytes > self._limits.max_total_body_bytes:
@@ -249,7 +252,7 @@ class LimitedConnection(HttpToolsProtocol):
     # --- refusals -------------------------------------------------------------------------------------------
 
     def _stop_parsing(self, refusal: ApiError) -> None:
-        """Raise through the parser, which has no other way to stop."""
+        """Raise through the parser: there is no other way to stop it."""
         self._refusal = refusal
         raise RefusedError
 
@@ -280,7 +283,7 @@ class LimitedConnection(HttpToolsProtocol):
             current.disconnected = True
             current.message_event.set()
             self._answer(error)
-        elif current in unanswered[1:]:  # it has not been started; the connection closes after those before it
+        elif current in unanswered[1:]:  # it is not started; the connection closes after the earlier responses
             self.pipeline.popleft()
             self._cycles.remove(current)
         elif not unanswered:
@@ -316,7 +319,7 @@ class ConnectionPool:
         """Connections beyond `max_connections`."""
 
     def add(self, connection: LimitedConnection) -> None:
-        """Add a connection. If all others are busy, it is a reserved one; the oldest reserved one may be closed."""
+        """Add a connection. If all others are busy, it is reserved; the oldest reserved one may be closed."""
         if len(connection.connections) <= self.max_connections or self._drop_oldest(self._idle):
             self._idle[connection] = None
             return
@@ -349,7 +352,7 @@ class ConnectionPool:
 
 
 class LingeringTransport:
-    """A transport with another `close`: uvicorn closes connections in several places."""
+    """Replaces a transport's `close`, which uvicorn calls in several places."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[asyncio.Transport], None]) -> None:
         self._transport = transport
@@ -400,7 +403,7 @@ class Timer:
 
 
 def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """The `send` for an HTTP/1.0 client, which reads no chunks: a body without a length ends with the connection."""
+    """The `send` for HTTP/1.0 clients, which can't read chunks: closing the connection ends a body without a length."""
     has_length = False
 
     async def send(message: Any) -> None:

@@ -1,7 +1,7 @@
 """The service without HTTP: a request's body goes in, the reply's body comes back.
 
-The routes are called as an HTTP server would call them, so requests are checked, rendered, answered and refused by the
-same code. Limits that protect a service from its clients are lifted: the caller decides how much is open.
+The routes are called as an HTTP server would call them, so the same code checks, renders, answers and refuses requests.
+Limits that protect a service from its clients are lifted: the caller decides how many requests are open.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class DirectService:
             max_total_tokens=_NO_LIMIT,
             max_body_bytes=_NO_LIMIT,
             request_timeout=_DAY_S,
-            prepare_timeout=600.0,  # it counts the time in which other prompts are prepared
-            # Nobody waits for a token, so steps may be long.
+            prepare_timeout=600.0,  # it includes the time in which other prompts are prepared
+            # No client waits for single tokens, so steps may be long.
             mixed_step_time=2.0,
             prefill_step_time=2.0,
         )
@@ -56,7 +56,7 @@ class DirectService:
         self.service = Service(config, settings, tool_call_parser=tool_call_parser)
         self._app = create_app(self.service)
         self._num_restarts = 0
-        """Of the engine, when the last answer came."""
+        """The engine's number of restarts at the last reply without a server error."""
 
     async def start(self) -> Ready:
         """Load the model."""
@@ -66,7 +66,7 @@ class DirectService:
         await self.service.stop()
 
     async def wait_ready(self) -> None:
-        """Wait while the engine is started again. Raises `WorkerDiedError` if that is given up."""
+        """Wait while the engine restarts. Raises `WorkerDiedError` if it can't be started again, or dies too often."""
         client = self.service.client
         while client.state is not State.READY:
             num_deaths = client.num_restarts - self._num_restarts
@@ -75,7 +75,7 @@ class DirectService:
             await asyncio.sleep(_POLL_S)
 
     async def post(self, path: str, body: bytes) -> DirectReply:
-        """The reply of a route to a body in JSON."""
+        """Post a JSON body to a route and return the reply."""
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         scope = {
             "type": "http",

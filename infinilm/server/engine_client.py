@@ -1,4 +1,4 @@
-"""The engine as the HTTP process sees it: requests go in, deltas come back; it is restarted when it dies or hangs."""
+"""The HTTP process's client of the engine: sends requests, receives deltas, restarts an engine that dies or hangs."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from infinilm.server.settings import Limits
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 5.0
-"""For a process that has closed its socket, or was told to stop, to end."""
+"""How long a process may take to end after it has closed its socket or was told to stop."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STOP_TIMEOUT_S = 5.0
 STEADY_S = 60.0
@@ -41,7 +41,7 @@ class EngineHandle:
 
     @classmethod
     async def start(cls, process: ChildProcess | None = None) -> Self:
-        """`process`: one that was started before."""
+        """`process`: one that is already started; by default a new one."""
         process = process or start_engine_process()
         process.socket.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=process.socket, limit=SOCKET_BUFFER_BYTES)
@@ -76,12 +76,12 @@ class State(StrEnum):
 
 
 class EngineClient:
-    """Owns the engine's process, and gives it requests as `Admission` allows."""
+    """Owns the engine's process and submits requests to it as `Admission` allows."""
 
     def __init__(
         self, config: Config, limits: Limits, admission: Admission, process: ChildProcess | None = None
     ) -> None:
-        """`process`: an engine's process that was started before, for the first start."""
+        """`process`: an engine process that is already started, for the first start."""
         self._process = process
         self.state = State.STARTING
         self.is_draining = False
@@ -111,7 +111,7 @@ class EngineClient:
     # --- the process ------------------------------------------------------------------------------------
 
     async def start(self) -> messages.Ready:
-        """Load the model. If that fails the first time, the error is raised and there is no second try."""
+        """Load the model. If this first load fails, the error is raised and there is no second try."""
         handle = await self._launch()
         report = await handle.receive()
         if not isinstance(report, messages.Ready):
@@ -175,7 +175,7 @@ class EngineClient:
                 if now() - start_time > STEADY_S:
                     delay = FIRST_DELAY_S
                 logger.error("%s; starting it again in %.1f s", self.cause, delay)
-                self._admission.fail_waiting(self.down_error())  # the time of the restart is not known
+                self._admission.fail_waiting(self.down_error())  # it is not known how long the restart takes
                 self._end_all(ApiError(500, f"the engine died: {self.cause}", code="engine_died"))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
@@ -200,7 +200,7 @@ class EngineClient:
         return self._handle
 
     async def _follow(self, handle: EngineHandle) -> tuple[str, bool]:
-        """Handle reports until the process ends. Returns why it ended, and whether a restart would fail alike."""
+        """Handle reports until the process ends. Returns why it ended, and whether a restart would fail too."""
         failure, is_permanent = None, False
         watcher = asyncio.create_task(self._kill_if_hung(handle))
         while (report := await handle.receive()) is not None:
@@ -221,8 +221,8 @@ class EngineClient:
     async def _kill_if_hung(self, handle: EngineHandle) -> None:
         """Kill the engine when it has been silent for `step_timeout`, and return. Loading may take any time.
 
-        Silence is counted in waking intervals of this task. Time in which this process did not run (it was stopped,
-        the container paused, the machine asleep) does not count.
+        Silence is counted in wake-ups of this task, not by a clock. So time in which this process did not run (it was
+        stopped, the container paused, the machine asleep) does not count.
         """
         interval = self._timing.heartbeat
         num_silent, num_seen = 0, -1
@@ -241,7 +241,7 @@ class EngineClient:
         self._submit_ready()
 
     def cancel(self, request: EngineRequest, answer: int | None = None) -> None:
-        """End a request, or one of its answers, early. If the engine has it, it ends when the engine says so."""
+        """End a request, or one of its answers, early. One that the engine has ends when the engine reports it."""
         if request.is_ended:
             return
         if request.submit_time is None:
@@ -256,7 +256,7 @@ class EngineClient:
             self.cancel(request)
 
     def _submit_ready(self) -> None:
-        """Give the engine the requests that it can begin soon."""
+        """Submit the requests that the engine can begin soon."""
         while self.state is State.READY and (request := self._admission.pop_ready()) is not None:
             assert self._handle is not None
             request.submit_time = now()
@@ -264,7 +264,7 @@ class EngineClient:
             try:
                 params = messages.params_to_wire(request.params)
                 self._handle.send(messages.Submit(request.request_id, request.prompt_token_ids, params, salt))
-            except (ValueError, OverflowError) as error:  # a number or text that no message can hold
+            except (ValueError, OverflowError) as error:  # a number or text that can't be encoded in a message
                 self._end(request, bad_request(f"the request can't be passed on: {error}"))
             else:
                 self._requests[request.request_id] = request

@@ -1,7 +1,7 @@
 """The engine's process, which `EngineHandle` starts.
 
-It loads a model and computes steps; between two steps it reads commands. It ends when it is told to, or when the HTTP
-process has ended.
+It loads a model and computes steps. Between two steps it reads commands. It ends on `Stop`, or when the HTTP process
+has ended.
 """
 
 import gc
@@ -29,23 +29,24 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
 MAX_CPU_STEP_TOKENS = 512
-"""The default on a CPU, where a step of the usual size takes seconds. `StepPace` lowers it further by measurement."""
+"""Default of `max_num_batched_tokens` on a CPU, where a step of the usual size takes seconds. `StepPace` lowers it."""
 FIRST_TOKENS = 64
-"""Where the search begins: a slow machine computes this many in time, and a fast one soon gets more."""
+"""The first limit of prompt tokens. A slow machine computes this many in time, and a fast one soon gets more."""
 STEP_S = 0.1, 0.5
-"""How long steps take in which answers continue, and those with prompts only, where nothing else is asked for."""
+"""Default target times of a step in which answers continue, and of a step with prompts only."""
 GPU_STEP_S = 0.012, 0.1
 """The same on a GPU, where a step of a few hundred tokens reads the weights as efficiently as a longer one."""
 ANSWER_S = 25e-6
-"""What the HTTP process takes to send one answer's new text."""
+"""How long the HTTP process takes to send one answer's new text."""
 GPU_MIXED_RATIO = 2.0
-"""A large model's steps beside answers take up to so many times as long as those without prompts on a GPU."""
+"""On a GPU, a step with prompts and answers may take this many times as long as one without prompts (large models)."""
 MIN_TOKENS = 16
-"""With fewer tokens at a time, prompts would take much longer in total. Far into a long prompt even these take long."""
+"""The lowest limit of prompt tokens. With fewer per step, prompts would take much longer in total. Far into a long
+prompt even this many take long."""
 
 
 class Pace:
-    """The number of prompt tokens with which a step takes about `target_s` seconds."""
+    """Finds the number of prompt tokens with which a step takes about `target_s` seconds."""
 
     def __init__(self, target_s: float, max_tokens: int) -> None:
         self.target_s = target_s
@@ -53,33 +54,33 @@ class Pace:
         self.num_tokens = min(FIRST_TOKENS, max_tokens)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Adapt to a step. A quick step with fewer tokens than allowed says nothing about more of them."""
+        """Adapt to a step. Quick steps with fewer tokens than allowed are ignored: they say nothing of larger ones."""
         if num_tokens >= self.num_tokens or seconds > self.target_s:
             factor = min(max(self.target_s / max(seconds, 1e-6), 0.5), 2.0)
-            # A slow step costs no more than half, also if it had few tokens: there may have been another reason.
+            # A slow step at most halves the limit, even if it had few tokens: it may have been slow for other reasons.
             found = max(int(min(num_tokens, self.num_tokens) * factor), self.num_tokens // 2, MIN_TOKENS)
             self.num_tokens = min(found, self._max_tokens)
 
 
 class StepPace:
-    """Keeps steps short: sets a scheduler's limits of prompt tokens by the time that the last steps took.
+    """Keeps steps short: sets a scheduler's limits of prompt tokens from the times of the last steps.
 
     One limit is for steps in which answers continue, the other for steps with prompts only.
     """
 
     def __init__(self, scheduler: Scheduler, *, mixed_s: float, prefill_s: float, mixed_ratio: float = 0.0) -> None:
-        """Steps in which answers continue take `mixed_s`, or `mixed_ratio` times as long as those without prompts if
-        that is longer."""
+        """The target time of steps in which answers continue is `mixed_s`, or `mixed_ratio` times that of steps without
+        prompts if this is longer."""
         self._scheduler = scheduler
         self._mixed_s, self._mixed_ratio = mixed_s, mixed_ratio
         self._decode_s = 0.0
-        """How long steps without prompts take, lately."""
+        """The moving average of the time of steps without prompts."""
         self._mixed = Pace(mixed_s, scheduler.max_num_batched_tokens)
         self._prefill = Pace(prefill_s, scheduler.max_num_batched_tokens)
         self._apply()
 
     def note(self, step: StepInput | None, seconds: float) -> None:
-        """Adapt to the time in which a step was computed."""
+        """Adapt to the time that a step took."""
         if step is None:
             return
         if not step.chunks:
@@ -117,14 +118,14 @@ class EngineLoop:
         self._grammars = GrammarQueue(engine.grammars)
         self._stats_time = 0.0
         self._report_time = 0.0
-        """When the HTTP process will have sent what it was reported last."""
+        """When the HTTP process will have sent the output of the last report, by estimate."""
         engine.end_runs_if.append(lambda: self._wait(0))
 
     def run(self) -> None:
         """Run until told to stop. Raises `ChannelClosedError` if the HTTP process has ended.
 
-        Only this loop reports: after a step or a few and, while idle, once per heartbeat. Without reports the HTTP
-        process kills the engine as hung.
+        Only this loop sends reports: after one step or a few, and once per heartbeat while idle. Without reports the
+        HTTP process kills the engine as hung.
         """
         engine = self._engine
         while True:
@@ -150,17 +151,17 @@ class EngineLoop:
             self._step()
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for a command or a grammar. Returns whether one has come."""
+        """Wait for a command or a compiled grammar. Returns whether there is one."""
         return bool(select.select([self._frames.socket, self._grammars.bell], [], [], seconds)[0])
 
     def _step(self) -> None:
-        """Compute a step. Its output is reported together with the next one's while the HTTP process is busy with the
-        last report: with hundreds of answers quick steps would bring it more than it can send."""
+        """Compute a step. While the HTTP process is busy with the last report, the output is kept and reported together
+        with the next step's: with hundreds of answers, quick steps would produce more than that process can send."""
         start_time = perf_counter()
         try:
             self._engine.advance()
         except WorkerDiedError:
-            self._report()  # what steps before have ended
+            self._report()  # the output of earlier steps
             raise
         now = perf_counter()
         self._pace.note(self._engine.last_step, now - start_time)
@@ -170,7 +171,7 @@ class EngineLoop:
             self._send_stats()
 
     def _report(self) -> int:
-        """Report what is new. Returns the number of answers."""
+        """Report the new deltas. Returns how many there are."""
         if deltas := self._engine.read_deltas():
             send_report(self._frames, messages.Stepped(deltas))
         return len(deltas)
@@ -253,7 +254,7 @@ def _describe(engine: LLMEngine, load_seconds: float, seconds: dict[str, float])
 def serve(frames: FrameSocket) -> None:
     """Load the model that the first message names, and answer requests."""
     import_time = perf_counter()
-    # While the HTTP process prepares the first message.
+    # Prepare while the HTTP process writes the first message.
     from infinilm.executor.loader import prepare_for_gpu
 
     prepare_for_gpu()
@@ -267,14 +268,14 @@ def serve(frames: FrameSocket) -> None:
         engine = _load(messages.config_from_wire(command.settings))
     except Exception as error:
         is_known = isinstance(error, InfinilmError)
-        # Lack of memory is not permanent: another process may use it for now.
+        # Lack of memory is not permanent: another process may be using it for now.
         send_report(
             frames,
             messages.Failed(str(error) if is_known else _name(error), is_permanent=isinstance(error, CheckpointError)),
         )
         raise SystemExit(2 if is_known else 1) from error
     gc.collect()
-    gc.freeze()  # these objects stay: no later collection needs to look at them
+    gc.freeze()  # these objects stay, so later collections can skip them
     with engine:
         try:
             send_report(frames, _describe(engine, perf_counter() - start_time, seconds))
@@ -292,7 +293,7 @@ def _name(error: Exception) -> str:
 
 
 def main() -> None:
-    # A signal to the whole group is for the HTTP process: it lets requests finish, and then sends Stop.
+    # A signal to the process group is for the HTTP process, which lets requests finish and then sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

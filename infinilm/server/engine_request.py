@@ -12,7 +12,7 @@ __all__ = ["DeltaQueue", "EngineRequest", "now"]
 
 
 class DeltaQueue:
-    """The output of one or more requests, for one reader that reads all there is at a time."""
+    """The output of one or more requests, for one reader that takes all items at once."""
 
     __slots__ = ("_has_items", "_items")
 
@@ -58,7 +58,7 @@ class EngineRequest:
     """The API key's tenant. Tenants take turns, and share nothing in the prefix cache."""
     arrival_time: float
     session: str = ""
-    """What the client calls its session. In a cluster a session's requests go to one replica."""
+    """The client's name for its session. In a cluster a session's requests go to one replica."""
     route: str = ""
     """In a cluster: the replica that answers, and why it was chosen. It becomes a header of the response."""
     first_answer: int = 0
@@ -79,11 +79,11 @@ class EngineRequest:
 
     @property
     def num_charged_tokens(self) -> int:
-        """The tokens that it takes at most."""
+        """The most tokens that the request can take."""
         return len(self.prompt_token_ids) + self.params.n * self.params.max_tokens
 
     def append_delta(self, delta: AnswerDelta, time: float) -> None:
-        """Add what a step computed, and pass it to the reader."""
+        """Add a step's result and pass it to the reader."""
         if num_tokens := len(delta.token_ids):
             if self.first_time is None:
                 self.first_time = time

@@ -1,4 +1,4 @@
-"""Starts the engine's process. Few imports, so that a command can do it first and import the rest meanwhile."""
+"""Starts the engine's process. It imports little, so a command can start the engine first and import the rest later."""
 
 from infinilm.processes import ChildProcess
 
@@ -7,5 +7,5 @@ SOCKET_BUFFER_BYTES = 4 << 20
 
 
 def start_engine_process() -> ChildProcess:
-    """Start a process that imports what an engine needs and waits for `Start`."""
+    """Start a process that imports the engine's modules and waits for `Start`."""
     return ChildProcess("infinilm.server.engine_process", output="echo", socket_buffer_bytes=SOCKET_BUFFER_BYTES)

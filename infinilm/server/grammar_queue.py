@@ -1,4 +1,4 @@
-"""Compiles grammars in threads. Tenants take turns, and a request that is aborted takes no more time."""
+"""Compiles grammars in threads. Tenants take turns, and aborting a request stops its compilation."""
 
 import logging
 import socket
@@ -19,7 +19,7 @@ QUICK_TRIAL_S = 0.3
 
 @dataclass(slots=True, eq=False)
 class GrammarJob:
-    """A request whose grammar is compiled or refused, or waits for it."""
+    """A request whose grammar is waiting, compiled or refused."""
 
     request: Submit
     params: SamplingParams
@@ -36,7 +36,7 @@ class _TenantQueue:
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[GrammarJob]] = {}
-        """The tenant whose turn it is comes first."""
+        """By tenant. The first tenant is the next one in turn."""
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -49,7 +49,7 @@ class _TenantQueue:
         queue = self._queues.pop(tenant)
         pending = queue.popleft()
         if queue:
-            self._queues[tenant] = queue  # at the end: the other tenants come first
+            self._queues[tenant] = queue  # at the end: the other tenants are next
         return pending
 
     def remove(self, pending: GrammarJob) -> None:
@@ -70,7 +70,7 @@ class GrammarQueue:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._pending: dict[str, GrammarJob] = {}
-        """By request id."""
+        """The jobs by request id."""
         self._new = _TenantQueue()
         self._slow = _TenantQueue()
         self._done: deque[GrammarJob] = deque()

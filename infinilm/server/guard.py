@@ -58,7 +58,7 @@ def _hash(key: bytes) -> bytes:
 
 
 class Guard:
-    """ASGI middleware. Starlette's own answers in plain text; here refusals have OpenAI's form."""
+    """ASGI middleware. Its refusals have the form of OpenAI's API; Starlette's own middleware answers in plain text."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app = app
@@ -73,10 +73,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         scope["arrival_time"] = now()
-        scope["direct_send"] = send  # for events: middleware need not see them
+        scope["direct_send"] = send  # for server-sent events, which bypass the middleware
         path = scope["path"]
         label = path if path in self._paths else "other"
-        headers = dict(reversed(scope["headers"]))  # of several with one name, the first
+        headers = dict(reversed(scope["headers"]))  # if a name is repeated, the first one counts
         own_id = choose_request_id(headers.get(b"x-request-id"))
         request_id.set(own_id)
         has_started = False

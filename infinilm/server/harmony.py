@@ -6,7 +6,7 @@
     <|start|>assistant<|channel|>final<|message|>…                          content
 
 The prompt ends with the first `<|start|>assistant`. The rules of `AnswerParser` hold. Text outside of messages is
-content; so is a message to a function that is not known, with its header. A header that is cut short is dropped.
+content. A message to an unknown function is content too, with its header. A header that is cut short is dropped.
 """
 
 import re

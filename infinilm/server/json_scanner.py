@@ -62,9 +62,9 @@ class JsonScanner:
         self._is_key = False
 
     def scan(self, text: str, start: int = 0) -> int:
-        """Read on from `text[start]`; return the end of what belongs to the value.
+        """Continue at `text[start]`; return where the value's part of `text` ends.
 
-        It is `len(text)` unless the value is complete (`is_done`) or `text` breaks it there.
+        That is `len(text)`, unless the value is complete (`is_done`) or the next character is not valid in it.
         """
         pos = start
         while pos < len(text) and not self.is_done:

@@ -1,6 +1,6 @@
 """Logging that never fails and never blocks: text for stderr is queued, and a thread writes it.
 
-A full disk, a closed pipe or a pipe that nothing reads must not affect requests. The queue is bounded: text that does
+A full disk, a closed pipe or a pipe without a reader must not affect requests. The queue is bounded: text that does
 not fit, or that can't be written, is dropped and counted.
 """
 
@@ -159,7 +159,7 @@ def install_logging() -> None:
 
 
 def _open_standard_fds() -> None:
-    """Open the null device for closed standard files. Otherwise a socket could get the number and then log lines."""
+    """Open the null device for closed standard files. Otherwise a socket could get such a number, and receive logs."""
     for fd in range(STDERR_FD + 1):
         try:
             os.fstat(fd)

@@ -14,8 +14,8 @@ from infinilm.structured_output import Reasoning, StructuredOutput
 
 
 class Timing(msgspec.Struct, array_like=True, frozen=True):
-    """How long steps should take, by default what suits the device, and the longest time between two reports of the
-    engine. Seconds."""
+    """Target times of steps (None: what suits the device), and the longest time between two reports of the engine.
+    All in seconds."""
 
     mixed_step: float | None
     prefill_step: float | None
@@ -40,7 +40,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """The sampling parameters that differ from their defaults."""
     cache_salt: str | None
     num_cached_tokens: int = 0
-    """In a cluster: tokens that the sender expects in the prefix cache. They count as no work."""
+    """In a cluster: tokens that the sender expects in the prefix cache. They do not count as work."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
@@ -72,12 +72,12 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     default_params: dict[str, int | float]
     """The model's defaults for sampling."""
     memory: str
-    """Where the memory goes, as a sentence."""
+    """How the memory is used, as a sentence."""
     guarantee: str = ""
     """See `EngineStats`."""
     system_fingerprint: str = ""
     seconds: dict[str, float] = {}
-    """Where the time of the start went, by cause."""
+    """The time of the start, by cause."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -85,7 +85,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
     error: str
     is_permanent: bool
-    """Whether another start would fail alike: a bad setting, a bad checkpoint."""
+    """Whether another start would fail the same way, as with a bad setting or checkpoint."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", array_like=True):

@@ -1,4 +1,4 @@
-"""What the service counts, for Prometheus."""
+"""The service's counters and histograms, for Prometheus."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2,
 class Metrics(Collector):
     """Counters since the start of the HTTP process. Collectors of the engine's state can be added to `registry`.
 
-    Numbers of tokens are plain integers: they change with every token.
+    Numbers of tokens are plain integers, because they change with every token.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from infinilm.structured_output import StructuredOutput
 MAX_INTEGER = 2**31 - 1
 SEED_LOW, SEED_HIGH = -(2**63), 2**63 - 1
 UNSUPPORTED = "unsupported"
-"""The error code of what OpenAI's API has and this server has not."""
+"""The error code for features of OpenAI's API that this server does not have."""
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
@@ -326,7 +326,7 @@ def make_params(
 ) -> SamplingParams:
     """The parameters for the engine; `defaults` are the model's.
 
-    They have no stop strings: the HTTP process decodes text and finds those.
+    They have no stop strings: the HTTP process decodes text and finds stop strings itself.
     """
     values = {name: getattr(body, name) for name in _SAME_NAMES} | others
     given = {**defaults, **{name: value for name, value in values.items() if value is not None}}
@@ -352,7 +352,7 @@ def _bias_by_id(logit_bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def schema_of(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
-    """The JSON schema that answers must follow, if it is JSON that is asked for."""
+    """The JSON schema that answers must follow; None if the format is not JSON."""
     if isinstance(response_format, JsonSchemaFormat):
         return response_format.json_schema.schema_
     return {"type": "object"} if isinstance(response_format, JsonObjectFormat) else None
@@ -363,7 +363,7 @@ def find_structure(body: SamplingFields, tool_grammar: str | None = None) -> Str
     asked: dict[str, tuple[str, Any]] = {
         name: (kind, getattr(body, name)) for name, kind in _GUIDES.items() if getattr(body, name) is not None
     }
-    if tool_grammar is not None:  # which has the response format, where text is allowed
+    if tool_grammar is not None:  # it includes the response format where text is allowed
         asked["tool_choice"] = ("grammar", tool_grammar)
     elif isinstance(body, ChatRequest) and isinstance(body.response_format, JsonObjectFormat):
         asked["response_format"] = ("json_object", True)

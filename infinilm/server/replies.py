@@ -49,7 +49,7 @@ class Reply(ABC):
         }
         self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._templates = [self._template(text_key, answer.index) for answer in stream.answers]
-        """Of each answer: what precedes and follows the text in an event with text only."""
+        """For each answer: the bytes before and after the text in an event with text only."""
         self._is_begun = [False] * len(stream.answers)
         self._num_open = len(stream.answers)
         self._last: Answer | None = None
@@ -61,7 +61,7 @@ class Reply(ABC):
 
     @abstractmethod
     def write(self, chunks: list[Chunk]) -> bytes:
-        """The events for chunks; may be none."""
+        """The events for chunks; there may be none."""
 
     @abstractmethod
     def _whole_choice(self, answer: Answer) -> dict[str, Any]: ...
@@ -92,7 +92,7 @@ class Reply(ABC):
         return b"data: " + error.encode() + b"\n\n"
 
     def _write_end(self, written: list[bytes], answer: Answer) -> None:
-        """Write the end of an answer. That of the last answer waits for the timings, for `end`."""
+        """Write the end of an answer. The end of the last answer is left to `end`, which adds the timings."""
         self._num_open -= 1
         if self._num_open:
             written.append(self._event(self._choice(answer, self.no_content, is_end=True)))
@@ -210,7 +210,7 @@ class CompletionLogprobs:
         }
 
     def _by_text(self, position: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens, best first, and the actual one. Of two with the same text the better stays."""
+        """The most likely tokens, best first, and the actual one. If two have the same text, the better one is kept."""
         found: dict[str, float] = {}
         for token_id, logprob in (*position.top.items(), (position.token_id, position.logprob)):
             found.setdefault(self._tokenizer.token(token_id), max(logprob, LOWEST_LOGPROB))

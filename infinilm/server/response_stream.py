@@ -23,7 +23,7 @@ OUTCOMES = {CLIENT_GONE: "disconnected", 408: "timeout", 504: "timeout", 400: "i
 
 @dataclass(slots=True)
 class Chunk:
-    """What one delta adds to an answer."""
+    """One delta's addition to an answer."""
 
     answer: Answer
     text: str
@@ -34,7 +34,7 @@ class Chunk:
 
 
 class ResponseStream:
-    """Reads the output of the engine requests of one HTTP request. `close` cancels those that have not ended."""
+    """Reads the output of one HTTP request's engine requests. `close` cancels requests that have not ended."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ResponseStream:
         self._is_closed = False
 
     async def begin(self, receive: Receive, *, timeout: float | None, max_timeout: float) -> None:
-        """Submit the requests and wait for the first output. Errors up to here are raised before anything is sent.
+        """Submit the requests and wait for the first output. Errors until then are raised before anything is sent.
 
         `timeout` is the client's, `max_timeout` the server's.
         """
@@ -182,7 +182,7 @@ class ResponseStream:
         }
 
     def timings(self) -> dict[str, Any]:
-        """Seconds since the request's arrival; the means over several prompts."""
+        """Times in seconds (means over the request's prompts), speed, and number of cached tokens."""
         per_request = [_timings(request) for request in self.requests]
         means = {name: _mean([each[name] for each in per_request]) for name in ("queue_s", "ttft_s", "itl_s")}
         last = max((request.last_time for request in self.requests if request.last_time is not None), default=None)

@@ -36,14 +36,14 @@ async def create_response(service: Service, body: ResponsesRequest, request: Req
         raise _renamed(error) from error
     reply = ResponsesReply(service, chat_body, stream, plan, body)
     try:
-        encode(reply.response)  # it repeats what was asked
+        encode(reply.response)  # it repeats the request's texts
     except UnicodeEncodeError as error:
         raise bad_request(f"a text has a lone surrogate, which UTF-8 cannot express: {error}") from error
     return await respond(service, chat_body, request, stream, reply)
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """An error about a chat request, in the words of this one."""
+    """An error about the chat request, with the field name of the Responses API."""
     if error.param not in _NAMES:
         return error
     name = _NAMES[error.param]
@@ -68,15 +68,15 @@ class ResponsesReply(ChatReply):
     ) -> None:
         super().__init__(service, chat_body, stream, plan)
         self.response = _describe(body, stream, service.model_name)
-        """Without output."""
+        """The response without output."""
         self._output: list[dict[str, Any]] = []
         """The items. The last one is open: more may be added to it."""
         self._texts: list[str] = []
         """The pieces of the open item's text or arguments."""
         self._logprobs: list[Any] = []
-        """Of the open item's text."""
+        """The log-probabilities of the open item's text."""
         self._held_logprobs: list[Any] = []
-        """Of tokens whose text is held back."""
+        """The log-probabilities of tokens whose text is held back."""
         self._is_streamed = bool(body.stream)
         self._num_events = 0
         self._events: list[bytes] = []
@@ -161,7 +161,7 @@ class ResponsesReply(ChatReply):
         return bool(self._output) and self._output[-1]["type"] == kind
 
     def _open(self, item: dict[str, Any]) -> None:
-        """Begin an item; the one before is complete."""
+        """Begin an item, and close the previous one as completed."""
         self._close("completed")
         self._held_logprobs = []
         self._output.append(item)
@@ -210,7 +210,7 @@ _EMPTY: Mapping[str, dict[str, Any]] = {
     "reasoning": {"summary": [], "content": []},
     "function_call": {"arguments": ""},
 }
-"""What an item of each type has before it has text."""
+"""The content fields of each item type before there is text."""
 
 
 def _is_cut(answer: Answer) -> bool:
@@ -226,7 +226,7 @@ def _text_part(text: str, logprobs: list[Any]) -> dict[str, Any]:
 
 
 def _describe(body: ResponsesRequest, stream: ResponseStream, model: str) -> dict[str, Any]:
-    """The response before it has output: what was asked for, with the defaults that were filled in."""
+    """The response before it has output: the request's settings, with defaults filled in."""
     params = stream.requests[0].params
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     choice = body.tool_choice

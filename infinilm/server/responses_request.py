@@ -1,4 +1,4 @@
-"""The fields of `POST /v1/responses`, and the chat request that they come to."""
+"""The fields of `POST /v1/responses`, and their conversion to a chat request."""
 
 from typing import Annotated, Any, Literal
 
@@ -204,7 +204,7 @@ _SAME_NAMES = (SamplingFields.model_fields.keys() | NeutralFields.model_fields.k
 
 
 def to_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat request that asks for the same."""
+    """The equivalent chat request."""
     for name, remedy in _REMEDIES.items():
         value = getattr(body, name)
         if value is not None and value is not False and (name, value) != ("n", 1):
@@ -243,8 +243,8 @@ def _to_format(text: TextSettings | None) -> TextFormat | JsonObjectFormat | Jso
 def _to_messages(body: ResponsesRequest) -> list[Message]:
     """The input as messages.
 
-    Templates expect one system message, and the calls of an answer beside its text: such items become one message.
-    Reasoning belongs to the answer behind it; without one it is left out.
+    Templates expect one system message, and an answer's calls in the same message as its text: such items are merged.
+    Reasoning becomes part of the answer that follows it; without such an answer it is left out.
     """
     items = body.input
     if isinstance(items, str):

@@ -22,15 +22,15 @@ from infinilm.server.service import Service
 logger = logging.getLogger(__name__)
 
 NUM_OTHER_FILES = 128
-"""Open files besides clients' connections, and a few for connections that are closing."""
+"""Open files for everything but client connections, including a few for connections that are closing."""
 BACKLOG = 2048
-"""Connections that the kernel holds until they are accepted. Excess connections are accepted too, and refused."""
+"""Connections that the kernel holds until the server accepts them. It accepts excess ones too, to refuse them."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. The first signal lets requests finish and refuses new ones, the second ends the process.
+    """A uvicorn server. A first signal makes it refuse new requests and finish the open ones; a second one ends it.
 
-    SIGHUP is a first signal only: a terminal that closes may send several. Under nohup it stays ignored.
+    SIGHUP never counts as the second signal, because a closing terminal may send several. Under nohup it stays ignored.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM, SIGINT and SIGHUP in the block. In a thread there are no signals to handle."""
+        """Handle SIGTERM, SIGINT and SIGHUP in the block. Outside the main thread, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,7 +95,7 @@ async def serve(service: Service, on_ready: Callable[[Ready, str], None]) -> Non
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # Clients keep idle connections for 5 s (httpx) or 15 s (aiohttp) and may use one just as we close it.
+        # Longer than clients keep idle connections (httpx 5 s, aiohttp 15 s), which may use one just as it is closed.
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
         backlog=BACKLOG,
@@ -117,7 +117,7 @@ async def serve(service: Service, on_ready: Callable[[Ready, str], None]) -> Non
         if loading.done():
             ready = loading.result()
             gc.collect()
-            gc.freeze()  # these objects stay: no later collection needs to look at them
+            gc.freeze()  # these objects stay, so later collections can skip them
             on_ready(ready, address)
             failing = asyncio.create_task(service.client.failed.wait())
             await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,7 +133,7 @@ async def serve(service: Service, on_ready: Callable[[Ready, str], None]) -> Non
 
 
 def fit_open_files(max_connections: int) -> int:
-    """Raise the limit of open files to what the connections need. Returns the number of connections that it allows."""
+    """Raise the limit of open files to what the connections need. Returns how many connections the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = NUM_RESERVED + NUM_OTHER_FILES
     needed = max_connections + others
@@ -155,7 +155,7 @@ def fit_open_files(max_connections: int) -> int:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's if it is installed: about twice as fast."""
+    """uvloop's event loop if it is installed: it is about twice as fast."""
     try:
         import uvloop
     except ImportError:

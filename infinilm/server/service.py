@@ -1,4 +1,4 @@
-"""What the routes use: the engine, the tokenizer, admission control and metrics."""
+"""The objects that the routes share: the engine's client, the tokenizer, admission control and metrics."""
 
 import asyncio
 import itertools
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 NUM_THREADS = 2
 MAX_INLINE_CHARS = 4096
-"""A shorter text is encoded faster than a thread would begin with it."""
+"""Encoding a text of up to this length takes less time than handing it to a thread."""
 
 
 class PromptEncoder:
-    """Renders chat templates and encodes texts, in threads and within a time limit: the event loop must not wait."""
+    """Renders chat templates and encodes texts. Long work has threads and a time limit, so the event loop goes on."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PromptEncoder:
         return self.check_ids(token_ids, param)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
-        """The tokens of a conversation, up to the beginning of the answer; `variables` are for its template.
+        """The tokens of a conversation up to the beginning of the answer. The chat template gets the `variables`.
 
         Special tokens in messages are text, unless the server's settings allow them.
         """
@@ -102,7 +102,7 @@ class PromptEncoder:
         return token_ids
 
     def _check_chars(self, text: str, param: str) -> None:
-        """Refuse a text that is too long even if all its tokens are the longest one, before any work is done."""
+        """Refuse, before any work, a text that is too long even if each of its tokens is the vocabulary's longest."""
         if len(text) > self._max_chars:
             raise bad_request(
                 f"{param} has {len(text)} characters, which are more than {self._max_tokens} tokens",
@@ -139,7 +139,7 @@ class Service:
         tool_call_parser: str | None = None,
         process: ChildProcess | None = None,
     ) -> None:
-        """`process`: an engine's process that was started before."""
+        """`process`: an engine process that is already started."""
         path = resolve(config.model)
         tokenizer = load_tokenizer(path)
         if tokenizer is None:
@@ -153,7 +153,9 @@ class Service:
             has_tools: supports_tools(template, self.tool_format)
             for has_tools, template in ((False, tokenizer.chat_template), (True, tokenizer.tool_template))
         }
-        """Whether the chat template itself writes tools, calls and results. Requests with tools may use another one."""
+        """Whether the chat template itself writes tools, calls and results, for requests without and with tools.
+
+        The two may use different templates."""
         self.reasoning = detect_reasoning(tokenizer.chat_template, settings.reasoning_parser)
         self.tool_marker_ids = tokenizer.special_tokens_in(self.tool_format.markers)
         self.reasoning_marker_ids = tokenizer.special_tokens_in(self.reasoning.markers if self.reasoning else ())
@@ -198,7 +200,7 @@ class Service:
 
     @property
     def ready(self) -> Ready:
-        """What the engine said about the model when it was loaded."""
+        """The engine's report about the model, from its last start."""
         if self.client.ready is None:
             raise self.client.down_error()
         return self.client.ready
@@ -267,6 +269,6 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _name_of(model: str | Path | None, path: Path) -> str:
-    """The name of a model in requests: the name that was given, or that of its file."""
+    """The name of a model in requests: the given name, or its file's name if that is a path."""
     name = DEFAULT_MODEL if model is None else str(model)
     return path.name if Path(name).exists() else name

@@ -12,7 +12,7 @@ MIN_KEY_LENGTH = 8
 
 
 def _limit(default: Any, meaning: str) -> Any:
-    """A limit. Its meaning, which begins with the unit, is what `infinilm serve --limit help` shows."""
+    """A limit. `infinilm serve --limit help` shows its meaning, which begins with the unit."""
     return field(default=default, metadata={"meaning": meaning})
 
 
@@ -96,7 +96,7 @@ class ServerSettings:
     parse_special_tokens: bool = False
     """Whether special tokens in the messages of a chat become control tokens."""
     reasoning_parser: str | None = None
-    """How the model marks its reasoning, or "none". None: as its chat template says."""
+    """How the model marks its reasoning, or "none". None: detected from its chat template."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads text that arrives in pieces, with generators that pause where there is none yet."""
+"""Reads text that arrives in pieces, with generators that pause until the next piece."""
 
 import re
 from collections.abc import Callable, Generator
@@ -48,7 +48,7 @@ class Source:
 
 
 class TextReader:
-    """Steps of reading. Each pauses (`yield`) where there is no text yet. If one fails, the position is undefined."""
+    """Steps of reading. Each pauses (`yield`) when it needs more text. After a failed one the position is undefined."""
 
     def __init__(self) -> None:
         self._source = Source()
@@ -92,7 +92,7 @@ class TextReader:
         yield from self._read_run(SPACE)
 
     def _read_run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Read all characters that match `pattern`, which is a class of characters, repeated."""
+        """Read all characters that match `pattern`, a repeated class of characters."""
         source = self._source
         pieces: list[str] = []
         while (yield from self._has_more()):
@@ -104,7 +104,7 @@ class TextReader:
         return "".join(pieces)
 
     def _read_until(self, end: str, max_chars: int | None = None) -> Generator[None, None, str | None]:
-        """Read up to `end`, and `end`. Returns the text before it; None if it has more than `max_chars` or no end."""
+        """Read up to and including `end`. Returns the text before it; None if over `max_chars`, or without an `end`."""
         source = self._source
         pieces: list[str] = []
         num_chars = 0
@@ -128,9 +128,9 @@ class TextReader:
     def _pass_on_until(
         self, ends: tuple[str, ...], pass_on: Callable[[str], None], *, is_stripped: bool
     ) -> Generator[None, None, str | None]:
-        """Pass on the text up to one of `ends`, and read that. Returns it; None if the text ends before.
+        """Pass on the text before one of `ends`, and read that end. Returns the end; None if the text has none.
 
-        `is_stripped`: the white space in front of the end is dropped.
+        `is_stripped`: the white space before the end is dropped.
         """
         source = self._source
         space = r"[ \t\n\r]*+" if is_stripped else ""
@@ -171,7 +171,7 @@ class TextReader:
         return scanner.is_done
 
     def _read_brackets(self, quotes: tuple[str, ...]) -> Generator[None, None, str | None]:
-        """Read up to the bracket that closes the one before. Returns the text in front of it, or None without one.
+        """Read up to the bracket that closes the one read before. Returns the text between; None if it stays open.
 
         Brackets between `quotes` do not count. Quotes of one character may be escaped.
         """

@@ -16,9 +16,9 @@ class ToolFormat:
 
     name: str
     opening: str
-    """The marker in front of calls."""
+    """The marker before calls."""
     closing: str
-    """The marker behind them; empty if there is none."""
+    """The marker after calls; empty if there is none."""
     layout: tuple[str, str, str]
     """The text before the first call, between two, and after the last, including markers."""
     syntax: CallSyntax = _JSON
@@ -27,7 +27,7 @@ class ToolFormat:
     is_parallel: bool = True
     """Whether one answer may hold several calls."""
     is_parsed: bool = True
-    """Whether calls are looked for at all."""
+    """Whether the server looks for calls in answers."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ LLAMA = ToolFormat(
 PYTHONIC = ToolFormat(
     "pythonic", "<|python_start|>", "<|python_end|>", ("[", ", ", "]"), PythonCall(), may_be_bare=True
 )
-"""Llama 4 and Llama 3.2 where they are asked for Python: the answer is a list of calls."""
+"""Llama 4 and Llama 3.2, if the template asks for Python: the answer is a list of calls."""
 
 LFM = _list("lfm", "<|tool_call_start|>", "<|tool_call_end|>", PythonCall())
 """LFM2: a list of calls in Python."""
@@ -198,7 +198,7 @@ FUNCTOOLS = _list("functools", "functools", "")
 FUNCTIONARY = ToolFormat(
     "functionary", "<function=", "", ("<function=", "<function=", ""), NamedCall("", ">", "</function>")
 )
-"""Functionary 3.1, and Llama 3.1 where it is asked for such tags."""
+"""Functionary 3.1, and Llama 3.1 if the template asks for such tags."""
 
 HARMONY = ToolFormat(
     "harmony",
@@ -222,7 +222,7 @@ FORMATS = {
     )
 }
 
-# What gives a format away in a template's text, the surest sign first: some formats share a marker.
+# Patterns in a template's text that identify its format, the surest first: some formats share a marker.
 _SIGNS = (
     (re.compile(r"<\|channel\|>(?s:.*)<\|message\|>(?s:.*)functions\."), HARMONY),
     (re.compile(r"\[TOOL_CALLS\] ?\["), MISTRAL),
@@ -256,7 +256,7 @@ _SIGNS = (
     (re.compile(r"<tool_call>(?:\\n|\s)*\["), SMOLLM),
     (re.compile(r'<tool_call>(?!</tool_call>)(?s:.*)arguments\\?"'), HERMES),
 )
-# SmolLM2's template has no word about tools; its model card says how the model was taught to call them.
+# SmolLM2's template does not mention tools; its model card says how the model was trained to call them.
 _SMOLLM_NAME = "named SmolLM, trained by Hugging Face"
 
 _TEMPLATE_CODE = re.compile(r"\{[{%](?s:.*?)[%}]\}")

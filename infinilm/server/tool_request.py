@@ -1,4 +1,4 @@
-"""What a request says about tools, and what follows for its prompt and its grammar."""
+"""A request's tool fields: their checks, and the prompt and the grammar that follow from them."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from infinilm.server.tool_formats import HERMES, ToolFormat
 
 _CHOICES = ("none", "auto", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-# JSON as `json.dumps` and the templates' `tojson` write it. With free white space a model may write nothing else.
+# JSON as `json.dumps` and the templates' `tojson` write it. If white space were free, a model could write only that.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -130,13 +130,13 @@ def prepare_messages(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the messages and the keyword arguments for `Tokenizer.apply_chat_template`.
 
-    Arguments of earlier calls become objects, as templates expect, and results are given their function's name.
-    Tools are left out of the prompt if `tool_choice` is "none"; otherwise the prompt is the same for every choice, so
-    that requests share their cached beginning; `call_grammar` and `AnswerParser` enforce the choice.
+    Arguments of earlier calls become objects, as templates expect, and results get their function's name. If
+    `tool_choice` is "none", the prompt has no tools. Otherwise the prompt is the same for every choice, so that
+    requests share a cached prefix; `call_grammar` and `AnswerParser` enforce the choice.
 
-    For a template without tools everything is written as text: a section of the system message describes the tools
-    and, in `tool_format`, how to call them; calls are part of the assistant's text; results are the user's text
-    within `<tool_response>` tags.
+    For a template without tools, everything is written as text. A section of the system message describes the tools
+    and how to call them in `tool_format`. Calls are part of the assistant's text. Results are the user's text within
+    `<tool_response>` tags.
     """
     request = check_tool_request(tools, tool_choice, parallel_tool_calls)
     prepared = _parse_calls(messages)
@@ -264,10 +264,10 @@ def call_grammar(
 ) -> str | None:
     """Return the Lark grammar (in llguidance's dialect) that an answer must follow; None if there is none.
 
-    "required" and a named function: the answer is calls only. "auto": it is calls, or JSON that follows
-    `answer_schema`. Without that schema there is no grammar, unless a function is `strict`; then the answer is any text
-    in which every call is valid. `special_tokens` are the ids of those markers of the format that are special tokens,
-    which a grammar must name by id. `answer_header` comes before an answer that is no call.
+    With "required" or a named function, the answer consists of calls only. With "auto", it is calls, or JSON that
+    follows `answer_schema`. Without that schema there is no grammar, unless a function is `strict`; then the answer is
+    any text in which every call is valid. `special_tokens` are the ids of the format's markers that are special tokens:
+    a grammar must name those by id. `answer_header` comes before an answer that is not a call.
     """
     request = check_tool_request(tools, tool_choice, parallel_tool_calls)
     is_free = not request.is_required and answer_schema is None and not any(tool.is_strict for tool in request.tools)
@@ -295,7 +295,7 @@ def call_grammar(
         behind_opening = _literal(tool_format.layout[0].removeprefix(opening), ids)
         rules = [
             f"start: (opening {behind_opening} {calls} {after}){'*' if is_parallel else '?'} TEXT",
-            # A marker counts even if the model spells it out; lazy: from its first occurrence.
+            # A marker counts even if the model spells it out. "lazy" stops at its first occurrence.
             f"opening: spelled_out{f' | TEXT <[{ids[opening]}]>' if opening in ids else ''}",
             f'spelled_out[lazy]: TEXT "{opening}"',
             _TEXT,
@@ -314,7 +314,7 @@ def call_grammar(
 
 
 def _calls(layout: tuple[str, str, str], is_parallel: bool, ids: Mapping[str, int]) -> tuple[str, str, str]:
-    """The terms for the text before calls, for the calls, and for the text behind them."""
+    """The terms for the text before calls, for the calls, and for the text after them."""
     before, between, after = (_literal(text, ids) for text in layout)
     if layout[1] and layout[2].startswith(layout[1]):  # the library does not look ahead
         calls = f"(call {between})+" if is_parallel else f"call {between}"
@@ -355,7 +355,7 @@ def _tagged_call(tool: FunctionTool, syntax: TaggedCall, ids: Mapping[str, int])
 
 
 def _text_before(end: str, ids: Mapping[str, int]) -> str:
-    """Any text, and `end`, which holds a special token: no text can be taken for that."""
+    """Any text, and `end`, which holds a special token and so can't be mistaken for text."""
     start = min(end.index(marker) for marker in ids if marker in end)
     pattern = "".join(f"\\x{{{ord(char):X}}}" for char in end[:start])
     return f"/(.|\\n)*{pattern}/ {_literal(end[start:], ids)}"

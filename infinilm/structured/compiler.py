@@ -116,7 +116,7 @@ class GrammarCompiler:
     def compile(
         self, structured: StructuredOutput, limit_s: float | None = None, cancellation: Cancellation | None = None
     ) -> CompiledGrammar:
-        """Compile what is asked for, or refuse it with the reason.
+        """Compile a request's structure, or refuse it with the reason.
 
         With `limit_s`, raises `TrialTimeoutError` when compiling takes longer, even if more time might suffice.
         `cancellation` ends it from another thread, with a `TrialCancelledError`.

@@ -12,12 +12,12 @@ from infinilm.processes import ChildProcess
 from infinilm.structured.trial_process import TRIAL_S, Verdict, send_vocabulary
 from infinilm.structured.vocabulary import Vocabulary
 
-MAX_PROCESSES = 4  # so many slow grammars at once delay the others
+MAX_PROCESSES = 4  # this many slow grammars at once delay the others
 START_S = 30.0
 
 
 class TrialTimeoutError(InvalidValueError):
-    """A grammar is not compiled within the time that it has."""
+    """A grammar was not compiled within its time limit."""
 
 
 class TrialCancelledError(Exception):

@@ -19,7 +19,7 @@ Mask = npt.NDArray[np.int32]  # one bit per token: token t is bit t % 32 of item
 
 ALLOWANCE_S = 0.5  # CPU time that a request's grammar may take, beyond …
 ALLOWANCE_PER_TOKEN_S = 0.005  # … this for each token. Most take a hundredth of it.
-MAX_CHARGE_S = 0.2  # for one token: the clock of a machine that was paused counts the pause once
+MAX_CHARGE_S = 0.2  # at most for one token: if the machine was paused, the clock counts the pause once
 
 _MAX_REASON_CHARS = 500
 _EXCERPT = re.compile(r"\s*(\^+|\d+ \|.*)")  # lines that quote the grammar, and marks below them

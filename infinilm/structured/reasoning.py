@@ -1,4 +1,4 @@
-"""Reasoning in front of an answer: ends it when it has used up its tokens, and has the grammar begin behind it."""
+"""Reasoning before an answer: closes it when its token budget is used up, and starts the grammar after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from infinilm.text.tokenizer import Tokenizer
 
 @dataclass(slots=True, eq=False)
 class ReasoningGrammar:
-    """The grammar for the answers of one request: reasoning, then what `structure` allows. See `Grammar`."""
+    """The grammar for the answers of one request: reasoning, then text that `structure` allows. See `Grammar`."""
 
     reasoning: Reasoning
     structure: Grammar | None
@@ -33,8 +33,8 @@ class ReasoningGrammar:
 class ReasoningMatcher:
     """Follows one answer. See `infinilm.structured_output.TokenMatcher`.
 
-    Before the reasoning either its opening may come or the answer: the header and then the structured part. If the
-    opening's tokens are also allowed by the structure, both are followed until they differ.
+    Before the reasoning, either its opening or the answer may come; the answer is the header and then the structured
+    part. If the structure also allows the opening's tokens, both are followed until they differ.
     """
 
     def __init__(self, grammar: ReasoningGrammar, stop_ids: Sequence[int], min_tokens: int) -> None:
@@ -51,9 +51,9 @@ class ReasoningMatcher:
         self._forced_ids: list[int] = []
         """Tokens that close the reasoning, the next one last."""
         self._before_answer: list[int] = []
-        """Tokens since the reasoning, or since the beginning, without those of the structured part."""
+        """The answer's tokens since the reasoning, or since the beginning."""
         self._matcher: TokenMatcher | None = None
-        """Of the structured part, once the header is complete. None after tokens that it does not allow."""
+        """The matcher of the structured part, once the header is complete. None after tokens that it does not allow."""
         self._matcher_allows_opening = True
         """Whether the structured part may begin with the opening's next token; known since the last `fill`."""
         self._start_answer()
@@ -61,7 +61,7 @@ class ReasoningMatcher:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the opening may come, or the structured part."""
+        """Whether both the opening and the structured part may come next."""
         return self._matcher is not None and self._next_opening_id() is not None
 
     def _limit(self) -> None:
@@ -129,7 +129,7 @@ class ReasoningMatcher:
             self._fill_answer(mask)
 
     def _fill_answer(self, mask: Mask) -> None:
-        """Allow what continues the opening, the header or the structured part."""
+        """Allow the tokens that continue the opening, the header or the structured part."""
         if self._matcher is not None:
             self._matcher.fill(mask)
         else:

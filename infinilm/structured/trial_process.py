@@ -1,4 +1,4 @@
-"""The process that tries out grammars: one that hangs, crashes or exhausts memory does so here.
+"""The process that tries out grammars: a grammar that hangs, crashes or exhausts memory does so here.
 
 `TrialProcess` sends a vocabulary first, then grammars; each is answered with a `Verdict`. This process has less stack,
 memory and time than the engine, so a grammar that passes here is safe there.
@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 
 
 def parser_limits() -> "LLParserLimits":
-    """What a grammar may cost when it is compiled, and at each token. Reaching one of these is an error."""
+    """Limits on the cost of a grammar, when it is compiled and at each token. Reaching one of them is an error."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

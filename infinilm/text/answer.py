@@ -29,7 +29,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
-        """Of all tokens so far, including one that ended the answer."""
+        """The log-probabilities of all tokens so far, including a token that ended the answer."""
         self.ends_with_token = False
         """Whether the last token ended the answer and is not part of the text."""
         self._detokenizer = Detokenizer(tokenizer, kept_ids=kept_ids) if tokenizer is not None else None
@@ -43,7 +43,7 @@ class Answer:
     def append(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None = None, stop_reason: int | str | None = None
     ) -> str:
-        """Append the next tokens, and how the answer ends with them. Returns the text that is new and final.
+        """Append the next tokens, and how the answer ends, if it does. Returns the text that is new and final.
 
         Tokens after the one that completes a stop string are dropped.
         """

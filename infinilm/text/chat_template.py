@@ -2,10 +2,10 @@
 
 The result equals transformers' `apply_chat_template(tokenize=False)`.
 
-What the sandbox refuses: attributes that lead to Python's internals, methods that change what was passed, and
-files. What it bounds: the template's length, `range` (100 000 items), the values that `*` and `**` build, the text that
-is rendered, and the time that it takes. What it does not bound: the memory that padding takes (`center`, format
-widths). A template is trusted not to waste that, as the weights beside it are.
+The sandbox refuses attributes that lead to Python's internals, methods that change their arguments, and files. It
+bounds the template's length, `range` (100 000 items), the values that `*` and `**` build, the rendered text, and the
+time for rendering. It does not bound the memory that padding takes (`center`, format widths): a template is trusted
+not to waste memory, like the weights beside it.
 """
 
 import json
@@ -114,7 +114,7 @@ class ChatTemplate:
         return "".join(pieces)
 
     def _clean(self, value: Any) -> Any:
-        """If literals are marked, no other text may hold marks."""
+        """The value without marks, if literals are marked: no other text may hold marks."""
         return scrub(value) if self._is_marked else value
 
 
@@ -277,7 +277,7 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names of an answer's reasoning. Most templates read the first, those of GPT-OSS the second."""
+"""Names of an answer's reasoning. Most templates read the first one, GPT-OSS's templates the second."""
 
 
 def _checked_message(message: Any, path: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class ControlTokens:
             if token_id is not None:
                 pieces += [token_id, text]
             else:
-                pieces[-1] = f"{pieces[-1]}{text}"  # which is text, too
+                pieces[-1] = f"{pieces[-1]}{text}"  # the last piece is always text
         return pieces
 
 
@@ -126,7 +126,7 @@ def _refuse(token: str) -> NoReturn:
 
 
 class _NativeEncoder:
-    """Encodes texts, in which control tokens are text, and ids between them."""
+    """Encodes texts with ids between them. Control tokens within a text are encoded as text."""
 
     def __init__(self, backend: NativeTokenizer, control: Mapping[str, int]) -> None:
         backend.model.add_tokens([], list(control.values()))
@@ -156,7 +156,7 @@ class _NativeEncoder:
 
 
 class _LibraryEncoder:
-    """The same by the `tokenizers` library."""
+    """The same with the `tokenizers` library."""
 
     def __init__(self, backend: tokenizers.Tokenizer, control: Mapping[str, int]) -> None:
         self._encoder, self._ids = _make_encoder(backend, set(control.values()))
@@ -201,7 +201,7 @@ def _make_encoder(backend: tokenizers.Tokenizer, control_ids: set[int]) -> tuple
     if backend.pre_tokenizer is not None:
         encoder.pre_tokenizer = backend.pre_tokenizer
     added = backend.get_added_tokens_decoder()
-    # New ids begin at the vocabulary's size. If the vocabulary has holes, some of these are in use, and passed over.
+    # New ids begin at the vocabulary's size. If the vocabulary has holes, some of these are in use and are skipped.
     num_tokens = first_id = encoder.get_vocab_size()
     next_id = first_id
     while next_id < first_id + len(added):

@@ -2,12 +2,12 @@
 
 A GGUF file has no tokenizer.json. It lists the tokens with their types, and either merges (byte-level BPE,
 `tokenizer.ggml.model = "gpt2"`) or scores (SentencePiece BPE, `"llama"`); Gemma 4's (`"gemma4"`) is SentencePiece with
-merges. How text is split before merging is only named (`tokenizer.ggml.pre`); `PRE_TOKENIZERS` holds what the names
-stand for.
+merges. The file only names how text is split before merging (`tokenizer.ggml.pre`); `PRE_TOKENIZERS` defines these
+names.
 
-The ids are those of llama.cpp, whose format it is. Two consequences: text is never Unicode-normalised, also where the
-model's own tokenizer.json asks for NFC (Qwen); and a SentencePiece vocabulary with a space prefix puts a space before
-each part of a text between special tokens, also before a part that begins with one.
+The ids are those of llama.cpp, which defines the format. This has two consequences. Text is never Unicode-normalised,
+even if the model's own tokenizer.json asks for NFC (Qwen). And a SentencePiece vocabulary with a space prefix puts a
+space before each part of a text between special tokens, even before a part that begins with a space.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ _DEEPSEEK3_SPLIT = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
-# Letters that have a case, without those that Unicode got late.
+# Letters that have a case, without those that were added to Unicode late.
 _DEEPSEEK_LETTERS = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}"
     r"\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
@@ -70,7 +70,7 @@ class PreTokenizer:
     """How a family of byte-level vocabularies splits text before merging."""
 
     splits: tuple[str, ...]
-    """Patterns. Each divides the parts that those before it have left into matches and what is between them."""
+    """Patterns. Each divides the parts from the patterns before it into matches and the text between them."""
     ignores_merges: bool = False  # a word that is a token is not split, even if merges would
     adds_bos: bool = False  # unless the file specifies it
 
@@ -171,13 +171,13 @@ class GGUFVocabulary:
 
 
 def build_tokenizer(vocabulary: GGUFVocabulary) -> "Tokenizer | NativeTokenizer":
-    """By the native library, where there is one. What it refuses, the other way refuses with the reason."""
+    """Use the native library if there is one. If it refuses the vocabulary, the other way does so with the reason."""
     library: Any = native.load()
     if library is not None:
         try:
             return _build_native(vocabulary, library)
         except ValueError:
-            pass  # below
+            pass  # the other way names the reason
     return build_library_tokenizer(vocabulary)
 
 
@@ -237,7 +237,7 @@ def build_library_tokenizer(vocabulary: GGUFVocabulary) -> Tokenizer:
 def use_sentencepiece_pipeline(tokenizer: Tokenizer, prepend_scheme: str) -> None:
     """Make `tokenizer` treat spaces as SentencePiece does.
 
-    `prepend_scheme` adds one before the whole text ("first"), before each part between special tokens ("always") or
+    `prepend_scheme` adds a space before the whole text ("first"), before each part between special tokens ("always") or
     "never".
     """
     tokenizer.normalizer = None
@@ -281,7 +281,7 @@ def _make_pipeline(vocabulary: GGUFVocabulary) -> TextPipeline:
 
 
 def _unknown_token(vocabulary: GGUFVocabulary) -> int | None:
-    """The id of the token that stands for what has none."""
+    """The id of the token that stands for text without a token."""
     unknown = vocabulary.token_ids.get("unknown")
     if unknown is None and (places := np.flatnonzero(np.asarray(vocabulary.token_types) == _UNKNOWN)).size:
         return int(places[0])
@@ -297,7 +297,7 @@ def _derive_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
         )
     tokens = list(vocabulary.tokens)
     results = _can_result(vocabulary)
-    # Of duplicates the last counts.
+    # If a token occurs more than once, the last one counts.
     ids = {token: index for index, token in enumerate(tokens)}
     results &= np.fromiter(map(ids.__getitem__, tokens), np.int64, len(results)) == np.arange(len(results))
     lengths = np.fromiter(map(len, tokens), np.int64, len(results))
@@ -311,7 +311,7 @@ def _derive_merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _can_result(vocabulary: GGUFVocabulary) -> npt.NDArray[np.bool_]:
-    """Which tokens text may merge into."""
+    """Which tokens can be the result of a merge."""
     return ~np.isin(vocabulary.token_types, (_UNKNOWN, _CONTROL, _BYTE))
 
 
@@ -379,7 +379,7 @@ def _adds_token(metadata: Mapping[str, Any], name: str, token_ids: Mapping[str, 
 
 
 def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A scalar of the metadata, or None where it is absent."""
+    """A scalar of the metadata, or None if it is absent."""
     value = metadata.get(key)
     if value is not None and type(value) is not kind:
         raise CheckpointError(f"GGUF metadata {key} has type {type(value).__name__}; expected {kind.__name__}")
@@ -387,7 +387,7 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _list(metadata: Mapping[str, Any], name: str, kind: type | tuple[type, ...], length: int | None = None) -> Any:
-    """A list of the metadata, or an array, with items of `kind`, or None where it is absent."""
+    """A list or an array of the metadata with items of `kind`, or None if it is absent."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if values is None:

@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def decoder_types(backend: tokenizers.Tokenizer | NativeTokenizer) -> list[str]:
-    """The types of the decoder's steps, in order; none where tokens are joined with spaces."""
+    """The types of the decoder's steps, in order; empty if tokens are joined with spaces."""
     steps = [json.loads(backend.decoder.__getstate__())] if backend.decoder is not None else []
     types = []
     while steps:
@@ -90,7 +90,7 @@ def _token_text(value: Any) -> str | None:
 def _follow_llama_class(backend: tokenizers.Tokenizer, config: Mapping[str, Any], path: Path) -> None:
     """Treat spaces as transformers' `LlamaTokenizer` does, which ignores the file's pipeline.
 
-    It matters for older files, which put a space before each part of a text between special tokens.
+    This matters for older files, which put a space before each part of a text between special tokens.
     """
     if config.get("tokenizer_class") not in ("LlamaTokenizer", "LlamaTokenizerFast"):
         return

@@ -1,4 +1,4 @@
-"""Which tokens of a SentencePiece vocabulary merge into which, in NumPy: there are a million ways to cut its tokens."""
+"""Finds the merges of a SentencePiece vocabulary. Uses NumPy, because its tokens can be cut in a million ways."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ _SLOT_BITS = 22
 class SubstringHashes:
     """Hashes of parts of a text: the sum of `value(character) * base ** place in the part`, modulo 2**64.
 
-    Sums from the text's start on give the hash of any part at once.
+    Prefix sums over the text give the hash of any part directly.
     """
 
     def __init__(self, text: str) -> None:
@@ -38,7 +38,7 @@ def _powers(base: int, count: int) -> Hashes:
 
 
 class _Index:
-    """Finds a hash among others: in a table, or, if another has its slot, by bisection."""
+    """Finds a hash among others: in a table, or by bisection if another hash has its slot."""
 
     def __init__(self, hashes: Hashes) -> None:
         self._hashes = hashes
@@ -48,7 +48,7 @@ class _Index:
         self._others = others[np.argsort(hashes[others])]
 
     def find(self, wanted: Hashes) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """The index of each, and whether there is one."""
+        """The index of each wanted hash, and whether there is one."""
         indices = self._table[self._slots(wanted)].astype(np.int64)
         if len(self._others):
             rest = np.flatnonzero(self._hashes[indices] != wanted)
@@ -65,7 +65,7 @@ def derive_merges(tokens: Sequence[str], lengths: Ints, scores: npt.ArrayLike, r
     """All pairs of tokens that form one of the tokens with the indices `results`, the best score first.
 
     Ties are broken as in transformers: longer left part, then longer right part, then the result's index. Texts are
-    compared by hashes of 64 bits. Should two be equal by chance, the tokenizer refuses a merge into no token.
+    compared by hashes of 64 bits. If two are equal by chance, the tokenizer refuses the merge: its result is no token.
     """
     hashes = SubstringHashes("".join(tokens))
     ends = np.cumsum(lengths)

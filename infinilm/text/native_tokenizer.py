@@ -1,8 +1,8 @@
-"""What `Tokenizer` uses of a `tokenizers.Tokenizer`, for the vocabulary of a GGUF file, without building one.
+"""Replaces a `tokenizers.Tokenizer` for the vocabulary of a GGUF file, as far as `Tokenizer` uses one.
 
 The native library finds added tokens in a text and merges words into tokens: it reads a vocabulary of 262,144 tokens in
-a twentieth of the time and memory. Between the two, texts are normalised and cut into words by the parts of the
-`tokenizers` library, whose ids all results are equal to.
+a twentieth of the time and memory. Between these steps, parts of the `tokenizers` library normalise texts and cut them
+into words. All ids are equal to those of a `tokenizers.Tokenizer`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _NUM_IDS = 2**32
 
 
 class TextPipeline(NamedTuple):
-    """How text becomes words, and tokens become text. None: words are texts, nothing is normalised."""
+    """How text becomes words, and tokens become text. Parts that are None are skipped: then a text is one word."""
 
     normalizer: normalizers.Normalizer | None
     pre_tokenizer: pre_tokenizers.PreTokenizer | None
@@ -30,12 +30,12 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class NativeTokenizer:
-    """Methods are those of `tokenizers.Tokenizer`, where there are such."""
+    """Methods that `tokenizers.Tokenizer` also has do the same."""
 
     model: Any
     """The library's `BPE`."""
     tokens: Any
-    """Its `Strings`, by id."""
+    """The library's `Strings`: the tokens by id."""
     pipeline: TextPipeline
     added_tokens: Mapping[int, AddedToken]
     unknown_token: str | None
@@ -51,14 +51,14 @@ class NativeTokenizer:
         return Encoded(self.encode_part(text, with_control=True, is_whole=add_special_tokens))
 
     def encode_part(self, text: str, *, with_control: bool, is_whole: bool = False) -> list[int]:
-        """Added tokens in the text become their ids, control tokens only if asked for."""
+        """Encode a text. Added tokens in it become their ids, control tokens only with `with_control`."""
         ids = [*self.before] if is_whole else []
         for part in self.model.split(text, with_control):
             ids += [part] if isinstance(part, int) else self.encode_words(part)
         return [*ids, *self.after] if is_whole else ids
 
     def encode_words(self, text: str) -> list[int]:
-        """No added tokens are looked for in the text."""
+        """Encode a text without looking for added tokens in it."""
         normalizer, pre_tokenizer, _ = self.pipeline
         if normalizer is not None:
             text = normalizer.normalize_str(text)

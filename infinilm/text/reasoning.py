@@ -1,4 +1,4 @@
-"""How models mark the reasoning in front of an answer, which markers a chat template uses, and where reasoning ends."""
+"""How models mark the reasoning before an answer, which markers a chat template uses, and where reasoning ends."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class ReasoningFormat:
     opening: str
     closing: str
     sign: str
-    """What gives the format away in a template's text."""
+    """The text in a template that identifies the format."""
     answer_header: str = ""
     """Text between the closing marker and the answer, which is not part of the answer."""
     repeats: bool = False
-    """Whether there may be more reasoning behind the closing marker."""
+    """Whether there may be more reasoning after the closing marker."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
         _pair("think", "<think>", "</think>"),
     )
 }
-"""In the order in which templates are searched for them."""
+"""The formats in the order in which their signs are looked for in a template."""
 
 
 def detect_reasoning(chat_template: str | None, override: str | None = None) -> ReasoningFormat | None:
@@ -73,7 +73,7 @@ PromptEnd = Literal["open", "closed", "neither"]
 
 
 def end_of_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int], reasoning: ReasoningFormat) -> PromptEnd:
-    """Whether the prompt has opened the reasoning of the answer, or closed it, which means that there is to be none."""
+    """Whether the prompt has opened the answer's reasoning, or closed it, so that the answer has no reasoning."""
     tail = tokenizer.decode(prompt_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
     if tail.endswith(reasoning.opening):
         return "open"
@@ -90,12 +90,12 @@ class ReasoningTracker:
         self._closing = closing.encode()
         self._repeats = repeats
         self._text = b""
-        """What may be part of a marker."""
+        """The last bytes, which may be part of a marker."""
         self._pending: list[int] = []
-        """The lengths of the tokens that are part of a closing marker, if it goes on like that."""
+        """The lengths of the last tokens, if these are part of a closing marker, should its rest follow."""
         self._num_passed = 0
         self._num_matched = 0
-        """Bytes of the closing marker that have come."""
+        """How many bytes of the closing marker the text ends with."""
         self.state: Literal["before", "within", "behind"] = "before" if opening else "within"
 
     @property
@@ -105,7 +105,7 @@ class ReasoningTracker:
 
     @property
     def closing_left(self) -> str:
-        """What would complete the closing marker."""
+        """The rest of the closing marker, which would complete it."""
         rest = self._closing[self._num_matched :]
         try:
             return rest.decode()

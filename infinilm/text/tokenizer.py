@@ -52,7 +52,7 @@ class Tokenizer:
         self.can_split_characters = "ByteLevel" in decoders
         self._byte_token_ids = _byte_token_ids(backend) if "ByteFallback" in decoders else frozenset()
         self.bytes_by_id: Mapping[int, bytes] = _Found(self._find_bytes)
-        """What `token_bytes` returns, for many tokens."""
+        """The results of `token_bytes` by id, for callers that need many."""
         self._chat_templates = dict(chat_templates or {})
         self._compiled_templates: dict[tuple[str, bool], ChatTemplate] = {}
 
@@ -223,7 +223,7 @@ class Tokenizer:
         mark = self.control_tokens.mark if is_marked else None
         template = self._compiled_templates.get((name, is_marked))
         if template is None:
-            from infinilm.text.chat_template import ChatTemplate  # which imports jinja2
+            from infinilm.text.chat_template import ChatTemplate  # late, because it imports jinja2
 
             template = ChatTemplate(self._chat_templates[name], mark=mark)
             self._compiled_templates[name, is_marked] = template
@@ -253,7 +253,7 @@ class Tokenizer:
 
 
 class _Found(dict[int, bytes]):
-    """What a function returns, for each id that was ever asked for."""
+    """Caches the results of a function, by id."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         self._find = find

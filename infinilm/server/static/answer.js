@@ -1,4 +1,4 @@
-/** An answer on the page: every token a span, laid out line by line while it comes. */
+/** Shows an answer on the page: each token is a span, and lines are laid out as they arrive. */
 
 import { CodeReader } from "./colours.js";
 import { hasCells, isFence, readLine, readRow, readRuler } from "./markdown.js";
@@ -7,8 +7,8 @@ import { PieceMaker } from "./pieces.js";
 
 const BOUNDS = [0.05, 0.2, 0.4, 0.6, 0.8];
 const MARKUP = /[`*#\n[\]|:]/;
-const MAY_BE_MARKER = /^\s*\S{0,6}$/; // what has just begun could become a list or a heading
-const LONG_LINE = 2000; // characters; to lay out a longer line again and again would take long
+const MAY_BE_MARKER = /^\s*\S{0,6}$/; // a line that has just begun could become a list or a heading
+const LONG_LINE = 2000; // characters; laying out a longer line for each token would take long
 
 /** The class that gives a probability its colour: p0 (unlikely) to p5. */
 function tintOf(probability) {
@@ -16,36 +16,36 @@ function tintOf(probability) {
   return `p${index < 0 ? BOUNDS.length : index}`;
 }
 
-/** Writes an answer into an element. Only the last line is ever laid out again; `element.textContent` is the text. */
+/** Writes an answer into an element. Only the last line may be laid out again; `element.textContent` is the text. */
 export class AnswerView {
-  /** Texts with their tokens; a span's `data-piece` is the index here. */
+  /** Texts with their tokens. A span's `data-piece` is an index into this array. */
   pieces = [];
   text = "";
   #maker = new PieceMaker();
   #element;
   #block; // where lines go: the element, or a block of code in it
   #code = null; // in a block of code: its CodeReader
-  #open = null; // what the lines of code before have left open
-  #table = null; // while rows of a table may come: {element, alignments}
+  #open = null; // the opener, such as a comment's, that earlier lines of code have left open
+  #table = null; // while rows of a table may follow: {element, alignments}
   #head = null; // the line before, which may be a table's head: {line, fragments, text}
   #line = null; // the last line's element
   #fragments = []; // the last line's parts of pieces: {text, piece}
-  #isSimple = false; // whether more can be put behind the last line as it is: it is plain, or long
+  #isSimple = false; // whether text can be appended to the last line without a new layout: it is plain or long
   #isLong = false;
-  #tail = make("span", "", ""); // text that no token accounts for yet
+  #tail = make("span", "", ""); // text whose tokens are not known yet
 
   constructor(element) {
     this.#element = element;
     this.#block = element;
   }
 
-  /** Add what an event brought. */
+  /** Add an event's text and tokens. */
   add(text, tokens) {
     this.text += text;
     this.#show(this.#maker.feed(text, tokens), this.#maker.rest);
   }
 
-  /** Nothing more will come. */
+  /** Show the rest: the answer is complete. */
   finish() {
     this.#show(this.#maker.finish(), "");
     this.#endLine();
@@ -96,7 +96,7 @@ export class AnswerView {
     this.#isSimple = this.#isLong = false;
   }
 
-  /** A line of text is over: it may begin a table together with the line before, or end one. */
+  /** End a line of text. It may begin a table together with the line before, or end one. */
   #endTableLine(line) {
     const head = this.#head;
     const alignments = head && readRuler(line, head.text);
@@ -113,7 +113,7 @@ export class AnswerView {
     this.#head = this.#table ? null : { line: this.#line, fragments: this.#fragments, text: line };
   }
 
-  /** Make the last line's spans anew, unless all were put behind it. */
+  /** Make the last line's spans again, unless all of them could be appended. */
   #layOut() {
     if (this.#isSimple) return;
     const text = textOf(this.#fragments).replace(/\n$/, "");
@@ -146,7 +146,7 @@ export class AnswerView {
     return cells;
   }
 
-  /** The fragments, cut where styles change. */
+  /** The spans of the fragments, cut where styles change. */
   #makeSpans(runs, fragments) {
     const spans = [];
     let at = 0;
@@ -178,7 +178,7 @@ export class AnswerView {
   #openCode(fence) {
     const block = make("div", "code-block", "");
     block.dataset.language = fence.replace(/[`~]/g, "").trim().slice(0, 20);
-    const copy = makeButton("copy-code plain", ""); // its label is in the style sheet: here is only the answer's text
+    const copy = makeButton("copy-code plain", ""); // its label is in the style sheet: no text but the answer's here
     copy.setAttribute("aria-label", "Copy this code");
     block.append(copy);
     this.#element.append(block);

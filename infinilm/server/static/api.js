@@ -1,9 +1,9 @@
-/** Talking to the server: the key, errors in words, and answers as they come. */
+/** Talks to the server: sends the key, turns errors into words, and reads answers as they arrive. */
 
 const KEY_NAME = "infinilm.key";
 const DONE = "[DONE]";
 
-/** What the server, or the way to it, has to say against a request. */
+/** Why the server refused a request, or could not be reached. */
 export class ServerError extends Error {
   constructor(message, { status = 0, param = null } = {}) {
     super(message);
@@ -25,14 +25,14 @@ export function hasKey() {
   return sessionStorage.getItem(KEY_NAME) !== null;
 }
 
-/** What `/health` says: it has a body in good times (200) and in bad ones (503). */
+/** The body of `/health`, which it has with both statuses: 200 and 503. */
 export async function readHealth() {
   const response = await request("health");
   if (response.ok || response.status === 503) return response.json();
   throw await readError(response);
 }
 
-/** The model's own values for sampling, by name. They hold where a request says nothing. */
+/** The model's own sampling values, by name. They apply unless a request sets others. */
 export async function readSamplingDefaults() {
   const response = await request("v1/models");
   if (!response.ok) throw await readError(response);
@@ -67,7 +67,7 @@ async function request(path, { headers = {}, ...options } = {}) {
   }
 }
 
-/** The data of server-sent events, of which one may come in several chunks. */
+/** The data of server-sent events. One event may arrive in several chunks. */
 async function* readData(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -59,7 +59,7 @@ byId("welcome").addEventListener("click", (event) => {
   if (event.target.matches(".idea")) chat.sendText(event.target.textContent);
 });
 
-/** Esc closes what is open, or stops the answer. */
+/** Esc closes the popover and the open sheet; if no sheet is open, it stops the answer. */
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
   popover.hide();

@@ -1,4 +1,4 @@
-/** The conversation: its turns on the page, and the one request that may be at work. */
+/** The conversation: its turns on the page, and its one request in progress. */
 
 import { streamChat } from "./api.js";
 import { byId, make, makeButton } from "./page.js";
@@ -8,7 +8,7 @@ import { AnswerWriter } from "./writer.js";
 const NEAR_BOTTOM_PX = 48;
 const COPIED_MS = 1500;
 const UNLOAD_MS = 100;
-const OPEN_STORE = "infinilm.chat"; // in this tab: which conversation is open
+const OPEN_STORE = "infinilm.chat"; // the conversation that is open in this tab
 
 export class Chat {
   #settings;
@@ -16,15 +16,15 @@ export class Chat {
   #onWork;
   #onChange;
   #turns = []; // {role, content, note, element}
-  #writer = null; // of the answer that is coming
+  #writer = null; // of the answer in progress
   #views = new WeakMap(); // answers' elements to their AnswerViews
-  #controller = null; // of the request at work
+  #controller = null; // of the request in progress
 
   #log = byId("log");
   #input = byId("input");
 
   /** `onLocked` is called when the server wants a key, `onWork` when a request begins and ends, `onChange` when the
-      conversation has been kept or another one opened. */
+      conversation has been saved or another one opened. */
   constructor(settings, { onLocked, onWork, onChange }) {
     this.#settings = settings;
     this.#onLocked = onLocked;
@@ -34,19 +34,19 @@ export class Chat {
     window.addEventListener("pagehide", () => this.#keep());
   }
 
-  /** Which conversation is open, by its id in the store. */
+  /** The id of the open conversation in the store. */
   get id() {
     return sessionStorage.getItem(OPEN_STORE);
   }
 
-  /** Show what was open before the page was loaded again. */
+  /** Show the conversation that was open before the page was loaded again. */
   restore() {
     const before = loadChats().find(({ id }) => id === this.id);
     if (before) this.open(before.id, before.turns);
     else this.clear();
   }
 
-  /** Show a conversation that was kept. */
+  /** Show a saved conversation. */
   open(id, turns) {
     this.clear();
     sessionStorage.setItem(OPEN_STORE, id);
@@ -69,13 +69,13 @@ export class Chat {
     this.#controller?.abort();
   }
 
-  /** Begin a new conversation; what is typed stays, and the old one is kept. */
+  /** Begin a new conversation. The text in the composer stays, and the old conversation is saved. */
   clear() {
     this.#keep();
     this.discard();
   }
 
-  /** The same, and the old one is not kept. */
+  /** Begin a new conversation without saving the old one. */
   discard() {
     this.stop();
     this.#writer = null;
@@ -87,7 +87,7 @@ export class Chat {
     this.#onChange();
   }
 
-  /** Send what is in the composer, unless an answer is still coming. */
+  /** Send the text in the composer, unless an answer is in progress. */
   send() {
     const text = this.#input.value;
     if (this.#controller || !text.trim()) return;
@@ -100,7 +100,7 @@ export class Chat {
     if (!this.#controller) this.#ask(text);
   }
 
-  /** Write the conversation to the store, with as much of an answer as there is. */
+  /** Write the conversation to the store, with the answer so far. */
   #keep() {
     if (!this.#turns.length) return;
     if (this.#writer) Object.assign(this.#turns.at(-1), { content: this.#writer.text, note: "interrupted" });
@@ -126,7 +126,7 @@ export class Chat {
     this.#scrollDown();
     this.#keep();
     const end = await this.#run(request, writer);
-    if (end instanceof Error) await pause(UNLOAD_MS); // a page that is left cuts its connections before it ends
+    if (end instanceof Error) await pause(UNLOAD_MS); // when a page is left, its connections are cut before it ends
     if (!answer.element.isConnected) return; // another conversation was opened meanwhile
     this.#writer = null;
     answer.note = writer.end(end);
@@ -184,7 +184,7 @@ export class Chat {
     this.#onWork();
   }
 
-  /** Take a question that got no answer back into the composer, and say why. */
+  /** Put a question without an answer back into the composer, and show the reason. */
   #fail(question, reason) {
     this.#turns.pop();
     question.element.remove();
@@ -217,18 +217,18 @@ export class Chat {
     const turn = target.closest(".turn");
     if (target.matches(".copy")) copy(target, this.#views.get(turn.querySelector(".answer")).text);
     else if (target.matches(".copy-code")) copy(target, codeOf(target.parentElement));
-    else if (this.#controller) return; // the others change the conversation
+    else if (this.#controller) return; // the buttons below change the conversation
     else if (target.matches(".regenerate")) this.#askAgain(this.#turns.length - 2);
     else if (target.matches(".edit")) this.#edit(this.#turns.findIndex(({ element }) => element === turn));
   }
 
-  /** Ask a question again, with another text if there is one. What came after it is dropped. */
+  /** Ask a question again, with another text if one is given. Later turns are dropped. */
   #askAgain(index, text = this.#turns[index].content) {
     for (const { element } of this.#turns.splice(index)) element.remove();
     this.#ask(text);
   }
 
-  /** Put a question into a field in its place. */
+  /** Replace a question by a field in which it can be edited. */
   #edit(index) {
     const turn = this.#turns[index];
     const form = make("form", "editor", "");
@@ -255,7 +255,7 @@ export class Chat {
     field.focus();
   }
 
-  /** Change the page, and go along with it unless the reader is elsewhere. */
+  /** Change the page, and scroll down with it unless the reader has scrolled elsewhere. */
   #grow(change) {
     const { scrollHeight, scrollTop, clientHeight } = this.#log;
     const isAtBottom = scrollHeight - scrollTop - clientHeight < NEAR_BOTTOM_PX;
@@ -291,7 +291,7 @@ async function putOnClipboard(text) {
     await navigator.clipboard.writeText(text);
     return;
   }
-  const area = make("textarea", "unseen", text); // over plain HTTP from another machine there is only this way
+  const area = make("textarea", "unseen", text); // the only way over plain HTTP from another machine
   document.body.append(area);
   area.select();
   document.execCommand("copy");

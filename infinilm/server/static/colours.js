@@ -35,12 +35,12 @@ const NUMBER = /\b(?:0[xX][\da-fA-F_]+|\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\b/y;
 const NAME = /[\p{L}_$][\p{L}\d_$]*/uy;
 const TAG = /<\/?[\w-]+|\/?>/y;
 
-/** The family of languages that a name such as "py" belongs to; null if it is not known. */
+/** The language family of a name such as "py"; null if it is unknown. */
 function findFamily(language) {
   return Object.values(FAMILIES).find(({ names }) => names.split(" ").includes(language.toLowerCase())) ?? null;
 }
 
-/** Reads the lines of a block of code in a language, one after the other. */
+/** Reads the lines of a code block, one after the other. */
 export class CodeReader {
   #family;
   #words;
@@ -50,7 +50,7 @@ export class CodeReader {
     this.#words = new Set((this.#family?.words ?? "").split(" "));
   }
 
-  /** The runs of a line, and what its end leaves open: an opener such as "/*", given as `open` for the next line. */
+  /** The runs of a line, and the opener that it leaves open, such as "/*": pass it as `open` with the next line. */
   read(line, open = null) {
     const runs = [];
     let at = 0;
@@ -63,7 +63,7 @@ export class CodeReader {
     return { runs: [...runs, { end: line.length, style: "" }], open };
   }
 
-  /** What begins at a place: its length, its style, and the opener that is still open behind it. */
+  /** The run that begins at a place: its length, its style, and the opener that it leaves open. */
   #next(line, at) {
     const { comment, long = [], isMarkup } = this.#family;
     const opener = long.find((each) => line.startsWith(each, at));
@@ -86,7 +86,7 @@ export class CodeReader {
   }
 }
 
-/** The rest of what an opener began: up to its end, or to the line's. */
+/** The run up to the closer of an opener, or up to the end of the line. */
 function close(line, at, opener, length = 0) {
   const closer = CLOSERS[opener] ?? opener;
   const style = opener in CLOSERS ? "code-comment" : "code-string";

@@ -1,4 +1,4 @@
-/** The live view of the engine: `/health`, once a second while the page is seen. */
+/** The live view of the engine. Reads `/health` once a second while the page is visible. */
 
 import { readHealth } from "./api.js";
 import { byId } from "./page.js";
@@ -8,7 +8,7 @@ const SOON_MS = 250;
 const NUM_POINTS = 60;
 const HEIGHT = 20;
 const NUMBERS = ["running", "waiting", "memory", "rate"];
-const MIN_SECONDS = 0.5; // a rate over less is noise
+const MIN_SECONDS = 0.5; // a rate over a shorter time is noise
 const AT_WORK = ["ready", "draining"];
 const STATES = {
   starting: "loading",
@@ -27,19 +27,19 @@ export class EngineMonitor {
   #before = null; // {time, numTokens} at the last look
   #rates = [];
 
-  /** `onLocked` is called when the server wants a key; `look` goes on after that. `onReady`: the engine is ready. */
+  /** `onLocked` is called when the server wants a key; call `look` after that. `onReady`: the engine is ready. */
   constructor({ onLocked, onReady }) {
     this.#onLocked = onLocked;
     this.#onReady = onReady;
     document.addEventListener("visibilitychange", () => this.look());
   }
 
-  /** A request has begun or ended: look now, and again when the engine has noticed. */
+  /** Look now, and again soon: a request has begun or ended, which the engine may not have noticed yet. */
   async lookSoon() {
     if (await this.look()) this.#plan(SOON_MS);
   }
 
-  /** Look now, and then again and again; false if nothing can be seen now. */
+  /** Look now and then at intervals. Returns false if the page is hidden or the server wants a key. */
   async look() {
     clearTimeout(this.#timer);
     if (document.hidden) {
@@ -80,7 +80,7 @@ export class EngineMonitor {
     this.#showRate(engine.num_output_tokens);
   }
 
-  /** There is no engine whose state could be shown. */
+  /** Clear the numbers: there is no engine whose state could be shown. */
   #showNothing() {
     this.#before = null;
     for (const id of NUMBERS) byId(id).textContent = "–";

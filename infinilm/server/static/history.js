@@ -57,7 +57,7 @@ function makeItem({ id, title }, isOpen) {
   return item;
 }
 
-/** Do what a button says at its second click: the first one asks. */
+/** Act on a button's second click. The first click asks for confirmation. */
 function sure(button, act) {
   if (button.classList.contains("asks")) {
     act();

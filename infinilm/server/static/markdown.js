@@ -1,4 +1,4 @@
-/** The part of Markdown that is shown: what a line is, and what stands out in it. Nothing here makes HTML. */
+/** Reads the supported part of Markdown: the kind of a line, and the styles in it. Nothing here makes HTML. */
 
 const FENCE = /^\s*(```|~~~)/;
 const HEADING = /^#{1,6}\s+/;
@@ -42,7 +42,7 @@ export function readRuler(line, head) {
   return cells.map((cell) => (/:\s*$/.test(cell) ? (/^\s*:/.test(cell) ? "center" : "right") : "left"));
 }
 
-/** What a line of text is, and where in it which styles hold: {kind, depth, runs: [{end, style, href}]}, in order. */
+/** The kind of a line of text, and the styles in it, in order: {kind, depth, runs: [{end, style, href}]}. */
 export function readLine(line) {
   if (!line.trim()) return { kind: "blank", depth: 0, runs: [{ end: line.length, style: "" }] };
   const depth = Math.min(3, Math.floor(line.match(/^\s*/)[0].length / 2));
@@ -93,6 +93,6 @@ function safeLink(target) {
     const url = new URL(target);
     return SAFE_SCHEMES.includes(url.protocol) ? url.href : null;
   } catch {
-    return null; // not a whole address
+    return null; // not a complete address
   }
 }

@@ -1,6 +1,6 @@
-/** Finding and making elements. Text is always text: nothing on this page is read as HTML. */
+/** Finds and makes elements. Text stays text: nothing on this page is parsed as HTML. */
 
-/** The element with an id, which index.html has. */
+/** The element of index.html with this id. */
 export function byId(id) {
   const element = document.getElementById(id);
   if (!element) throw new Error(`index.html has no element with the id ${id}`);

@@ -1,20 +1,20 @@
-/** Which token wrote which part of an answer's text. */
+/** Finds the tokens that wrote each part of an answer's text. */
 
 /**
- * Lays tokens along the text. The text is what counts: it comes a little later than its tokens where the server holds
- * it back (a character's first bytes, what may become a stop string), lacks special tokens and the space that
- * some tokenizers put before the first word. A piece is a text with the tokens that wrote it: one, or the several that
- * make up a character.
+ * Aligns tokens with the text. The text decides. It arrives later than its tokens if the server holds it back (a
+ * character's first bytes, or a possible stop string). It lacks special tokens, and the space that some tokenizers put
+ * before the first word. A piece is a text with the tokens that wrote it: one token, or several that make up a
+ * character.
  */
 export class PieceMaker {
   #utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
   #unfinished = []; // tokens whose bytes do not end a character
-  #waiting = []; // pieces whose text has not come
+  #waiting = []; // pieces whose text has not arrived
   #isFirst = true;
-  /** Text that no token accounts for yet. */
+  /** Text whose tokens are not known yet. */
   rest = "";
 
-  /** Take in what an event brought; returns the pieces that are now certain. */
+  /** Add an event's text and tokens. Returns the pieces that are now final. */
   feed(text, tokens) {
     this.rest += text;
     for (const token of tokens) this.#add(token);
@@ -24,7 +24,7 @@ export class PieceMaker {
     return pieces;
   }
 
-  /** What is left when the answer is over. */
+  /** The remaining pieces of a complete answer. */
   finish() {
     const pieces = [];
     const last = this.#utf8.decode();
@@ -44,7 +44,7 @@ export class PieceMaker {
     }
   }
 
-  /** Whether the text so far ends before this one does. */
+  /** Whether the text so far is a proper beginning of this one, so that the rest may follow. */
   #mayStillCome(text) {
     return this.rest.length < text.length && text.startsWith(this.rest);
   }

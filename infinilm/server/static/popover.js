@@ -1,4 +1,4 @@
-/** How likely a token was, and what else could have been there: by mouse, by touch, and by the arrow keys. */
+/** Shows a token's probability and its alternatives, on mouse, touch and arrow keys. */
 
 import { make } from "./page.js";
 
@@ -36,7 +36,7 @@ export class TokenPopover {
     else this.hide();
   }
 
-  /** The arrow keys go from token to token of the answer that has the focus. */
+  /** Go from token to token of the answer that has the focus, with the arrow keys. */
   #walk(event) {
     const answer = event.target;
     if (!answer.classList.contains("answer") || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -50,7 +50,7 @@ export class TokenPopover {
     event.preventDefault();
     if (!pieces[index]) return;
     this.#viewOf(answer).spansOf(index)[0].scrollIntoView({ block: "nearest" });
-    // After the scroll's own event, which hides.
+    // Show it after the scroll event, which hides it.
     requestAnimationFrame(() => requestAnimationFrame(() => this.#show(answer, index)));
     this.#answer = answer;
     this.#index = index;
@@ -72,7 +72,7 @@ export class TokenPopover {
     for (const span of this.#viewOf(this.#answer).spansOf(this.#index)) span.classList.toggle("shown", isShown);
   }
 
-  /** Above the token, or below where there is no room; always within the window. */
+  /** Place the box above the token, or below it if there is no room, always within the window. */
   #place() {
     const span = [...this.#viewOf(this.#answer).spansOf(this.#index)].find((each) => each.getClientRects().length);
     const [anchor] = span ? span.getClientRects() : [this.#answer.getBoundingClientRect()];
@@ -107,7 +107,7 @@ function describeOther({ token, logprob }, isChosen) {
   return item;
 }
 
-/** A token's text with its spaces and line breaks to be seen. */
+/** A token's text with visible spaces and line breaks. */
 function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(nothing)";
 }

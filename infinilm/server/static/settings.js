@@ -1,4 +1,4 @@
-/** The fields beside the chat: what a request says besides its messages. They are remembered in this browser. */
+/** The fields beside the chat: a request's settings besides its messages. This browser remembers them. */
 
 import { byId } from "./page.js";
 
@@ -16,7 +16,7 @@ const DEFAULTS = {
 };
 const NUMBERS = ["temperature", "top_p", "min_p", "top_k", "max_tokens", "seed"];
 
-/** A field holds what no request can carry. */
+/** A field has a value that no request can have. */
 export class FieldError extends Error {
   constructor(message, param) {
     super(message);
@@ -37,7 +37,7 @@ export class Settings {
     });
   }
 
-  /** Show the model's own values where no others are given. */
+  /** Show the model's own values in fields that are empty. */
   showModelDefaults(values) {
     for (const [name, value] of Object.entries(values)) {
       const input = this.#input(name);
@@ -50,7 +50,7 @@ export class Settings {
     return this.#value("system").trim();
   }
 
-  /** The fields of a request. What is empty is left to the server. */
+  /** The fields of a request. Empty fields are left to the server. */
   toRequest() {
     this.clearErrors();
     const request = {};
@@ -65,7 +65,7 @@ export class Settings {
     return request;
   }
 
-  /** Say at a field what is wrong with it; false if no field is called that. */
+  /** Show an error at the field with this name. Returns false if there is no such field. */
   showError(param, message) {
     const input = this.#form.elements.namedItem(param ?? "");
     if (!input) return false;
@@ -113,7 +113,7 @@ export class Settings {
     this.#keep();
   }
 
-  /** Put each slider where its number is; without one, where its placeholder is. */
+  /** Set each slider to its number, or without one to its placeholder. */
   #moveSliders() {
     for (const slider of this.#form.querySelectorAll("[data-for]")) {
       const input = this.#input(slider.dataset.for);
@@ -131,11 +131,11 @@ function remembered() {
   try {
     return JSON.parse(localStorage.getItem(STORE)) ?? {};
   } catch {
-    return {}; // not ours: the defaults will do
+    return {}; // not written by this page: use the defaults
   }
 }
 
-/** A line of the field as the text it stands for. */
+/** The text that a line of the field stands for. */
 function unescape(text) {
   const meanings = { n: "\n", t: "\t", "\\": "\\" };
   return text.replace(/\\([nt\\])/g, (_, letter) => meanings[letter]);

@@ -1,4 +1,4 @@
-/** The conversations that this browser keeps, the latest first. */
+/** The conversations that this browser stores, the latest first. */
 
 const STORE = "infinilm.chats";
 const MAX_CHATS = 100;
@@ -10,7 +10,7 @@ export function loadChats() {
     const chats = JSON.parse(localStorage.getItem(STORE)) ?? [];
     return chats.filter(({ id, turns }) => typeof id === "string" && turns.every(isTurn));
   } catch {
-    return []; // not ours
+    return []; // not written by this page
   }
 }
 
@@ -18,7 +18,7 @@ function isTurn({ role, content }) {
   return (role === "user" || role === "assistant") && typeof content === "string";
 }
 
-/** Keep a conversation as the latest one. Without turns it is deleted. The list is read anew: other tabs change it. */
+/** Save a conversation as the latest one. Without turns it is deleted. Reads the list again: other tabs change it. */
 export function saveChat(id, turns) {
   const others = loadChats().filter((chat) => chat.id !== id);
   if (!turns.length) {
@@ -34,7 +34,7 @@ export function deleteAllChats() {
   localStorage.removeItem(STORE);
 }
 
-/** If there is no space for all, the oldest are dropped. */
+/** Write the conversations. If there is no space for all, the oldest are dropped. */
 function write(chats) {
   for (let left = chats; ; left = left.slice(0, -1)) {
     try {

@@ -1,4 +1,4 @@
-/** One answer of the conversation, with what is said below it. */
+/** One answer of the conversation, with the note below it. */
 
 import { AnswerView } from "./answer.js";
 import { make, makeButton } from "./page.js";
@@ -6,7 +6,7 @@ import { make, makeButton } from "./page.js";
 const INTERVAL_MS = 40;
 const ENDS = { length: "cut off at max tokens", stopped: "stopped" };
 
-/** Writes an answer as its events come: all of them, but only so often, for the engine may need this processor too. */
+/** Writes an answer as its events arrive. It updates the page at intervals: the engine may use the same processor. */
 export class AnswerWriter {
   /** Where the text goes. */
   body = make("div", "answer", "");
@@ -36,7 +36,7 @@ export class AnswerWriter {
     element.classList.add("coming");
   }
 
-  /** Take in an event. */
+  /** Add an event. */
   take({ choices: [choice], usage, timings }) {
     if (choice) {
       this.#text += choice.delta.content ?? "";
@@ -50,12 +50,12 @@ export class AnswerWriter {
     this.#timer ||= setTimeout(() => this.#flush(), INTERVAL_MS);
   }
 
-  /** All that has come, shown or not yet. */
+  /** All text so far, shown or not. */
   get text() {
     return this.view.text + this.#text;
   }
 
-  /** The answer is over: by a finish reason, by "stopped", or by an error. Returns what is said below it. */
+  /** End the answer with a finish reason, with "stopped", or with an error. Returns the note below it. */
   end(reason) {
     clearTimeout(this.#timer);
     this.#flush();
@@ -63,7 +63,7 @@ export class AnswerWriter {
     return this.#note.textContent;
   }
 
-  /** Show an answer that was kept. How likely its tokens were is not known any more. */
+  /** Show a saved answer. The probabilities of its tokens are not known any more. */
   restore(text, note) {
     this.view.add(text, []);
     this.#finish(note ?? "", false);
@@ -78,7 +78,7 @@ export class AnswerWriter {
     });
   }
 
-  /** An event has the tokens if alternatives were asked for; else it is taken for one, until the end tells. */
+  /** Count an event's tokens. It has them if alternatives were requested; else it counts as one until the end. */
   #count({ logprobs, delta }) {
     const numTokens = logprobs?.content?.length ?? (delta.content || delta.reasoning_content ? 1 : 0);
     if (!numTokens) return;
@@ -87,7 +87,7 @@ export class AnswerWriter {
     this.#numTokens += numTokens;
   }
 
-  /** Tokens per second between the first and the last one, as far as they have come. */
+  /** Tokens per second between the first token and the latest one. */
   get #rate() {
     const seconds = (this.#lastTime - this.#firstTime) / 1000;
     return seconds > 0.5 ? (this.#numTokens - 1) / seconds : null;
@@ -106,7 +106,7 @@ export class AnswerWriter {
     });
   }
 
-  /** Show more of the reasoning, above the answer. It is folded when the answer begins. */
+  /** Show more of the reasoning, above the answer. It is collapsed when the answer begins. */
   #think(thought) {
     if (!this.#thoughts) {
       const details = make("details", "reasoning", "");

@@ -1,4 +1,4 @@
-"""Facts that hold for all values of a schema. Where a fact is uncertain, more values are assumed."""
+"""Facts that hold for all values of a schema. If a fact is uncertain, more values are assumed."""
 
 import json
 import re

@@ -31,7 +31,7 @@ PATTERNS = {
     "relative-json-pointer": f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",
     "regex": rf"\^?(?:{_PIECE}|\({_PIECE}+(?:\|{_PIECE}+)*\)[*+?]?)*\$?",
 }
-"""Stricter than the format where it is not a regular language, or where validators disagree."""
+"""A pattern is stricter than its format if that is not a regular language, or if validators disagree."""
 
 AS_THEY_ARE = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that llguidance enforces itself."""

@@ -211,7 +211,7 @@ def word_pattern(word: str) -> str:
 
 
 def _escaped(char: str) -> str:
-    """In the syntax that Rust and Python share."""
+    """The character, escaped in the syntax that Rust and Python share."""
     if char.isascii() and char.isalnum():
         return char
     return f"\\u{ord(char):04X}" if ord(char) < 0x10000 else f"\\U{ord(char):08X}"

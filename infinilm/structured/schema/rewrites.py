@@ -21,7 +21,7 @@ _ANYTHING = frozenset({"", "^", "$", ".*", "^.*", ".*$", "^.*$"})
 
 
 def counted(result: dict[str, Any], schema: dict[str, Any]) -> list[Schema] | None:
-    """The alternatives for `minProperties` and `maxProperties`, or None where llguidance can count by itself."""
+    """The alternatives for `minProperties` and `maxProperties`, or None if llguidance can count by itself."""
     if "minProperties" not in schema and "maxProperties" not in schema:
         return None
     counts: dict[str, int] = {name: schema[name] for name in ("minProperties", "maxProperties") if name in schema}
