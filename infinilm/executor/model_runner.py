@@ -77,7 +77,7 @@ class ModelRunner:
         self._device = worker.device
         self._block_size = worker.cache.block_size
         self._max_num_tokens = min(settings.max_num_batched_tokens, settings.max_model_len)
-        max_num_rows = settings.max_num_rows
+        self._max_num_rows = max_num_rows = settings.max_num_rows
         vocab_size = worker.model.config.vocab_size
         self._sampler = Sampler(vocab_size, worker.sampling_device, max_num_rows) if worker.is_driver else None
         max_blocks = -(-settings.max_model_len // self._block_size)
@@ -144,7 +144,7 @@ class ModelRunner:
             if not self._worker.is_last_stage:
                 continue
             # As many rows as can ever draw at once, or as many prompt tokens as have logits at once.
-            num_logits = max(len(self._cache.groups), PROMPT_LOGITS_AT_ONCE)
+            num_logits = max(self._max_num_rows, PROMPT_LOGITS_AT_ONCE)
             logits = self._worker.compute_logits(hidden, np.arange(min(len(places), num_logits)))
             if self._sampler is not None:
                 self._sampler.warm_up(logits)

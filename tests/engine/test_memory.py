@@ -20,6 +20,7 @@ from infinilm import LLM, Config, InferEngine, RequestOutput, SamplingParams
 from infinilm.attention.triton_backend import TritonAttention
 from infinilm.distributed import DistConfig
 from infinilm.errors import EngineError, InvalidValueError, OutOfMemoryError
+from infinilm.executor import model_runner
 from infinilm.executor.memory import MemoryLedger, Workspace, explain_oom, is_out_of_memory, plan_memory
 from infinilm.executor.step_graphs import Shape, launch_bound_tokens, mixed_sizes
 from infinilm.executor.workspace import (
@@ -331,6 +332,24 @@ def test_a_step_without_memory_ends_its_requests_and_no_others(tmp_path: Path) -
         assert llm.stats().num_free_blocks == 64
         llm.scheduler.blocks.check_integrity([])
         assert llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].token_ids == alone.token_ids
+
+
+def test_a_start_tries_logits_of_all_rows_that_draw_at_once(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU their memory is measured so."""
+    monkeypatch.setattr(model_runner, "PROMPT_LOGITS_AT_ONCE", 8)
+    with LLM(tiny_dir, device="cpu", dtype="float32", max_num_seqs=100, num_kvcache_blocks=32) as llm:
+        worker = worker_of(llm.executor)
+        compute, sizes = worker.compute_logits, set[int]()
+
+        def compute_logits(hidden: torch.Tensor, places: Any) -> torch.Tensor:
+            sizes.add(len(places))
+            return compute(hidden, places)
+
+        monkeypatch.setattr(worker, "compute_logits", compute_logits)
+        runner = present(worker._runner)
+        monkeypatch.setattr(runner._sampler, "warm_up", lambda _logits: None)  # of a GPU's kernels
+        runner._compute_all_kinds()
+    assert max(sizes) == 100
 
 
 def test_what_is_out_of_memory() -> None:
