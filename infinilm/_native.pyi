@@ -70,7 +70,7 @@ class Linear:
     @property
     def out_features(self) -> int: ...
     def multiply(self, x: Floats, out: Floats, accumulate: bool) -> None:
-        """`out` `[T, out]` = or += `x Wᵀ + b`, with `x` `[T, in]` rounded to 16 bits by groups of 32."""
+        """`out` `[T, out]` = or += `x Wᵀ + b`. `x` `[T, in]` is rounded to the matrices' `activation_bits`."""
 
 class Experts:
     """A layer's experts: for each, gate and up as one `Linear`, and down."""
@@ -146,15 +146,15 @@ class Attention(TokenMixer):
         has_gates: bool = False,
     ) -> None: ...
 
-class DeltaNet(TokenMixer):
-    """A gated delta net (`infinilm.layers.delta_net`). `in_` computes q, k, v, gates, rates and changes. `conv` is
-    `[width, channels of q, k and v]`, `decay` `[value_heads]` is -exp(A_log), `norm` is `[value_dim]`."""
+class DeltaHeads:
+    """The heads of a gated delta net, between its two products; `infinilm.layers.delta_net` defines what they compute.
+
+    `conv` is `[width, channels of q, k and v]`, `decay` `[value_heads]` is -exp(A_log), `norm` is `[value_dim]`.
+    """
 
     def __init__(
         self,
         *,
-        in_: Linear,
-        out: Linear,
         key_heads: int,
         value_heads: int,
         key_dim: int,
@@ -165,29 +165,48 @@ class DeltaNet(TokenMixer):
         norm: Floats,
         eps: float,
     ) -> None: ...
+    def run(self, rows: Floats, cache: Cache, layer: int, step: Step) -> int:
+        """Compute `rows` `[T, q, k, v, gates, rates and changes]` in place. `layer` counts the layers in the cache.
 
-class LatentAttention(TokenMixer):
-    """Latent attention; `infinilm.layers.latent_attention` defines it. `latents` computes the vectors that are kept,
-    after those from which queries are computed if there is a `query_norm` `[query_rank]`. `expansion` is
-    `[heads * (plain_dim + value_dim), rank]`."""
+        Returns the column where the results `[T, value_heads * value_dim]` begin.
+        """
+
+class DeltaNet(TokenMixer):
+    """A gated delta net. `in_` computes q, k, v, gates, rates and changes of the `heads`."""
+
+    def __init__(self, *, in_: Linear, out: Linear, heads: DeltaHeads) -> None: ...
+
+class LatentHeads:
+    """The heads of latent attention, between its products; `infinilm.layers.latent_attention` defines what they compute.
+
+    `expansion` is `[heads * (plain_dim + value_dim), rank]`, `norm` `[rank]` that of the kept vectors.
+    """
 
     def __init__(
         self,
         *,
-        latents: Linear,
-        query: Linear,
-        out: Linear,
-        num_heads: int,
+        count: int,
         rank: int,
         plain_dim: int,
         value_dim: int,
         rotary: Floats,
         is_interleaved: bool,
         expansion: Floats,
-        query_norm: Floats | None,
         norm: Floats,
         eps: float,
         scale: float,
+    ) -> None: ...
+    def run(self, latents: Floats, queries: Floats, cache: Cache, layer: int, step: Step, out: Floats) -> None:
+        """Store the new tokens' `latents` and attend with their `queries`, both of which are overwritten.
+
+        `layer` counts the layers in the cache.
+        """
+
+class LatentAttention(TokenMixer):
+    """Latent attention. `latents` computes the vectors to keep, after the inputs of `query` if there is a `query_norm`."""
+
+    def __init__(
+        self, *, latents: Linear, query: Linear, out: Linear, heads: LatentHeads, query_norm: Floats | None
     ) -> None: ...
 
 class ChannelMixer: ...
@@ -317,7 +336,7 @@ class Generator:
         rows: Ints,
         is_stop: npt.NDArray[np.bool_],
         drawn: Ints,
-        are_sound: npt.NDArray[np.bool_],
+        are_finite: npt.NDArray[np.bool_],
         seconds: float,
         is_awaited: Callable[[], bool],
     ) -> int:
@@ -328,7 +347,7 @@ class Generator:
         it. `settings` and `rows` are those of `draw`. The run ends after a step in which a row draws a token for which
         `is_stop` is true, or if another step would take the run beyond `seconds`, or if `is_awaited`, which is called
         between steps, returns true. It ends before a step in which a row can't draw, unless that is the first step:
-        then `are_sound` `[n]` says which rows could draw."""
+        then `are_finite` `[n]` says which rows could draw."""
 
 def store(new: Floats, cache: Tensor, step: Step, scales: Tensor | None = None) -> None:
     """Store keys and values `[T, 2, kv_heads, head_dim]`, contiguous but for T, in one layer's cache."""

@@ -651,14 +651,14 @@ struct PyGenerator {
 
     int64_t run(const PyCache& cache, const std::vector<size_t>& groups, const std::vector<Array<const int64_t, 2>>& tables,
                 Ints1 tokens, Ints1 starts, Array<const int64_t, 2> settings, Ints1 rows, Array<const bool, 1> is_stop,
-                Array<int64_t, 2> drawn, Array<bool, 1> are_sound, double seconds, nb::callable is_awaited) const {
+                Array<int64_t, 2> drawn, Array<bool, 1> are_finite, double seconds, nb::callable is_awaited) const {
         const size_t count = tokens.size();
         const int64_t steps = int64_t(drawn.shape(0));
         require(cache.layers.size() == decoder.layers.size() && groups.size() == decoder.layers.size(),
                 "there must be a cache and a group for each of the decoder's layers");
         require(count > 0 && starts.size() == count && rows.size() == count && drawn.shape(1) == count && steps > 0 &&
-                    are_sound.size() == count,
-                "tokens, starts, rows and are_sound must be [n], drawn [steps, n]");
+                    are_finite.size() == count,
+                "tokens, starts, rows and are_finite must be [n], drawn [steps, n]");
         require(settings.shape(1) == 5, "settings must be [rows, 5]");
         check_rows(*model.embedding, tokens);
         for (size_t i = 0; i < count; ++i) {
@@ -674,33 +674,33 @@ struct PyGenerator {
         for (size_t i = 0; i < groups.size(); ++i) {
             decoder.layers[i]->layer.tokens->check(cache.layers[i], *run.last_batches()[i]);
         }
-        return run_steps(run, tokens.data(), count, is_stop, drawn.data(), steps, are_sound.data(), seconds, is_awaited);
+        return run_steps(run, tokens.data(), count, is_stop, drawn.data(), steps, are_finite.data(), seconds, is_awaited);
     }
 
 private:
     // Returns the number of steps.
     static int64_t run_steps(DecodeRun& run, const int64_t* tokens, size_t count, const Array<const bool, 1>& is_stop,
-                             int64_t* drawn, int64_t steps, bool* are_sound, double seconds, const nb::callable& is_awaited) {
+                             int64_t* drawn, int64_t steps, bool* are_finite, double seconds, const nb::callable& is_awaited) {
         using Clock = std::chrono::steady_clock;
         const auto begin = Clock::now();
         for (int64_t step = 0;;) {
             const auto step_begin = Clock::now();
             {
                 nb::gil_scoped_release release;
-                run.step(tokens, drawn, are_sound);
+                run.step(tokens, drawn, are_finite);
             }
             const auto end = Clock::now();
-            const bool is_sound = std::all_of(are_sound, are_sound + count, [](bool each) { return each; });
+            const bool is_finite = std::all_of(are_finite, are_finite + count, [](bool each) { return each; });
             // The tokens drawn so far are valid. The failed step is the first step of the next run, which reports it.
-            if (!is_sound && step > 0) {
-                std::fill(are_sound, are_sound + count, true);
+            if (!is_finite && step > 0) {
+                std::fill(are_finite, are_finite + count, true);
                 return step;
             }
             const bool is_last = std::any_of(drawn, drawn + count, [&](int64_t token) {
                 return token < int64_t(is_stop.size()) && is_stop.data()[token];
             });
             const std::chrono::duration<double> expected = (end - begin) + (end - step_begin);
-            if (++step == steps || !is_sound || is_last || expected.count() > seconds) return step;
+            if (++step == steps || !is_finite || is_last || expected.count() > seconds) return step;
             if (nb::cast<bool>(is_awaited())) return step;
             tokens = drawn;
             drawn += count;
@@ -745,17 +745,17 @@ void attend_py(Rows3 query, AnyArray cache, const PyStep& py_step, Array<float, 
 }
 
 void draw_py(Array<const float, 2> logits, Array<const int64_t, 2> settings, Ints1 rows, Ints1 positions,
-             Array<int64_t, 1> tokens, Array<bool, 1> are_sound) {
+             Array<int64_t, 1> tokens, Array<bool, 1> are_finite) {
     const size_t count = logits.shape(0);
     require(settings.shape(1) == 5 && logits.shape(1) > 0, "settings must be [rows, 5], logits [n, vocab]");
-    require(rows.size() == count && positions.size() == count && tokens.size() == count && are_sound.size() == count,
-            "rows, positions, tokens and are_sound must have a number for each row of logits");
+    require(rows.size() == count && positions.size() == count && tokens.size() == count && are_finite.size() == count,
+            "rows, positions, tokens and are_finite must have a number for each row of logits");
     for (size_t i = 0; i < count; ++i) {
         require(rows.data()[i] >= 0 && rows.data()[i] < int64_t(settings.shape(0)), "a row has no settings");
     }
     nb::gil_scoped_release release;
     draw_rows(logits.data(), int64_t(count), int64_t(logits.shape(1)), settings.data(), rows.data(), positions.data(),
-              tokens.data(), are_sound.data());
+              tokens.data(), are_finite.data());
 }
 
 void logprobs_py(Array<const float, 2> logits, Ints1 targets, Array<int64_t, 2> ids, Array<float, 2> values) {
@@ -918,7 +918,7 @@ NB_MODULE(_native, module) {
              "embedding"_a, "decoder"_a, "head"_a, nb::kw_only(), "embedding_scale"_a, "logit_scale"_a, "logit_cap"_a.none())
         .def("run", &PyGenerator::run, "cache"_a, nb::kw_only(), "groups"_a, "tables"_a.noconvert(), "tokens"_a.noconvert(),
              "starts"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(), "is_stop"_a.noconvert(),
-             "drawn"_a.noconvert(), "are_sound"_a.noconvert(), "seconds"_a, "is_awaited"_a);
+             "drawn"_a.noconvert(), "are_finite"_a.noconvert(), "seconds"_a, "is_awaited"_a);
 
     nb::class_<PyDeltaHeads>(module, "DeltaHeads")
         .def(nb::init<int, int, int, int, Array<const float, 2>, Floats1, Floats1, Floats1, float>(), nb::kw_only(),
@@ -937,7 +937,7 @@ NB_MODULE(_native, module) {
     module.def("attend", &attend_py, "query"_a.noconvert(), "cache"_a.noconvert(), "step"_a, "out"_a.noconvert(), "scale"_a, "window"_a.none(),
                "cap"_a = nb::none(), "sinks"_a = nb::none(), "scales"_a.noconvert() = nb::none());
     module.def("draw", &draw_py, "logits"_a.noconvert(), "settings"_a.noconvert(), "rows"_a.noconvert(),
-               "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_sound"_a.noconvert());
+               "positions"_a.noconvert(), "tokens"_a.noconvert(), "are_finite"_a.noconvert());
     module.def("logprobs", &logprobs_py, "logits"_a.noconvert(), "targets"_a.noconvert(), "ids"_a.noconvert(),
                "values"_a.noconvert());
     module.def("cap_logits", &cap_logits_py, "logits"_a.noconvert(), "cap"_a);

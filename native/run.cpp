@@ -51,7 +51,7 @@ void DecodeRun::move_to(int64_t step) {
     }
 }
 
-void DecodeRun::step(const int64_t* tokens, int64_t* drawn, bool* are_sound) {
+void DecodeRun::step(const int64_t* tokens, int64_t* drawn, bool* are_finite) {
     static thread_local Buffer<float> hidden_memory, logits_memory;
     const int64_t width = model_.embedding->view().columns, vocab_size = model_.head->out_features();
     float* hidden = hidden_memory.reserve(rows_.count * width);
@@ -65,7 +65,7 @@ void DecodeRun::step(const int64_t* tokens, int64_t* drawn, bool* are_sound) {
     model_.head->multiply(hidden, rows_.count, logits, false);
     scale_logits(logits, rows_.count * vocab_size, model_.logit_scale, model_.logit_cap);
     // The drawn token's position is the length of the row's context.
-    draw_rows(logits, rows_.count, vocab_size, rows_.settings, rows_.numbers, context_lens_.data(), drawn, are_sound);
+    draw_rows(logits, rows_.count, vocab_size, rows_.settings, rows_.numbers, context_lens_.data(), drawn, are_finite);
 }
 
 }  // namespace infinilm

@@ -36,8 +36,8 @@ public:
     DecodeRun(const TokenModel& model, const std::vector<LayerCache>& caches, const std::vector<size_t>& groups,
               const std::vector<const int64_t*>& tables, int64_t max_blocks, const RunRows& rows, int64_t steps);
 
-    // Compute the rows' last tokens [count] and draw the next ones. `are_sound` is false for rows that can't draw.
-    void step(const int64_t* tokens, int64_t* drawn, bool* are_sound);
+    // Compute the rows' last tokens [count] and draw the next ones. `are_finite` is false for rows that can't draw.
+    void step(const int64_t* tokens, int64_t* drawn, bool* are_finite);
 
     // The batch of the last step, for each layer. Only valid before the first step.
     const std::vector<const Step*>& last_batches() const { return layer_steps_; }

@@ -214,14 +214,14 @@ int64_t draw(const float* logits, int64_t vocab_size, const DrawSettings& settin
 }
 
 void draw_rows(const float* logits, int64_t count, int64_t vocab_size, const int64_t* settings, const int64_t* rows,
-               const int64_t* positions, int64_t* tokens, bool* are_sound) {
+               const int64_t* positions, int64_t* tokens, bool* are_finite) {
     static_assert(sizeof(DrawSettings) == 5 * sizeof(int64_t));
     parallel_for(count, 1, [&](int64_t i) {
         DrawSettings own;
         std::memcpy(&own, settings + 5 * rows[i], sizeof own);
         const int64_t token = draw(logits + i * vocab_size, vocab_size, own, positions[i]);
         tokens[i] = std::max<int64_t>(token, 0);
-        are_sound[i] = token >= 0;
+        are_finite[i] = token >= 0;
     });
 }
 

@@ -18,8 +18,8 @@ struct DrawSettings {
 int64_t draw(const float* logits, int64_t vocab_size, const DrawSettings& settings, int64_t position);
 
 // The same for each row i of logits [count, vocab], with row `rows[i]` of the settings [rows, 5]. If no token can be
-// drawn, tokens[i] is 0 and are_sound[i] is false.
+// drawn, tokens[i] is 0 and are_finite[i] is false.
 void draw_rows(const float* logits, int64_t count, int64_t vocab_size, const int64_t* settings, const int64_t* rows,
-               const int64_t* positions, int64_t* tokens, bool* are_sound);
+               const int64_t* positions, int64_t* tokens, bool* are_finite);
 
 }  // namespace infinilm

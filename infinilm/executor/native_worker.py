@@ -208,7 +208,7 @@ class _Runner:
             rows=rows,
             is_stop=run.is_stop,
             drawn=drawn,
-            are_sound=is_finite,
+            are_finite=is_finite,
             seconds=RUN_SECONDS if run.is_watched else UNWATCHED_RUN_SECONDS,
             is_awaited=run.is_awaited,
         )

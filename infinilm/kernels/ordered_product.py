@@ -1,7 +1,7 @@
 """Products of few rows with a matrix, with the same bits as the libraries' products of more rows.
 
 A product of bfloat16 matrices has the same bits for every shape of tile and every number of rows, if matrix
-instructions sum over the inputs in order (on Hopper; `executor/guarantee.py` tests it). For more rows the libraries do
+instructions sum over the inputs in order (on Hopper; `executor/self_check.py` tests it). For more rows the libraries do
 so if they are kept from splitting the inputs (`keep_order`). For few rows they often have no fast kernel that does.
 This kernel uses narrow tiles instead: a program computes a few outputs for all rows, and reads their lines of the
 matrix once. The lines are fetched into the L2 cache before the program waits for the previous kernel (`early_launch`).

@@ -1,6 +1,6 @@
 """The assembly of a decoder model: embedding, layers of mixers and norms, final norm, output head.
 
-A family's file (`dense.py`) says which mixers its layers have; the mixers are in `layers/`.
+A family's file (such as `causal_lm.py`) says which mixers its layers have; the mixers are in `layers/`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

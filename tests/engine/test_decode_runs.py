@@ -399,7 +399,7 @@ def test_arguments_that_do_not_fit_are_refused(llm: LLM, change: dict[str, Any],
         "rows": np.array([2]),
         "is_stop": np.zeros(1, dtype=np.bool_),
         "drawn": np.zeros((5, 1), dtype=np.int64),
-        "are_sound": np.zeros(1, dtype=np.bool_),
+        "are_finite": np.zeros(1, dtype=np.bool_),
         "seconds": 1.0,
         "is_awaited": lambda: False,
     }
