@@ -177,7 +177,7 @@ class DeltaNet(TokenMixer):
     def __init__(self, *, in_: Linear, out: Linear, heads: DeltaHeads) -> None: ...
 
 class LatentHeads:
-    """The heads of latent attention, between its products; `infinilm.layers.latent_attention` defines what they compute.
+    """The heads of latent attention, between its products; `infinilm.layers.latent_attention` defines them.
 
     `expansion` is `[heads * (plain_dim + value_dim), rank]`, `norm` `[rank]` that of the kept vectors.
     """
@@ -203,7 +203,7 @@ class LatentHeads:
         """
 
 class LatentAttention(TokenMixer):
-    """Latent attention. `latents` computes the vectors to keep, after the inputs of `query` if there is a `query_norm`."""
+    """Latent attention. `latents` computes the vectors to keep, with a `query_norm` after the inputs of `query`."""
 
     def __init__(
         self, *, latents: Linear, query: Linear, out: Linear, heads: LatentHeads, query_norm: Floats | None
