@@ -59,7 +59,7 @@ inline float exponential_of(float x) { return exponential(all(x))[0]; }
 
 // Merge the part of a later split into a row. Rows are padded to whole vectors.
 inline void merge_into(Gathered row, Gathered part, int dim) {
-    if (part.maximum == kNothing) return;
+    if (part.weight == 0.0f) return;  // no key was seen
     const float maximum = std::max(row.maximum, part.maximum);
     const float old = row.maximum == kNothing ? 0.0f : exponential_of(row.maximum - maximum);
     const float add = exponential_of(part.maximum - maximum);
@@ -73,7 +73,7 @@ inline void merge_into(Gathered row, Gathered part, int dim) {
 // A sink adds to the weights and not to the values.
 inline void normalize(Gathered row, int dim, const float* sink, float* out) {
     const float weight = row.weight + (sink ? exponential_of(*sink - row.maximum) : 0.0f);
-    const float factor = weight > 0.0f ? 1.0f / weight : 0.0f;
+    const float factor = weight == 0.0f ? 0.0f : 1.0f / weight;
     for (int d = 0; d < dim; ++d) out[d] = row.values[d] * factor;
 }
 
@@ -187,7 +187,8 @@ inline void weigh(float* scores, int first, int end, int dim, Gathered row) {
     Floats largest = load(scores);
     for (int k = kLanes; k < kTileKeys; k += kLanes) largest = larger(largest, load(scores + k));
     if (is_any_larger(largest, all(row.maximum))) {  // rare after the first tiles
-        const float maximum = std::max(row.maximum, largest_of(largest));
+        // `larger` takes the second of two if one is NaN: a NaN is not the maximum, but makes the weights NaN.
+        const float maximum = largest_of(larger(largest, all(row.maximum)));
         if (row.maximum != kNothing) {
             const float factor = exponential_of(row.maximum - maximum);
             scale_values(row.values, factor, dim);
@@ -313,14 +314,18 @@ private:
             constexpr int kVectors = decltype(vectors)::value;
             for_rows([&](int r, auto count_of) {
                 constexpr int kRows = decltype(count_of)::value;
-                const int shared = *std::min_element(end + r, end + r + kRows);
-                add_values<kRows, kVectors>(scores_ + r * kTileKeys, values_, 0, shared, wide(), d, row(split_, r).values,
-                                            wide() + 2);
-                for (int i = r; i < r + kRows; ++i) {
-                    if (shared == end[i]) continue;
-                    add_values<1, kVectors>(scores_ + i * kTileKeys, values_, shared, end[i], wide(), d,
-                                            row(split_, i).values, 0);
-                }
+                // Keys that not all rows see are added row by row. A key that a row does not see is not even multiplied
+                // by 0: it may be NaN, and before the window it may be another request's.
+                const int shared_end = *std::min_element(end + r, end + r + kRows);
+                const int shared = std::min(*std::max_element(first + r, first + r + kRows), shared_end);
+                const auto add_own = [&](int i, int from, int to) {
+                    if (from >= to) return;
+                    add_values<1, kVectors>(scores_ + i * kTileKeys, values_, from, to, wide(), d, row(split_, i).values, 0);
+                };
+                for (int i = r; i < r + kRows; ++i) add_own(i, first[i], shared);
+                add_values<kRows, kVectors>(scores_ + r * kTileKeys, values_, shared, shared_end, wide(), d,
+                                            row(split_, r).values, wide() + 2);
+                for (int i = r; i < r + kRows; ++i) add_own(i, std::max(first[i], shared_end), end[i]);
             });
         };
         // Process some of the values' numbers for all rows, then the next, so that the values stay in the cache.

@@ -107,6 +107,30 @@ def test_equals_torch(native: Any, batch: str, window: int | None) -> None:
     torch.testing.assert_close(case.native(native), case.torch(), atol=5e-6, rtol=0)
 
 
+@pytest.mark.parametrize("window", [1, 10, 33])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_what_lies_outside_of_a_window_is_not_even_multiplied_by_0(native: Any, batch: str, window: int) -> None:
+    """NaN before the first window, where blocks may be other requests', and at a key that only some tokens see."""
+    query_lens, context_lens = BATCHES[batch]
+    case = make_case(query_lens, context_lens, window=window)
+    expected = case.native(native)
+    sees_nan = torch.zeros(len(case.query), dtype=torch.bool)
+    first = 0
+    for row, (num_new, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        last = context - num_new - 1  # the newest token of those in the cache
+        places = torch.tensor(
+            [*range(context - num_new - window + 1), *([last] if last >= 0 else [])], dtype=torch.int64
+        )
+        blocks = case.batch.block_tables[row][places // 16]
+        case.cache.flatten(0, 1)[blocks * 16 + places % 16] = torch.nan
+        if last >= 0:
+            sees_nan[first : first + min(num_new, window - 1)] = True
+        first += num_new
+    found = case.native(native)
+    assert found[~sees_nan].equal(expected[~sees_nan])
+    assert found[sees_nan].isnan().all()
+
+
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize(("cap", "has_sinks"), [(4.0, False), (None, True), (4.0, True)])
 def test_caps_and_sinks(native: Any, cap: float | None, has_sinks: bool, window: int | None) -> None:
