@@ -75,7 +75,8 @@ class Gemma4Config(Gemma3Config):
             raise InvalidValueError(f"global_head_dim={self.global_head_dim} must be even: pairs are rotated")
         check_integer("num_kv_shared_layers", self.num_kv_shared_layers, low=0, high=self.num_hidden_layers - 1)
         check_integer("hidden_size_per_layer_input", self.hidden_size_per_layer_input, low=0)
-        check_integer("vocab_size_per_layer_input", self.vocab_size_per_layer_input, low=1)
+        if self.hidden_size_per_layer_input:
+            check_integer("vocab_size_per_layer_input", self.vocab_size_per_layer_input, low=self.vocab_size)
         if self.num_global_key_value_heads is not None:
             check_integer("num_global_key_value_heads", self.num_global_key_value_heads, low=1)
         if self.enable_moe_block:

@@ -57,6 +57,7 @@ def test_layers_keep_heads_of_their_own_size_or_nothing() -> None:
         ({"global_head_dim": 33}, "global_head_dim=33 must be even"),
         ({"per_layer_config": {"1": {"head_dim": 8}, "4": {"head_dim": 16}}}, "must be the same head sizes"),
         ({"per_layer_config": 3}, "per_layer_config=3 must be"),
+        ({"vocab_size": 300, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 160}, "input=160 .*300"),
     ],
 )
 def test_what_can_not_be_run_is_refused(settings: dict[str, Any], message: str) -> None:
