@@ -30,7 +30,6 @@ GEMMA4: dict[str, Any] = {
     "global_head_dim": 32,
     "sliding_window": 20,
     "hidden_size_per_layer_input": 32,
-    "vocab_size_per_layer_input": 160,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 GEMMA4_MOE = {
@@ -594,7 +593,10 @@ def make_reference(kind: str, **settings: Any) -> PreTrainedModel:
         "Qwen3_5Moe",
         "Qwen3Next",
     )  # these add 1 to norms themselves
-    config = getattr(transformers, f"{prefix}{text}Config")(**{**SIZES, **own, **settings})
+    settings = {**SIZES, **own, **settings}
+    if prefix == "Gemma4":
+        settings["vocab_size_per_layer_input"] = settings["vocab_size"]
+    config = getattr(transformers, f"{prefix}{text}Config")(**settings)
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(7)
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()

@@ -21,8 +21,6 @@ def make_checkpoint(directory: Path, kind: str = "llama-gqa") -> Path:
     """The tiny random model that all cases use; `kind` is one of `checkpoints.ARCHITECTURES`."""
     sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "intermediate_size": 128}  # all matrices can be quantised
     sizes["tie_word_embeddings"] = False  # or the head would have the row that is NaN
-    if kind.startswith("gemma4"):
-        sizes["vocab_size_per_layer_input"] = VOCAB_SIZE
     model = make_reference(kind, **sizes, eos_token_id=EOS_ID, bos_token_id=0)
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON_ID] = float("nan")
