@@ -185,4 +185,4 @@ def wait_until(
 def num_ready() -> int:
     """Engines that all fronts see ready."""
     fronts = service.ask_fronts(APP)
-    return min(sum(each["state"] == "ready" for each in front["replicas"]) for front in fronts)
+    return min((sum(each["state"] == "ready" for each in front["replicas"]) for front in fronts), default=0)

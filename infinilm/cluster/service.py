@@ -109,17 +109,28 @@ def wait_ready(app_name: str) -> list[dict[str, Any]]:
 
 
 def ask_fronts(app_name: str) -> list[dict[str, Any]]:
-    """The status of each front, with the replicas that it sees."""
+    """The status of each front, with the replicas that it sees.
+
+    A front whose node has just died is left out: Ray Serve has not noticed yet, and will start another.
+    """
     from ray import serve
+    from ray.exceptions import RayActorError
     from ray.serve.exceptions import RayServeException
 
     try:
         handle = serve.get_app_handle(app_name)
-        found: list[dict[str, Any]] = handle.broadcast("describe").results(timeout_s=STATUS_TIMEOUT_S)
+        answers = handle.broadcast("describe").results(timeout_s=STATUS_TIMEOUT_S, return_exceptions=True)
     except RayServeException as error:
         raise InvalidValueError(
             f"there is no application {app_name!r} on this cluster; start it with: infinilm cluster serve"
         ) from error
+    found: list[dict[str, Any]] = []
+    for answer in answers:
+        if isinstance(answer, RayActorError):
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        found.append(answer)
     return found
 
 
