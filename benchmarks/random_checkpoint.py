@@ -1,5 +1,6 @@
 """Writes a checkpoint with random weights of a public model's shape, to measure speeds with.
 
+    python -m benchmarks.random_checkpoint qwen3-0.6b DIRECTORY         # 1.2 GB
     python -m benchmarks.random_checkpoint qwen3-moe-24l DIRECTORY      # 31 GB
     python -m benchmarks.random_checkpoint qwen3.5-4b DIRECTORY         # 8 GB
     python -m benchmarks.random_checkpoint llama-3.1-8b DIRECTORY --quantization fp8     # 9 GB
@@ -24,6 +25,20 @@ from infinilm.models import ModelConfig
 from infinilm.models.auto import outline_model
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
     "qwen3-moe-24l": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

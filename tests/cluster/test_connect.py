@@ -3,11 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray import serve
+from ray.exceptions import ActorDiedError
 
 from infinilm.cli.main import run
-from infinilm.cluster.service import choose_resources
+from infinilm.cluster.service import ask_fronts, choose_resources
 from infinilm.errors import InvalidValueError
 from infinilm.ray_cluster import Node, check_authentication, check_resources, compare_versions, own_versions
 
@@ -22,6 +26,19 @@ def test_resources_that_no_node_has_are_named_with_what_each_has() -> None:
     assert "3 replicas ask for 1 CPU, 1 GPU each, and 2 fit" in text
     assert "node aaaaaaaa (10.0.0.1) has 8 CPU, which is enough for 0" in text
     assert "node bbbbbbbb (10.0.0.2) has 4 CPU, 2 GPU, which is enough for 2" in text
+
+
+def test_a_front_whose_node_has_just_died_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_with(*answers: Any) -> None:
+        response = SimpleNamespace(results=lambda **_: list(answers))
+        handle = SimpleNamespace(broadcast=lambda _method: response)
+        monkeypatch.setattr(serve, "get_app_handle", lambda _name: handle)
+
+    answer_with({"node": "a"}, ActorDiedError(), {"node": "b"})
+    assert ask_fronts("app") == [{"node": "a"}, {"node": "b"}]
+    answer_with({"node": "a"}, ValueError("a bug"))
+    with pytest.raises(ValueError, match="a bug"):
+        ask_fronts("app")
 
 
 def test_versions_that_differ_are_named_with_their_node() -> None:
