@@ -5,6 +5,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -170,8 +171,10 @@ def test_001_4_token_ids_are_checked_at_once(name: str) -> None:
 
 
 def test_001_4_3_threads_that_share_an_llm_get_what_they_get_alone(tiny_dir: Path) -> None:
+    num_tokens = 100  # so many that quick threads do not end before others begin
+
     def params(seed: int) -> SamplingParams:
-        return SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
+        return SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=seed)
 
     def generate(llm: LLM, name: int) -> list[list[int]]:
         prompts = [[name + 3] * (5 + name), [7, name + 3]]
@@ -183,7 +186,7 @@ def test_001_4_3_threads_that_share_an_llm_get_what_they_get_alone(tiny_dir: Pat
     def by_hand(llm: LLM, name: int) -> list[int]:
         found: list[list[int]] = []
         request = llm.add_request([9, name + 3], params(name), on_token=lambda output: found.append(output.token_ids))
-        while not found or len(found[-1]) < 8:
+        while not found or len(found[-1]) < num_tokens:
             llm.step_deltas()  # which may compute the requests of others only
         assert not llm.abort(request)
         return found[-1]
@@ -193,7 +196,8 @@ def test_001_4_3_threads_that_share_an_llm_get_what_they_get_alone(tiny_dir: Pat
         alone = [call(llm, name) for call, name in tasks]
         num_alone = llm.stats().num_steps
         with ThreadPoolExecutor(len(tasks)) as threads:
-            together = list(threads.map(lambda task: task[0](llm, task[1]), tasks))
+            start = Barrier(len(tasks))
+            together = list(threads.map(lambda task: (start.wait(), task[0](llm, task[1]))[1], tasks))
         assert together == alone
         assert llm.stats().num_steps < 2 * num_alone, "a step computes requests of several threads"
         assert (llm.is_finished(), llm.stats().num_free_blocks) == (True, 64)
